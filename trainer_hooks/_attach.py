@@ -22,7 +22,7 @@ from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
-from trainer_hooks.guard.route import Route
+from trainer_hooks.guard.route import StepInterception
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
@@ -93,7 +93,7 @@ def attach(
         UsageError: an argument is invalid; the text names it and the fix.
         TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
-    given = Arguments(
+    arguments = Arguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
         run=run,
@@ -111,12 +111,14 @@ def attach(
         owns_step=False,
         max_norm=max_norm,
     )
-    made = set_up(given)
-    if made is None:
+    parts = set_up(arguments)
+    if parts is None:
         from trainer_hooks.noop import Unattached
 
-        return cast(Attached, Unattached(given.optimizers, scaler, max_norm, state))
-    return Attached(made.device, made.run, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
+        return cast(Attached, Unattached(arguments.optimizers, scaler, max_norm, state))
+    return Attached(
+        parts.device, parts.run, tokens_per_step=parts.tokens_per_step, max_norm=max_norm
+    )
 
 
 class Judged(NamedTuple):
@@ -152,7 +154,7 @@ class Attached(Loop):
         self._is_told = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
-        self.route = Route(stepped, device.scaler, self._step_one, run.faults)
+        self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Record the step's loss, so that it is judged. Call before ``optimizer.step()``.
@@ -282,7 +284,7 @@ class Attached(Loop):
         )
         self._step += 1
         if device.sampler is not None:
-            device.sampler.begin(self._step)
+            device.sampler.start_step(self._step)
         self._norm = None
         while ready is not None or (ready := parts.waited_for()) is not None:
             judgement = judge_returned(run, *ready, now_step=attempted)

@@ -152,7 +152,7 @@ def watch(
     listed = as_list(optimizers)
     names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
     whole = together(model)
-    given = Arguments(
+    arguments = Arguments(
         model=whole,
         names=tuple(map(str, names)),
         optimizers=tuple(listed),
@@ -174,24 +174,26 @@ def watch(
         total_steps=total_steps,
         schedule=schedule,
     )
-    made = set_up(given)
-    if made is None:
+    parts = set_up(arguments)
+    if parts is None:
         from trainer_hooks.noop import NullMonitor
 
-        off = NullMonitor(given.optimizers, given.schedulers, scaler, state, scheduler_every)
+        off = NullMonitor(
+            arguments.optimizers, arguments.schedulers, scaler, state, scheduler_every
+        )
         return cast(Monitor, off)
     return Monitor(
-        made.device,
-        made.run,
-        tokens_per_step=made.tokens_per_step,
-        restored=made.restored,
+        parts.device,
+        parts.run,
+        tokens_per_step=parts.tokens_per_step,
+        restored=parts.restored,
         sums_in_buckets=unwrap(whole)[1],
         scheduler_every=scheduler_every,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class MonitorParts:
     """Parts of a guarded loop."""
 
     device: Device
@@ -200,7 +202,7 @@ class Made:
     restored: Restored | None
 
 
-def set_up(given: Arguments) -> Made | None:
+def set_up(arguments: Arguments) -> MonitorParts | None:
     """Build the parts that ``watch`` and ``attach`` share, and start the run. Collective.
 
     Returns:
@@ -208,66 +210,66 @@ def set_up(given: Arguments) -> Made | None:
     """
     environ = dict(os.environ)
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
-    mode = given.agreed_mode(ranks, environ)
+    mode = arguments.agreed_mode(ranks, environ)
     if mode == "off":
         return None
-    tokens, config = given.tokens(), given.hyperparameters()
-    close_earlier(given.optimizers)
+    tokens, config = arguments.tokens(), arguments.hyperparameters()
+    close_earlier(arguments.optimizers)
     device = lay_out(
-        given.model,
-        given.optimizers,
-        given.schedulers,
-        given.scaler,
+        arguments.model,
+        arguments.optimizers,
+        arguments.schedulers,
+        arguments.scaler,
         ranks,
         faults,
-        given.state,
-        given.signals,
-        given.engine,
-        given.names,
+        arguments.state,
+        arguments.signals,
+        arguments.engine,
+        arguments.names,
         vector_fields(),
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
-        place = open_run(ranks, environ, given.dir, clock, faults)
-        run = _run_context(mode, given, ranks, device, place, environ, faults, clock)
+        run_paths = open_run(ranks, environ, arguments.dir, clock, faults)
+        run = _run_context(mode, arguments, ranks, device, run_paths, environ, faults, clock)
         undo.callback(run.emitter.close)
         info = run_info(
-            name=given.run or "",
+            name=arguments.run or "",
             environ=environ,
             mode=mode,
             config=config,
-            tags=given.tags,
+            tags=arguments.tags,
             world_size=ranks.world_size,
             readback_lag=device.readback.lag,
             num_params=device.norms.num_parameters,
-            run_dir=str(place.run_dir.path),
+            run_dir=str(run_paths.run_dir.path),
             judge=run.judge.config,
-            total_steps=given.total_steps or 0,
+            total_steps=arguments.total_steps or 0,
             schedule=run.features[ScheduleFeature].name,
         )
-        restored = _begin(run, place, info)
+        restored = _start(run, run_paths, info)
         if ranks.rank == 0:
-            run.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
+            run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
             run.terminal.started(_resumed(restored))
         for code, text in device.warnings:
             run.warn(code, text, step=run.first_step)
-        if given.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        if arguments.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
             text = "on_hang='restart' ends a hung job, and torchrun does not start it again"
             hint = "torchrun --max-restarts 3 does"
             run.warn("no_max_restarts", f"{text}; {hint}", step=run.first_step)
-        if place.is_first:
-            _start_agent(run, place, environ)
+        if run_paths.is_first:
+            _start_agent(run, run_paths, environ)
         undo.pop_all()
-    return Made(device=device, run=run, tokens_per_step=tokens, restored=restored)
+    return MonitorParts(device=device, run=run, tokens_per_step=tokens, restored=restored)
 
 
 def _emitter(
-    ranks: Ranks, device: Device, place: RunPaths, faults: FaultCounter, clock: Clock
+    ranks: Ranks, device: Device, run_paths: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
     """Open this rank's journal and return its emitter."""
     return Emitter(
-        open_journal(place, ranks, faults, clock, device.norms.device),
+        open_journal(run_paths, ranks, faults, clock, device.norms.device),
         clock=clock,
         faults=faults,
         is_rank0=ranks.rank == 0,
@@ -281,10 +283,10 @@ def _emitter(
 
 
 def _recovery(
-    given: Arguments,
+    arguments: Arguments,
     ranks: Ranks,
     device: Device,
-    place: RunPaths,
+    run_paths: RunPaths,
     plan: PlanJournal,
     emitter: Emitter,
     clock: Clock,
@@ -292,12 +294,12 @@ def _recovery(
     replicas: Replicas | None,
 ) -> RecoveryManager | None:
     """Set up snapshots and checkpoints, if they are enabled. Collective."""
-    settings, stopping = given.checkpoint_settings(place.run_dir), given.early_stopping
+    settings, stopping = arguments.checkpoint_settings(run_paths.run_dir), arguments.early_stopping
     if settings is None:
         return None
     return RecoveryManager.make(
         settings,
-        model=given.model,
+        model=arguments.model,
         device=device,
         ranks=ranks,
         plan=plan,
@@ -373,11 +375,11 @@ def _run_context(
     return run
 
 
-def _state(given: Arguments, device: Device) -> TrainingState | None:
+def _state(arguments: Arguments, device: Device) -> TrainingState | None:
     """Return the state of a rank among others; None where it is of a kind that cannot be read."""
     try:
         return TrainingState(
-            given.model,
+            arguments.model,
             device.optimizers,
             device.schedulers,
             scaler=device.scaler,
@@ -387,39 +389,39 @@ def _state(given: Arguments, device: Device) -> TrainingState | None:
         return None
 
 
-def _begin(run: RunContext, place: RunPaths, info: RunInfo) -> Restored | None:
+def _start(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
     recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
-    attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
+    attempt = AttemptStarted(id=run_paths.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:
         take_meta(run, restored.meta, step=restored.step)
         reason = f"resumed from {restored.id}"
         attempt = AttemptStarted(
-            id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
+            id=run_paths.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
     if restored is None and run.plan.plan.branches:
-        check = _restart_check(run, place) if run.is_rank0 else None
+        check = _restart_check(run, run_paths) if run.is_rank0 else None
         run.features[FirstStepsFeature].expect_again(check)
     run.first_step = attempt.fork_step
     start_branch(run, attempt, None if restored is None else restored.meta["judge"])
-    _emit_start_events(run, place, info, attempt)
+    _emit_start_events(run, run_paths, info, attempt)
     if recovery is not None:
         meta = restored.meta if restored is not None else snapshot_meta(run, None)
-        recovery.first(attempt.fork_step, place.attempt, meta)
+        recovery.first(attempt.fork_step, run_paths.attempt, meta)
     if (replicas := run.replicas) is not None:
-        drops = replicas.begin(attempt.fork_step, place.attempt, run.emitter)
+        drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
             recovery.compare_anew()
     return restored
 
 
-def _restart_check(run: RunContext, place: RunPaths) -> RestartCheck | None:
+def _restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
     """Return the comparison with the earlier starts; None without losses that fall."""
     earlier = None
     if run.judge.config.loss_kind == "minimize":
         with run.faults.fail_open("earlier_losses"):
-            earlier = read_earlier_losses(place.run_dir)
+            earlier = read_earlier_losses(run_paths.run_dir)
     return None if earlier is None else RestartCheck(earlier)
 
 
@@ -428,7 +430,7 @@ def _resumed(restored: Restored | None) -> str:
 
 
 def _emit_start_events(
-    run: RunContext, place: RunPaths, info: RunInfo, attempt: AttemptStarted
+    run: RunContext, run_paths: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
     ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
@@ -436,13 +438,13 @@ def _emit_start_events(
         local_rank=ranks.local_rank,
         world_size=ranks.world_size,
         pid=os.getpid(),
-        node=place.node,
+        node=run_paths.node,
         process_started_unix_ns=process_started_unix_ns(run.clock.time_ns()),
     )
     events: list[Event] = [started]
     if ranks.rank == 0:
         with run.faults.fail_open("run.json"):
-            place.run_dir.write_info(info)
+            run_paths.run_dir.write_info(info)
         events += [RunStarted(info=info), attempt]
         if info.readback_lag == 0:
             text = "an optimizer is not fused, so each step waits for the host; pass fused=True"
@@ -451,23 +453,23 @@ def _emit_start_events(
             text = f"{num_groups} parameter groups: the rates of the first {MAX_GROUPS} are kept"
             events.append(Note(code="many_groups", text=text))
     for event in events:
-        run.emitter.event(event, step=step, attempt=place.attempt)
+        run.emitter.event(event, step=step, attempt=run_paths.attempt)
 
 
-def _start_agent(run: RunContext, place: RunPaths, environ: Mapping[str, str]) -> None:
-    if environ.get("VITALS_AGENT") == "off" or place.folder is None:
+def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
+    if environ.get("VITALS_AGENT") == "off" or run_paths.folder is None:
         return
     missing = missing_packages()
     if missing:
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
         note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
-        run.emitter.event(note, step=0, attempt=place.attempt)
+        run.emitter.event(note, step=0, attempt=run_paths.attempt)
         if run.terminal is not None:
             run.terminal.without_agent(missing)
         return
     with run.faults.fail_open("agent.start"):
         run.agent = NodeAgent(
-            Starter(place, environ),
+            Starter(run_paths, environ),
             emitter=run.emitter,
             faults=run.faults,
             now_ns=run.clock.monotonic_ns(),

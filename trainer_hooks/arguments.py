@@ -111,22 +111,26 @@ class Arguments:
             self.tokens()
             self.hyperparameters()
             refuse_max_norm(self.max_norm)
-            given = self.checkpoints
-            settings = given if isinstance(given, CheckpointSettings) else None
-            how = bool(given) if settings is None else replace(settings, directory=Path("/"))
+            checkpoints = self.checkpoints
+            settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
+            how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
             _check_loss_kind(self.loss_kind)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            mode = _mode(self.mode, environ, given, owns_step=self.owns_step)
+            mode = _mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind
 
-        modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, checked), strict=True)
+        modes, scaled, checkpoint_settings, ends, kinds = zip(
+            *on_every_rank(ranks, checked), strict=True
+        )
         check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
         check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
-        check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
+        check_same(
+            "checkpoints", checkpoint_settings, "give the same CheckpointSettings on all ranks"
+        )
         check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
         check_same("loss_kind", kinds, "give the same loss_kind on all ranks")
         return cast(Mode, modes[0])
@@ -142,11 +146,11 @@ class Arguments:
         return CheckpointSettings(directory=run_dir.checkpoints_dir)
 
 
-def _check_kinds(given: Arguments) -> None:
+def _check_kinds(arguments: Arguments) -> None:
     """Refuse what stands in the place of something else."""
     # What a person gives may be of any type, whatever is asked for.
-    model: Any = given.model
-    optimizers: tuple[Any, ...] = given.optimizers
+    model: Any = arguments.model
+    optimizers: tuple[Any, ...] = arguments.optimizers
     order = "the argument order is watch(model, optimizer, scheduler, scaler=scaler)"
     hint = f"{order}; attach(model, optimizer, scaler=scaler)"
     if isinstance(model, Optimizer) and any(isinstance(o, nn.Module) for o in optimizers):
@@ -155,7 +159,7 @@ def _check_kinds(given: Arguments) -> None:
             f"{name_type(optimizers[0])}: they are swapped",
             hint=hint,
         )
-    if given.owns_step and _are_several(model) and (error := _wrong_models(model)) is not None:
+    if arguments.owns_step and _are_several(model) and (error := _wrong_models(model)) is not None:
         raise error
     if _are_several(model):
         raise UsageError(
@@ -163,7 +167,7 @@ def _check_kinds(given: Arguments) -> None:
             hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one model: pass "
             "nn.ModuleList([a, b])",
         )
-    if not isinstance(model, nn.Module) and given.engine is None:
+    if not isinstance(model, nn.Module) and arguments.engine is None:
         raise UsageError(f"the model is {name_type(model)}; it must be an nn.Module", hint=hint)
     by_hand = (
         f"{hint}; if the loop updates weights itself, torch.optim.SGD(model.parameters(), lr=lr) "
@@ -176,7 +180,7 @@ def _check_kinds(given: Arguments) -> None:
                 hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
             )
         other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
-        odd = given.engine is None and not _has_groups(optimizer)
+        odd = arguments.engine is None and not _has_groups(optimizer)
         if other or odd or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"optimizers holds {name_type(optimizer)}; each must be a torch.optim.Optimizer",
@@ -184,13 +188,13 @@ def _check_kinds(given: Arguments) -> None:
             )
     if not optimizers:
         raise UsageError("no optimizer was given; at least one is needed", hint=by_hand)
-    for scheduler in given.schedulers:
+    for scheduler in arguments.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(
                 f"schedulers holds {name_type(scheduler)}, which is not a learning-rate scheduler",
                 hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
             )
-    _check_scaler(given.scaler, hint)
+    _check_scaler(arguments.scaler, hint)
 
 
 def _has_groups(optimizer: Any) -> bool:
@@ -207,34 +211,34 @@ def _check_scaler(scaler: object, hint: str) -> None:
         )
 
 
-def _check_early_stopping(given: object) -> None:
-    if given is not None and not isinstance(given, EarlyStopping):
+def _check_early_stopping(value: object) -> None:
+    if value is not None and not isinstance(value, EarlyStopping):
         raise UsageError(
-            f"early_stopping is {name_type(given)}; it must be an EarlyStopping",
+            f"early_stopping is {name_type(value)}; it must be an EarlyStopping",
             hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
         )
 
 
-def _check_loss_kind(given: object) -> None:
-    if given not in get_args(LossKind):
+def _check_loss_kind(value: object) -> None:
+    if value not in get_args(LossKind):
         raise UsageError(
-            f"loss_kind is {given!r}; it must be one of {', '.join(get_args(LossKind))}",
+            f"loss_kind is {value!r}; it must be one of {', '.join(get_args(LossKind))}",
             hint="'minimize' for a loss that training minimizes, 'rl' or 'adversarial' otherwise",
         )
 
 
-def _check_scheduler_every(given: object) -> None:
-    if given not in get_args(SchedulerEvery):
+def _check_scheduler_every(value: object) -> None:
+    if value not in get_args(SchedulerEvery):
         raise UsageError(
-            f"scheduler_every is {given!r}; it must be 'step' or 'epoch'",
+            f"scheduler_every is {value!r}; it must be 'step' or 'epoch'",
             hint="'step' for schedulers that count updates, 'epoch' for those that count epochs",
         )
 
 
-def _check_on_hang(given: object) -> None:
-    if given not in get_args(OnHang):
+def _check_on_hang(value: object) -> None:
+    if value not in get_args(OnHang):
         raise UsageError(
-            f"on_hang is {given!r}; it must be 'alert' or 'restart'",
+            f"on_hang is {value!r}; it must be 'alert' or 'restart'",
             hint="'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
         )
 
@@ -248,11 +252,11 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_words(given: Arguments) -> None:
+def _check_words(arguments: Arguments) -> None:
     """Refuse names and places that are of another type; what is read by others looks like these."""
     # What a person gives may be of any type, whatever is asked for.
-    run: Any = given.run
-    tags: Any = given.tags
+    run: Any = arguments.run
+    tags: Any = arguments.tags
     if run is not None and not isinstance(run, str):
         raise UsageError(
             f"run is {name_type(run)}; it must be a name (text)",
@@ -262,12 +266,12 @@ def _check_words(given: Arguments) -> None:
         raise UsageError(
             f"tags is {tags!r:.100}; it must be a list or tuple of texts", hint="tags=('demo',)"
         )
-    if given.dir is not None and not isinstance(given.dir, str | Path):
+    if arguments.dir is not None and not isinstance(arguments.dir, str | Path):
         raise UsageError(
-            f"dir is {name_type(given.dir)}; it must be a directory",
+            f"dir is {name_type(arguments.dir)}; it must be a directory",
             hint="dir='runs', or VITALS_DIR",
         )
-    checkpoints = given.checkpoints
+    checkpoints = arguments.checkpoints
     if checkpoints is not None and not isinstance(
         checkpoints, bool | str | Path | CheckpointSettings
     ):
@@ -298,13 +302,13 @@ def _mode(
             hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
             "monitor.step(loss)",
         )
-    chosen = mode if override is None else min(mode, override, key=_MODES.index)
-    if chosen == "heal" and not checkpoints:
+    effective = mode if override is None else min(mode, override, key=_MODES.index)
+    if effective == "heal" and not checkpoints:
         raise UsageError(
             "mode 'heal' rolls back, so it needs checkpoints",
             hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",
         )
-    return cast(Mode, chosen)
+    return cast(Mode, effective)
 
 
 def _check_torch() -> None:
@@ -411,14 +415,14 @@ _BELONGS = {
 """Arguments of the monitor's methods, which people give to ``watch``."""
 
 
-def refuse_misplaced(given: Mapping[str, object]) -> None:
+def refuse_misplaced(options: Mapping[str, object]) -> None:
     """Refuse arguments that ``watch`` does not have.
 
     Raises:
         UsageError: it belongs to another call, which is named.
         TypeError: there is none of that name.
     """
-    for name in given:
+    for name in options:
         if name in _BELONGS:
             raise UsageError(
                 f"watch() has no argument {name}",

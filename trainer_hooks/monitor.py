@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
-from trainer_hooks.data.loader import Position
+from trainer_hooks.data.loader import BatchIndex
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
@@ -20,7 +20,7 @@ from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
-from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
+from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
 from trainer_hooks.guard.route import not_compiled
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
 from trainer_hooks.lifecycle.loop import Loop
@@ -82,7 +82,7 @@ class Monitor(Loop):
         """Whether other optimizers still step on this batch, so that a snapshot has to wait."""
 
     @property
-    def batch_position(self) -> Position | None:
+    def batch_position(self) -> BatchIndex | None:
         """Epoch and index of the latest batch from ``batches``."""
         return self._feed.position
 
@@ -253,7 +253,7 @@ class Monitor(Loop):
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
-        position, samples = self._feed.take(attempted, run.attempt)
+        position, samples = self._feed.record_step(attempted, run.attempt)
         if attempted == self._first_step:
             if not turn.number:
                 run.features[ProbeFeature].report_missing(_PROBE_LINE)
@@ -276,7 +276,7 @@ class Monitor(Loop):
         self._step += 1
         decision, restored = self._host_side(ready, attempted)
         if self._device.sampler is not None:
-            self._device.sampler.begin(self._step)
+            self._device.sampler.start_step(self._step)
         if run.features.has_pending_work:
             self._run_between_steps(attempted)
         if restored is not None:
@@ -301,7 +301,7 @@ class Monitor(Loop):
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
             run.recovery.after_step(self._step, run.attempt, self._meta)
 
-    def _leave_out_rest(self, turn: Turn) -> None:
+    def _leave_out_rest(self, turn: OptimizerGroup) -> None:
         """Make no further update on this batch, because the state was restored."""
         if turn.number and self._feed.is_within_batch:
             self._void = capture_rng()
@@ -395,7 +395,7 @@ class Monitor(Loop):
         """
         error = None
         with self._run.faults.fail_open("schedules"):
-            error = schedules.look(self._step)
+            error = schedules.check_double_stepping(self._step)
         if error is not None and self._run.ranks.world_size == 1:
             raise error
         if error is not None:
@@ -505,8 +505,8 @@ class Monitor(Loop):
 
     def _after_rollback(self) -> None:
         """Record the steps in flight, and discard them."""
-        while (left := self._device.readback.pop()) is not None:
-            judge_returned(self._run, *left, now_step=self._step)
+        while (remaining := self._device.readback.pop()) is not None:
+            judge_returned(self._run, *remaining, now_step=self._step)
         self._start_again()
 
     def _start_again(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import emas_in
 from trainer_hooks.guard.optimizers import unscale
-from trainer_hooks.guard.route import Route
+from trainer_hooks.guard.route import StepInterception
 from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
@@ -142,9 +142,11 @@ class NullMonitor:
             one.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.update()
-        held = {id(p) for o in stepped for group in o.param_groups for p in group["params"]}
+        stepped_params = {
+            id(p) for o in stepped for group in o.param_groups for p in group["params"]
+        }
         for ema in self._emas:
-            if ema.averages_any(held):
+            if ema.averages_any(stepped_params):
                 ema.update()
         if self._scheduler_every == "step":
             self._schedule(() if optimizer is None else stepped)
@@ -181,9 +183,9 @@ class Unattached(NullMonitor):
             for ema in self._emas
         ]
         self._max_norm = max_norm
-        self._route: Route | None = None
+        self._route: StepInterception | None = None
         if max_norm not in (None, math.inf):
-            self._route = Route(optimizers, scaler, self._step_one, FaultCounter())
+            self._route = StepInterception(optimizers, scaler, self._step_one, FaultCounter())
 
     def _step_one(self, index: int, begins: bool) -> None:
         scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None

@@ -48,8 +48,10 @@ def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: fl
         was_firing = status.state is AlertState.FIRING
         return AlertStatus(state=AlertState.RESOLVED if was_firing else AlertState.INACTIVE)
     since = now if status.active_since is None else min(now, status.active_since)
-    held = status.state is AlertState.FIRING or now - since >= hold_seconds
-    return AlertStatus(state=AlertState.FIRING if held else AlertState.PENDING, active_since=since)
+    is_held_long_enough = status.state is AlertState.FIRING or now - since >= hold_seconds
+    return AlertStatus(
+        state=AlertState.FIRING if is_held_long_enough else AlertState.PENDING, active_since=since
+    )
 
 
 def fingerprint(name: str, labels: Mapping[str, str]) -> str:

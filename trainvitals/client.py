@@ -92,10 +92,12 @@ class Client:
         folder = Path(url) if url and not is_url else None
         collector = find_collector(str(url or "")) if folder is None else None
         if collector is not None:
-            own = collector.tokens
+            collector_tokens = collector.tokens
             self.where = collector.url
-            self._reader = self._connect(collector, token or own.read)
-            self._control = self._connect(collector, token or own.control or own.read)
+            self._reader = self._connect(collector, token or collector_tokens.read)
+            self._control = self._connect(
+                collector, token or collector_tokens.control or collector_tokens.read
+            )
             self._refresh: Any = None
             return
         folder = folder or default_folder()

@@ -54,9 +54,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: with the key, its value and what is expected.
         """
         for key, kind in kinds(type(self)).items():
-            given = getattr(self, key)
-            value = _plain(given)
-            if value is not given:
+            field_value = getattr(self, key)
+            value = _plain(field_value)
+            if value is not field_value:
                 msgspec.structs.force_setattr(self, key, value)
             if not _fits(value, kind):
                 raise self.refusal(key, _expected(value, inspect.type_info(kind)))
@@ -150,15 +150,17 @@ def load_settings(
         ConfigError: unknown key, wrong type, or a value that cannot work. A key of an earlier
             version is only logged as a warning.
     """
-    given: dict[str, dict[str, _Given]] = {name: {} for name in sections}
+    given_by_section: dict[str, dict[str, _Given]] = {name: {} for name in sections}
     if path is not None:
-        _from_file(path, sections, given)
-    _from_environ(environ, sections, given)
-    _from_arguments(arguments or {}, sections, given)
-    return {name: _build(name, cls, given[name]) for name, cls in sections.items()}
+        _from_file(path, sections, given_by_section)
+    _from_environ(environ, sections, given_by_section)
+    _from_arguments(arguments or {}, sections, given_by_section)
+    return {name: _build(name, cls, given_by_section[name]) for name, cls in sections.items()}
 
 
-def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given]]) -> None:
+def _from_file(
+    path: Path, sections: Sections, given_by_section: dict[str, dict[str, _Given]]
+) -> None:
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -183,13 +185,13 @@ def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given
             raise ConfigError(f"{section} in {path} is {body!r}; it must be a table [{section}]")
         for key, value in body.items():
             source = f"{path}:{_line_of(text, section, key)}"
-            given[section][key] = _Given(value=value, source=source)
+            given_by_section[section][key] = _Given(value=value, source=source)
 
 
 def _from_environ(
     environ: Mapping[str, str],
     sections: Sections,
-    given: dict[str, dict[str, _Given]],
+    given_by_section: dict[str, dict[str, _Given]],
 ) -> None:
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
@@ -200,14 +202,16 @@ def _from_environ(
             key = variable.removeprefix(prefix).lower()
             if variable in RESERVED_VARIABLES and key not in kinds(sections[section]):
                 break
-            given[section][key] = _Given(value=text, source=f"variable {variable}", is_text=True)
+            given_by_section[section][key] = _Given(
+                value=text, source=f"variable {variable}", is_text=True
+            )
             break
 
 
 def _from_arguments(
     arguments: Mapping[str, object],
     sections: Sections,
-    given: dict[str, dict[str, _Given]],
+    given_by_section: dict[str, dict[str, _Given]],
 ) -> None:
     for name, value in arguments.items():
         section, _, key = name.partition(".")
@@ -216,28 +220,30 @@ def _from_arguments(
             raise ConfigError(f"argument {name!r}: there is no section {section!r}; known: {names}")
         if value is not None:
             option = "--" + key.replace("_", "-")
-            given[section][key] = _Given(value=value, source=f"argument {option}")
+            given_by_section[section][key] = _Given(value=value, source=f"argument {option}")
 
 
-def _build(section: str, cls: type[Settings], given: Mapping[str, _Given]) -> Settings:
+def _build(section: str, cls: type[Settings], given_values: Mapping[str, _Given]) -> Settings:
     allowed = kinds(cls)
-    for key in given.keys() & cls.removed.keys():
+    for key in given_values.keys() & cls.removed.keys():
         _LOG.warning(
             "vitals: setting %s.%s (%s) no longer exists and has no effect: %s",
-            *(section, key, given[key].source, cls.removed[key]),
+            *(section, key, given_values[key].source, cls.removed[key]),
         )
-    given = {key: item for key, item in given.items() if key not in cls.removed}
-    for key, item in given.items():
+    given_values = {key: item for key, item in given_values.items() if key not in cls.removed}
+    for key, item in given_values.items():
         if key not in allowed:
             raise ConfigError(
                 f"{section}.{key} = {item.value!r} ({item.source}): there is no such setting",
                 hint=_suggest(key, allowed) or f"{section} has: {', '.join(sorted(allowed))}",
             )
-    values = {key: _convert(f"{section}.{key}", allowed[key], item) for key, item in given.items()}
+    values = {
+        key: _convert(f"{section}.{key}", allowed[key], item) for key, item in given_values.items()
+    }
     try:
         return cls(**values)
     except ConfigError as error:
-        sources = "; ".join(f"{section}.{key}: {item.source}" for key, item in given.items())
+        sources = "; ".join(f"{section}.{key}: {item.source}" for key, item in given_values.items())
         raise ConfigError(
             f"{error.text} ({sources})" if sources else error.text, hint=error.hint, code=error.code
         ) from None
@@ -268,8 +274,8 @@ def _of_text(text: str, info: inspect.Type) -> object:
     if isinstance(info, inspect.BoolType):
         return _WORDS_OF_FLAGS.get(text.strip().lower(), text)
     if isinstance(info, inspect.VarTupleType):
-        words = [word.strip() for word in text.split(",")]
-        return [_of_text(word, info.item_type) for word in words if word]
+        items = [word.strip() for word in text.split(",")]
+        return [_of_text(word, info.item_type) for word in items if word]
     if isinstance(info, inspect.IntType | inspect.FloatType):
         try:
             return int(text) if isinstance(info, inspect.IntType) else float(text)
@@ -323,8 +329,10 @@ def _bounds(info: inspect.Type) -> Iterator[str]:
     if info.ge is not None and info.le is not None:
         yield f"{info.ge:g} to {info.le:g}"
         return
-    words = {"at least": info.ge, "above": info.gt, "at most": info.le, "below": info.lt}
-    bounds = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+    limits = {"at least": info.ge, "above": info.gt, "at most": info.le, "below": info.lt}
+    bounds = " and ".join(
+        f"{word} {bound:g}" for word, bound in limits.items() if bound is not None
+    )
     if bounds:
         yield bounds
 

@@ -101,8 +101,8 @@ def finish(
         total_steps: that are planned.
         now_unix_ns: the present, by the same clock.
     """
-    left = total_steps - 1 - int(step[-1]) if len(step) else total_steps
-    if left <= 0:
+    remaining_steps = total_steps - 1 - int(step[-1]) if len(step) else total_steps
+    if remaining_steps <= 0:
         return f"all {total_steps:,} planned steps are done"
     if len(step) < _MIN_PACE_ROWS:
         return f"{_MIN_PACE_ROWS} steps are needed to know the pace"
@@ -113,11 +113,11 @@ def finish(
     newest[: len(newest) - max(_MIN_PACE_ROWS - 1, len(newest) // 4)] = False
     if not newest.any():
         newest = ~is_long
-    own = float(seconds[newest].sum() / num[newest].sum())
+    mean_seconds = float(seconds[newest].sum() / num[newest].sum())
     elapsed = float(seconds.sum())
     if not elapsed > 0:
         return "the steps' times do not rise"
-    beside = np.where(is_long, np.maximum(seconds - own * num, 0.0), 0.0)
+    beside = np.where(is_long, np.maximum(seconds - mean_seconds * num, 0.0), 0.0)
     most = _RARE * elapsed
     if is_long.sum() >= _MANY:
         most = max(most, _LARGER * float(np.median(beside[is_long])))
@@ -129,20 +129,20 @@ def finish(
     each = float(mishaps[(num_mishaps - 1) // 2]) if num_mishaps else _UNSEEN * elapsed
     beside = np.where(is_mishap, 0.0, beside)
     expected = num_mishaps - np.sqrt(num_mishaps)
-    rate = own + float((beside.sum() + expected * each) / num.sum())
-    usual = np.where(is_long, own * num, seconds) + beside
+    rate = mean_seconds + float((beside.sum() + expected * each) / num.sum())
+    usual = np.where(is_long, mean_seconds * num, seconds) + beside
     of_mishaps = float(np.sqrt(num_mishaps + 1) * each / num.sum())
-    spread = float(np.hypot(_spread(usual, num, left), of_mishaps))
-    in_steps = np.where(is_long, np.minimum(own * num, seconds), seconds)
+    spread = float(np.hypot(_spread(usual, num, remaining_steps), of_mishaps))
+    in_steps = np.where(is_long, np.minimum(mean_seconds * num, seconds), seconds)
     # What is longer than the usual between two steps is known only once it is over.
     silent = (now_unix_ns - int(time_unix_ns[-1])) / 1e9
-    is_waiting = silent > max(_SHORTEST_WAIT, 10 * _LONG * own)
+    is_waiting = silent > max(_SHORTEST_WAIT, 10 * _LONG * mean_seconds)
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)
-    if left * (rate + _NORMAL_80 * spread) > _LONGEST_SECONDS:
-        return f"at {rate:.3g} s a step, {left:,} more steps take over 1,000 years"
+    if remaining_steps * (rate + _NORMAL_80 * spread) > _LONGEST_SECONDS:
+        return f"at {rate:.3g} s a step, {remaining_steps:,} more steps take over 1,000 years"
 
     def at(per_step: float) -> int:
-        return max(now_unix_ns, begin + round(left * max(per_step, 0.0) * 1e9))
+        return max(now_unix_ns, begin + round(remaining_steps * max(per_step, 0.0) * 1e9))
 
     return Finish(
         unix_ns=at(rate),
@@ -163,7 +163,7 @@ def _is_long(seconds: Floats, num: Floats) -> npt.NDArray[np.bool_]:
     return seconds - usual * num > (_LONG - 1.0) * usual
 
 
-def _spread(seconds: Floats, num: Floats, left: int) -> float:
+def _spread(seconds: Floats, num: Floats, remaining_steps: int) -> float:
     """Return the standard error of the seconds per step that are to come."""
     edges = np.linspace(0.0, num.sum(), _BLOCKS + 1)
     block = np.clip(np.searchsorted(edges, np.cumsum(num)) - 1, 0, _BLOCKS - 1)
@@ -171,7 +171,7 @@ def _spread(seconds: Floats, num: Floats, left: int) -> float:
     rates = np.bincount(block, seconds, _BLOCKS)[steps > 0] / steps[steps > 0]
     if len(rates) < 2:
         return 0.0
-    blocks_left = max(left / (num.sum() / len(rates)), 1.0)
+    blocks_left = max(remaining_steps / (num.sum() / len(rates)), 1.0)
     return float(np.std(rates, ddof=1) * np.sqrt(1 / len(rates) + 1 / blocks_left))
 
 

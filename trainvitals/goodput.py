@@ -79,7 +79,7 @@ class Launch(NamedTuple):
     num_gpus: int = 0
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """From when to when, in nanoseconds of the wall clock."""
 
     begin_ns: int
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class EndedSteps:
     """What is known of each step that ended, one entry a step, in the order of their ends.
 
     Seconds are of the mean rank; NaN is not measured.
@@ -177,10 +177,10 @@ class Goodput:
 
 def goodput(
     launches: Sequence[Launch],
-    steps: StepTimes,
+    steps: EndedSteps,
     *,
-    hangs: Sequence[Span] = (),
-    pauses: Sequence[Span] = (),
+    hangs: Sequence[TimeSpan] = (),
+    pauses: Sequence[TimeSpan] = (),
 ) -> Goodput:
     """Return where the time went.
 
@@ -213,7 +213,7 @@ class _Timeline(NamedTuple):
     """From the end before, of a step or a start, to each step's end."""
 
 
-def _timeline(launches: Sequence[Launch], steps: StepTimes, bounds: Ints) -> _Timeline:
+def _timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _Timeline:
     ends = steps.end_unix_ns.copy()
     intervals = np.diff(ends, prepend=ends[:1])
     ordered: list[Launch] = []
@@ -222,10 +222,10 @@ def _timeline(launches: Sequence[Launch], steps: StepTimes, bounds: Ints) -> _Ti
         process = max(before, launch.process_ns)
         ready = max(process, launch.ready_ns)
         low, high = int(bounds[k]), int(bounds[k + 1])
-        own = ends[low:high]
-        np.maximum.accumulate(np.maximum(own, ready), out=own)
-        intervals[low:high] = np.diff(own, prepend=ready)
-        last = int(own[-1]) if len(own) else ready
+        step_ends = ends[low:high]
+        np.maximum.accumulate(np.maximum(step_ends, ready), out=step_ends)
+        intervals[low:high] = np.diff(step_ends, prepend=ready)
+        last = int(step_ends[-1]) if len(step_ends) else ready
         # What a process that died last said may come after the next one has begun.
         end = (
             launch.end_ns
@@ -237,7 +237,7 @@ def _timeline(launches: Sequence[Launch], steps: StepTimes, bounds: Ints) -> _Ti
     return _Timeline(ordered, bounds, ends, intervals)
 
 
-def _usual(steps: StepTimes, bounds: Ints) -> Ints:
+def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
     """Return, by launch, the time that a usual step computes; -1 where no step tells."""
     usual = np.full(len(bounds) - 1, -1, np.int64)
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
@@ -245,9 +245,9 @@ def _usual(steps: StepTimes, bounds: Ints) -> Ints:
             part = slice(begin, min(high, begin + _USUAL_STEPS))
             lasted = steps.seconds[part]
             aside = sum(_filled(each[part]) for each in _aside(steps))
-            own = (_filled(lasted) - aside)[np.isfinite(lasted)]
-            if len(own):
-                usual[k] = max(0, round(float(np.median(own)) * 1e9))
+            durations = (_filled(lasted) - aside)[np.isfinite(lasted)]
+            if len(durations):
+                usual[k] = max(0, round(float(np.median(durations)) * 1e9))
                 break
     counted = usual[usual >= 0]
     if len(counted):  # a launch without two steps does as the others do
@@ -255,12 +255,12 @@ def _usual(steps: StepTimes, bounds: Ints) -> Ints:
     return usual
 
 
-def _aside(steps: StepTimes) -> tuple[Floats, ...]:
+def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
     """Return what was measured of a step beside what it computed."""
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
-def _within(spans: Sequence[Span], line: _Timeline) -> Ints:
+def _within(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
     """Return how much of each step's interval lies in one of the spans."""
     inside = np.zeros(len(line.ends), np.int64)
     begins = line.ends - line.intervals
@@ -272,13 +272,13 @@ def _within(spans: Sequence[Span], line: _Timeline) -> Ints:
     return inside
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
+def _merged(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
     """Return the spans in order and without overlap."""
-    merged: list[Span] = []
+    merged: list[TimeSpan] = []
     for span in sorted(spans):
         if merged and span.begin_ns <= merged[-1].end_ns:
             last = merged[-1]
-            merged[-1] = Span(last.begin_ns, max(last.end_ns, span.end_ns))
+            merged[-1] = TimeSpan(last.begin_ns, max(last.end_ns, span.end_ns))
         else:
             merged.append(span)
     return merged
@@ -306,7 +306,7 @@ class _Intervals:
         self.undone: dict[Bucket, int] = {}
         """What steps that were undone had been before."""
 
-    def take(self, bucket: Bucket, nanoseconds: Ints) -> None:
+    def assign(self, bucket: Bucket, nanoseconds: Ints) -> None:
         """Give a bucket so much of each interval, and no more than is left."""
         part = np.minimum(np.maximum(nanoseconds, 0), self.left)
         self.left -= part
@@ -327,40 +327,40 @@ class _Intervals:
 
     def rest(self, bucket: Bucket, which: Mask | None = None) -> None:
         """Give a bucket all that is left, of these steps."""
-        self.take(bucket, self.left if which is None else np.where(which, self.left, 0))
+        self.assign(bucket, self.left if which is None else np.where(which, self.left, 0))
 
 
 def _hand_out(
-    taken: _Intervals, steps: StepTimes, usual: Ints, first: Ints, hung: Ints, paused: Ints
+    taken: _Intervals, steps: EndedSteps, usual: Ints, first: Ints, hung: Ints, paused: Ints
 ) -> None:
     """Hand each step's interval out, by ``PRECEDENCE``."""
     intervals = taken.left.copy()
     own_usual = usual[steps.launch]
     is_known = np.isfinite(steps.seconds)
-    taken.take("halted", paused)
-    taken.take("hang", hung)
+    taken.assign("halted", paused)
+    taken.assign("hang", hung)
     # Rows between were lost, or a clock was set: the step itself says how long it took.
     beside = intervals - _ns(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
-    taken.take("unknown", np.where(is_known & (beside > slack), beside, 0))
+    taken.assign("unknown", np.where(is_known & (beside > slack), beside, 0))
     # Of a step whose beginning is not known, a usual step and what was measured are its own.
     data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
     computed = taken.left - data_wait - saved - evaluated - waited
     excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
     index = np.arange(len(steps)) - first[steps.launch]
     at_start = index == 0
-    taken.take("restart", np.where(at_start | (paused > 0), 0, excess))
-    taken.take("unknown", np.where(~is_known & (own_usual < 0), computed, 0))
-    taken.take("checkpoint", saved)
-    taken.take("evaluation", evaluated)
+    taken.assign("restart", np.where(at_start | (paused > 0), 0, excess))
+    taken.assign("unknown", np.where(~is_known & (own_usual < 0), computed, 0))
+    taken.assign("checkpoint", saved)
+    taken.assign("evaluation", evaluated)
     taken.rest("skipped", steps.is_skipped)
-    taken.take("data_wait", data_wait)
+    taken.assign("data_wait", data_wait)
     least = _ns(steps.least_wait)
-    taken.take("straggler_wait", waited - least)
-    taken.take("exchange", least)
+    taken.assign("straggler_wait", waited - least)
+    taken.assign("exchange", least)
     is_first = (index < _FIRST_STEPS) & (own_usual >= 0)
     compiled = is_first & (at_start | (taken.left > _COMPILES * own_usual))
-    taken.take("compile", np.where(compiled, taken.left - own_usual, 0))
+    taken.assign("compile", np.where(compiled, taken.left - own_usual, 0))
     taken.rest("productive")
     taken.undo(steps.is_undone)
 
@@ -376,8 +376,8 @@ class _Sums:
 
     def add(self, attempt: int, bucket: Bucket, nanoseconds: int) -> None:
         if nanoseconds > 0:
-            own = self.by_attempt.setdefault(attempt, {})
-            own[bucket] = own.get(bucket, 0) + nanoseconds
+            attempt_sums = self.by_attempt.setdefault(attempt, {})
+            attempt_sums[bucket] = attempt_sums.get(bucket, 0) + nanoseconds
 
     def add_steps(self, attempts: Ints, parts: Mapping[Bucket, Ints]) -> None:
         """Add the steps', by stretches of one attempt."""
@@ -391,7 +391,7 @@ class _Sums:
 
 
 def _summed(
-    line: _Timeline, steps: StepTimes, taken: _Intervals, hangs: Sequence[Span], usual: Ints
+    line: _Timeline, steps: EndedSteps, taken: _Intervals, hangs: Sequence[TimeSpan], usual: Ints
 ) -> Goodput:
     """Add up what steps have, and what lies between and around them."""
     sums, failures = _Sums(), []
@@ -422,9 +422,14 @@ def _summed(
     return Goodput(
         begin_unix_ns=line.launches[0].process_ns,
         end_unix_ns=before,
-        nanoseconds={b: sum(own.get(b, 0) for own in by_attempt.values()) for b in BUCKETS},
+        nanoseconds={
+            b: sum(attempt_sums.get(b, 0) for attempt_sums in by_attempt.values()) for b in BUCKETS
+        },
         undone=taken.undone,
-        attempts=tuple(AttemptTimes(attempt, own) for attempt, own in sorted(by_attempt.items())),
+        attempts=tuple(
+            AttemptTimes(attempt, attempt_sums)
+            for attempt, attempt_sums in sorted(by_attempt.items())
+        ),
         failures=tuple(sorted(failures)),
         gpu_nanoseconds=sum(
             (launch.end_ns - launch.process_ns) * launch.num_gpus for launch in line.launches
@@ -434,7 +439,7 @@ def _summed(
     )
 
 
-def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[Span]) -> list[Failure]:
+def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[TimeSpan]) -> list[Failure]:
     """Return the hangs that the launch with these steps got over by itself."""
     ends = line.ends[low:high]
     # By their ends: agents look twice a second, and one may seem to begin before its step did.

@@ -70,7 +70,7 @@ def tally(outcomes: Iterable[str | None]) -> str:
     judged = counts["needed"] + counts["unneeded"]
     if not counts:
         return ""
-    words = f"{counts['needed']} of {judged} would have been needed, {counts['unneeded']} was not"
+    summary = f"{counts['needed']} of {judged} would have been needed, {counts['unneeded']} was not"
     if counts["unneeded"] != 1:
-        words = words.replace("was not", "were not")
-    return words + (f"; {counts['open']} are undecided" if counts["open"] else "")
+        summary = summary.replace("was not", "were not")
+    return summary + (f"; {counts['open']} are undecided" if counts["open"] else "")

@@ -38,7 +38,7 @@ from msgspec.structs import replace
 
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep
-from trainvitals.policy.evidence import NO_READING, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
 from trainvitals.records import Decision, Finding, StateRead, StepRecord
@@ -122,15 +122,15 @@ def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
     forward: Counter[int] = Counter()
     num_repeated = num_late = 0
     top = log[0].step if log else 0
-    for place in range(1, len(log)):
-        step = log[place].step
-        gap = step - log[place - 1].step
+    for index in range(1, len(log)):
+        step = log[index].step
+        gap = step - log[index - 1].step
         if gap > 0:
             forward[gap] += 1
         elif gap == 0:
             num_repeated += 1
-        elif place + 1 < len(log) and log[place + 1].step <= top:
-            restarts.add(place)
+        elif index + 1 < len(log) and log[index + 1].step <= top:
+            restarts.add(index)
             top = step
         else:
             num_late += 1
@@ -234,9 +234,9 @@ def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any
             }
             for f in judged.judgement.findings
         ]
-        if (made := judged.judgement.decision) is not None:
-            needs = {"could_be_ruled_out_by_probe": could_be_ruled_out(made)}
-            decisions.append({"row": judged.row, **msgspec.to_builtins(made), **needs})
+        if (decision := judged.judgement.decision) is not None:
+            needs = {"could_be_ruled_out_by_probe": could_be_ruled_out(decision)}
+            decisions.append({"row": judged.row, **msgspec.to_builtins(decision), **needs})
     return {"findings": findings, "questions": questions, "decisions": decisions}
 
 
@@ -275,24 +275,24 @@ class _Player:
 
     def play(self) -> Iterator[JudgedStep]:
         """Complete each record when it is due, and judge it when its numbers would be read."""
-        for place, logged in enumerate(self._log):
-            if place == 0:
+        for index, logged in enumerate(self._log):
+            if index == 0:
                 self._begin()
-            if place in self._cadence.restarts:
+            if index in self._cadence.restarts:
                 yield from self._judge_waiting()
-                self._go_back(place)
+                self._go_back(index)
             if self._is_announced(logged.step):
                 yield from self._judge_waiting()
                 self._judge.rebaseline(EXPECTED_STEPS)
             while self._waiting and self._is_read(*self._waiting[0], logged):
                 yield self._take(*self._waiting.popleft())
             record = StepRecord(
-                step=self._clock(place),
+                step=self._clock(index),
                 attempt=self._attempt,
                 loss=logged.loss,
                 grad_norm=logged.grad_norm,
                 learning_rate=logged.learning_rate,
-                overflow=place in self._overflows,
+                overflow=index in self._overflows,
                 clips=self._clips,
             )
             acts = self._judge.mode != "observe"
@@ -300,7 +300,7 @@ class _Player:
             record, self._device = self._device.judge(
                 record, judge.limits(), judge.max_row(), acts=acts
             )
-            self._waiting.append((place, record))
+            self._waiting.append((index, record))
             while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):
                 yield self._take(*self._waiting.popleft())
         yield from self._judge_waiting()
@@ -312,24 +312,24 @@ class _Player:
             self._expected.pop()
         return len(self._expected) < num_left
 
-    def _clock(self, place: int) -> int:
-        return place if self._cadence.counts_records else self._log[place].step
+    def _clock(self, index: int) -> int:
+        return index if self._cadence.counts_records else self._log[index].step
 
     def _logged(self, clock: int) -> int:
         return self._step_of(clock) if self._cadence.counts_records else clock
 
-    def _is_read(self, place: int, record: StepRecord, now: LoggedStep) -> bool:
+    def _is_read(self, index: int, record: StepRecord, now: LoggedStep) -> bool:
         """Whether a record's numbers have reached the host when the step of ``now`` starts."""
-        return self._log[place].step + self._lag < now.step or len(self._waiting) > self._lag
+        return self._log[index].step + self._lag < now.step or len(self._waiting) > self._lag
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
         while self._waiting:
             yield self._take(*self._waiting.popleft())
 
-    def _take(self, place: int, record: StepRecord) -> JudgedStep:
+    def _take(self, index: int, record: StepRecord) -> JudgedStep:
         if record.attempt != self._attempt:
             record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
-        self._save(place, record.step)
+        self._save(index, record.step)
         judgement = self._judge.judge(
             record,
             decided_at_step=record.step + (0 if self._cadence.counts_records else self._lag),
@@ -337,22 +337,22 @@ class _Player:
             now_attempt_id=self._attempt + 1,
             probe=_cannot_say,
         )
-        made = judgement.decision
-        if made is not None and made.acted and made.action == "rollback":
-            self._rolled_back(made.rollback_to_step)
+        decision = judgement.decision
+        if decision is not None and decision.acted and decision.action == "rollback":
+            self._rolled_back(decision.rollback_to_step)
         elif self._judge.halted:
             self._become("observe")
         elif self._judge.mode != self._mode and not self._judge.facts.halted:
             self._become(self._mode)
         if self._cadence.counts_records:
-            record = replace(record, step=self._log[place].step)
+            record = replace(record, step=self._log[index].step)
             judgement = self._as_logged(judgement)
-        judgement = self._with_watched(place, judgement)
-        return JudgedStep(self._log[place].row, record, judgement)
+        judgement = self._with_watched(index, judgement)
+        return JudgedStep(self._log[index].row, record, judgement)
 
-    def _with_watched(self, place: int, judgement: Judgement) -> Judgement:
+    def _with_watched(self, index: int, judgement: Judgement) -> Judgement:
         """Add the findings about numbers other than loss and gradient norm: rate, scale, speed."""
-        logged = self._log[place]
+        logged = self._log[index]
         run = {
             "learning_rate": logged.learning_rate,
             "loss_scale": logged.loss_scale,
@@ -383,7 +383,7 @@ class _Player:
         self._checkpoints.append(CheckpointRef(id="before-the-log", step=oldest))
         self._next_checkpoint = first + self._every
 
-    def _save(self, place: int, step: int) -> None:
+    def _save(self, index: int, step: int) -> None:
         """Take an ideal checkpoint before this step if one is due; mark older ones as healthy."""
         good_since = self._judge.last_unhealthy_step + 1
         proven = step - self._config.ladder.margin
@@ -392,7 +392,7 @@ class _Player:
         if step >= self._next_checkpoint:
             self._next_checkpoint = step + self._every
             self._candidates.append(CheckpointRef(id=f"assumed-{step:06d}", step=step))
-            self._states.append((self._log[place].step, self._judge.detector_state()))
+            self._states.append((self._log[index].step, self._judge.detector_state()))
             if len(self._states) > MAX_STATES:
                 del self._states[1::2]
 
@@ -406,39 +406,39 @@ class _Player:
         self._candidates.clear()
         self._checkpoints = [ref for ref in self._checkpoints if ref.step <= target]
 
-    def _go_back(self, place: int) -> None:
+    def _go_back(self, index: int) -> None:
         """Continue as a run that was resumed at an earlier step; a halted one by an operator."""
-        step, clock = self._log[place].step, self._clock(place)
+        step, clock = self._log[index].step, self._clock(index)
         self._num_starts += 1
-        self._states = [kept for kept in self._states if kept[0] <= step]
+        self._states = [saved_state for saved_state in self._states if saved_state[0] <= step]
         state = self._states[-1][1] if self._states else None
         self._attempt += 1
         facts = replace(self._judge.facts, halted="")
         self._judge = Judge(self._config, self._mode, facts=facts)
         self._judge.rolled_back(detector_state=state, attempt=self._attempt)
         self._candidates.clear()
-        kept = [ref for ref in self._checkpoints if self._logged(ref.step) <= step]
-        self._checkpoints = kept or [CheckpointRef(id="before-the-log", step=max(0, clock))]
+        saved_state = [ref for ref in self._checkpoints if self._logged(ref.step) <= step]
+        self._checkpoints = saved_state or [CheckpointRef(id="before-the-log", step=max(0, clock))]
         self._next_checkpoint = clock + self._every
 
     def _become(self, mode: Mode) -> None:
         """Continue in another mode with the complete state of the judge."""
-        kept = self._judge.state_dict()
+        judge_state = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
-        self._judge.load_state_dict(kept)
+        self._judge.load_state_dict(judge_state)
 
     # ----------------------------------------------------------------------- records as steps
 
     def _as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
         findings = tuple(self._finding(finding) for finding in judgement.findings)
-        made = judgement.decision
+        decision = judgement.decision
         readings = tuple(
             replace(read, onset_step=self._step_of(read.onset_step)) for read in judgement.readings
         )
         return judgement._replace(
             findings=findings,
-            decision=None if made is None else self._decision(made),
+            decision=None if decision is None else self._decision(decision),
             readings=readings,
         )
 
@@ -447,19 +447,19 @@ class _Player:
             finding, step=self._step_of(finding.step), onset_step=self._step_of(finding.onset_step)
         )
 
-    def _decision(self, made: Decision) -> Decision:
+    def _decision(self, decision: Decision) -> Decision:
         return replace(
-            made,
-            step=self._step_of(made.step),
-            decided_at_step=self._step_of(made.step) + self._lag,
-            rollback_to_step=self._step_of(made.rollback_to_step),
+            decision,
+            step=self._step_of(decision.step),
+            decided_at_step=self._step_of(decision.step) + self._lag,
+            rollback_to_step=self._step_of(decision.rollback_to_step),
         )
 
     def _step_of(self, clock: int) -> int:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
 
 
-def _cannot_say(ask: Ask) -> Reading:
+def _cannot_say(ask: Ask) -> ProbeResult:
     """Stand in for the probe: a log has no state to evaluate."""
     return NO_READING
 

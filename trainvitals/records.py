@@ -180,16 +180,16 @@ _NOT_DONE: dict[ActionName, str] = {
 
 def decision_text(decision: Decision) -> str:
     """Return what was done and why, as one line for people; its step is not in it."""
-    words = (_DONE if decision.acted else _NOT_DONE).get(decision.action, decision.action)
+    action_text = (_DONE if decision.acted else _NOT_DONE).get(decision.action, decision.action)
     reason = decision.reason
     if not decision.acted:
-        return f"{words} ({decision.mode} mode): {reason}"
+        return f"{action_text} ({decision.mode} mode): {reason}"
     if decision.action == "rollback":
         step = decision.rollback_to_step
-        words = f"{words} to step {step}"
+        action_text = f"{action_text} to step {step}"
         # Where to is said already, and the checkpoint's name is for `vitals show`.
         reason = reason.replace(f"; rollback to step {step} ({decision.checkpoint_id})", "")
-    return f"{words}: {reason}"
+    return f"{action_text}: {reason}"
 
 
 # ---------------------------------------------------------------------------------- commands

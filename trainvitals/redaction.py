@@ -23,8 +23,8 @@ REDACTED = "***"
 """Stands where a secret was."""
 
 
-def _set(words: str) -> frozenset[str]:
-    return frozenset(words.split())
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 _SECRET = _set(
@@ -64,21 +64,21 @@ _MAX_NAME = 256
 
 def is_secret_name(name: str) -> bool:
     """Return whether a setting of this name holds a secret, whatever its value."""
-    words = _words(name)
-    if not _SECRET.isdisjoint(words) or any(word.endswith(_ENDINGS) for word in words):
+    name_words = _split_words(name)
+    if not _SECRET.isdisjoint(name_words) or any(word.endswith(_ENDINGS) for word in name_words):
         return True
-    if not words:
+    if not name_words:
         return False
-    *before, last = words
+    *before, last = name_words
     if last in ("token", "tokens", "key", "keys"):
         return bool(before) and before[-1] in _ISSUERS
     # ``auth``, but not ``author``; a path such as ``auth_file`` tells where it is, not what.
     return last == "auth" or (last == "pass" and bool(before) and before[-1] in ("db", "user"))
 
 
-def _words(name: str) -> list[str]:
-    words = [word.lower() for word in _WORD.findall(name[-_MAX_NAME:])]
-    return words[:-1] if words[-2:] == ["key", "id"] else words
+def _split_words(name: str) -> list[str]:
+    lower_words = [word.lower() for word in _WORD.findall(name[-_MAX_NAME:])]
+    return lower_words[:-1] if lower_words[-2:] == ["key", "id"] else lower_words
 
 
 def is_secret(name: str, value: object) -> bool:
@@ -91,10 +91,10 @@ def is_secret(name: str, value: object) -> bool:
         return False
     if is_secret_name(name):
         return True
-    words = _words(name)
-    if not isinstance(value, str) or not words or words[-1] not in ("token", "key"):
+    name_words = _split_words(name)
+    if not isinstance(value, str) or not name_words or name_words[-1] not in ("token", "key"):
         return False
-    if words == ["token"] or (words[-1] == "token" and _TRAINING.isdisjoint(words)):
+    if name_words == ["token"] or (name_words[-1] == "token" and _TRAINING.isdisjoint(name_words)):
         return re.fullmatch(r"[\w.+/=~-]{8,}", value) is not None
     return _RANDOM.match(value) is not None
 
@@ -257,13 +257,13 @@ class _Walk:
         if depth >= _MAX_DEPTH or self._num_left <= 0:
             return "..."
         if fields is not None:
-            kept: dict[str, object] = {}
+            redacted: dict[str, object] = {}
             for name, part in fields:
                 if self._num_left <= 0:
                     break
                 hidden = is_secret(name, part)
-                kept[name] = REDACTED if hidden else self.redact(part, depth + 1, _one_of(name))
-            return kept
+                redacted[name] = REDACTED if hidden else self.redact(part, depth + 1, _one_of(name))
+            return redacted
         listed = list(islice(cast("Iterable[object]", value), self._num_left))
         if one_of:
             listed = [REDACTED if _is_secret_part(one_of, part) else part for part in listed]

@@ -128,12 +128,12 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     def unpack(self, row: bytes | memoryview) -> dict[str, Value]:
         """Return the row's valid columns by name. Does not verify the checksum."""
         parts = struct.unpack_from(f"<{self._body}", row, 4)
-        words = parts[2 : 2 + self.num_validity_words]
+        validity_words = parts[2 : 2 + self.num_validity_words]
         values = parts[2 + self.num_validity_words :]
         return {
             column.name: values[i]
             for i, column in enumerate(self.columns)
-            if words[i // 64] >> (i % 64) & 1
+            if validity_words[i // 64] >> (i % 64) & 1
         }
 
 
@@ -154,14 +154,14 @@ class _Packer:
         self._gaps = self._gaps_of(self._blank)
 
     def pack(self, seq: int, values: Sequence[Value]) -> bytes:
-        missing, words = self._gaps
+        missing, gap_words = self._gaps
         filled = list(values)
         for i in missing:
             if filled[i] is not None:
                 return self._with_new_gaps(seq, values)
             filled[i] = self._blank[i]
         try:
-            body = self._pack(0, seq, *words, *filled)
+            body = self._pack(0, seq, *gap_words, *filled)
         except struct.error:
             return self._with_new_gaps(seq, values)
         return zlib.crc32(body).to_bytes(4, "little") + body
@@ -177,8 +177,8 @@ class _Packer:
         """Return the positions of missing values, and the validity words that say the same."""
         missing = [i for i, value in enumerate(values) if value is None]
         bits = (1 << len(self._blank)) - 1 - sum(1 << i for i in missing)
-        words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self._num_words)]
-        return missing, words
+        gap_words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self._num_words)]
+        return missing, gap_words
 
 
 def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:

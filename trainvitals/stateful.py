@@ -27,17 +27,18 @@ class Stateful:
     A key that a saved state lacks is an error, unless ``MAY_LACK``: then what is there stays.
     """
 
-    STATE: ClassVar[tuple[str | Entry, ...]] = ()
+    STATE: ClassVar[tuple[str | StateKey, ...]] = ()
     MAY_LACK: ClassVar[bool] = False
     FLAGS_ARE_NUMBERS: ClassVar[bool] = False
     """Whether True and False are saved as 1 and 0."""
-    _entries: ClassVar[tuple[Entry, ...]] = ()
+    _entries: ClassVar[tuple[StateKey, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = cls.__dict__.get("STATE", ())
+        state_names = cls.__dict__.get("STATE", ())
         added = tuple(
-            Entry(name.lstrip("_"), (name,)) if isinstance(name, str) else name for name in own
+            StateKey(name.lstrip("_"), (name,)) if isinstance(name, str) else name
+            for name in state_names
         )
         cls._entries = (*cls._entries, *added)
 
@@ -77,7 +78,7 @@ class StatefulRow:
             setattr(self, name, _restored(getattr(self, name), value))
 
 
-class Entry(NamedTuple):
+class StateKey(NamedTuple):
     """One key of a state, and the attributes below it."""
 
     key: str
@@ -120,14 +121,14 @@ class Entry(NamedTuple):
         return key, value
 
 
-def row(key: str, *attributes: str) -> Entry:
+def row(key: str, *attributes: str) -> StateKey:
     """Return an entry of several attributes, as one list."""
-    return Entry(key, attributes, is_row=True)
+    return StateKey(key, attributes, is_row=True)
 
 
 def table(
     attribute: str, make: Callable[[Any], StatefulRow] | None = None, *, num_keys: int = 1
-) -> Entry:
+) -> StateKey:
     """Return an entry of a mapping, as rows of key and values.
 
     Args:
@@ -135,12 +136,12 @@ def table(
         make: makes an empty value, given the owner; None: the values are tuples.
         num_keys: length of the keys, where they are tuples.
     """
-    return Entry(attribute.lstrip("_"), (attribute,), make=make, num_keys=num_keys)
+    return StateKey(attribute.lstrip("_"), (attribute,), make=make, num_keys=num_keys)
 
 
-def hexadecimal(attribute: str) -> Entry:
+def hexadecimal(attribute: str) -> StateKey:
     """Return an entry of an integer of any size, as text."""
-    return Entry(attribute.lstrip("_"), (attribute,), base=16)
+    return StateKey(attribute.lstrip("_"), (attribute,), base=16)
 
 
 def _table_row(key: Any, value: Any, num_keys: int) -> list[Any]:
@@ -179,7 +180,9 @@ def _restored(present: Any, saved: Any) -> Any:
     if isinstance(present, dict):
         return _restored_dict(present, saved)
     if isinstance(present, list) and present and isinstance(present[0], _PARTS):
-        return [_restored(part, kept) for part, kept in zip(present, saved, strict=True)]
+        return [
+            _restored(part, saved_part) for part, saved_part in zip(present, saved, strict=True)
+        ]
     if isinstance(present, deque):
         return deque(map(_copied, saved), present.maxlen)
     if isinstance(present, list | tuple | set):

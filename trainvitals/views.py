@@ -651,8 +651,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """What it asks for, in a few words."""
         if self.action == "lr_factor":
             return f"lr x{self.argument:g}"
-        words = f"{self.action} {self.argument:.12g}" if self.argument else self.action
-        return f"{words} of rank {self.rank}" if self.rank >= 0 else words
+        text = f"{self.action} {self.argument:.12g}" if self.argument else self.action
+        return f"{text} of rank {self.rank}" if self.rank >= 0 else text
 
 
 class DeliveredRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

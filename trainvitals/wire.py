@@ -82,7 +82,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     rows: bytes
 
 
-class AskingBatch(Batch, frozen=True, gc=False):
+class ResendableBatch(Batch, frozen=True, gc=False):
     """A batch whose sender would rather fill a hole before it than have it counted as lost."""
 
 
@@ -102,7 +102,7 @@ class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     from_seq: int = -1
 
 
-class _Writer(msgspec.Struct, frozen=True, kw_only=True):
+class _WriterHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The header: what all batches of one writer's stream have in common."""
 
     version: int = FORMAT_VERSION
@@ -111,7 +111,7 @@ class _Writer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Writer)
+_DECODER = msgspec.msgpack.Decoder(_WriterHeader)
 
 
 def encode_batch(header: BatchHeader, rows: bytes) -> bytes:

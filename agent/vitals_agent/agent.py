@@ -27,11 +27,11 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
 from vitals_agent.backoff import Backoff
-from vitals_agent.command_delivery import CommandDelivery, Commands
+from vitals_agent.command_delivery import CommandClient, CommandDelivery
 from vitals_agent.exposition import (
     Health,
+    MetricSample,
     MetricsServer,
-    Reading,
     agent_readings,
     run_readings,
     sample_readings,
@@ -127,15 +127,15 @@ class AgentConfig:
     """Time after which a run without a rank on this node is released."""
 
 
-class Collects(Ingests, Commands, Protocol):
+class Collects(Ingests, CommandClient, Protocol):
     """The interface of a collector: ``collector_endpoint.CollectorEndpoint``."""
 
 
 class Agent:
     """Serves the runs of one folder on one node.
 
-    Call ``start``, then ``turn`` again and again, then ``stop``, all in one thread; in any other
-    one ``io_loop.turn``. ``cycle`` turns both.
+    Call ``start``, then ``run_once`` again and again, then ``stop``, all in one thread; in any
+    other one ``io_loop.turn``. ``cycle`` turns both.
 
     Args:
         config: what to serve.
@@ -174,7 +174,7 @@ class Agent:
             boot_id=boot_id(),
             clock=self._clock,
             faults=self.faults,
-            send_ahead=None if self.ahead is None else self.ahead.put,
+            send_ahead=None if self.ahead is None else self.ahead.enqueue,
         )
         chance = rng or random.Random()
         gpus = GpuSampler(nvml, clock=self._clock)
@@ -263,7 +263,7 @@ class Agent:
         return self._info
 
     def stop(self) -> None:
-        """Release everything. Call ``turn`` before, so that no new rows stay unsent."""
+        """Release everything. Call ``run_once`` before, so that no new rows stay unsent."""
         for run_id, run in list(self.runs.items()):
             if run.in_memory and run.spool.pending(1):
                 log.warning(
@@ -287,12 +287,12 @@ class Agent:
 
     def cycle(self, now: float) -> None:
         """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
-        self.io_loop.look(now)
-        self.turn(now)
-        self.io_loop.turn(now)
+        self.io_loop.find_collector(now)
+        self.run_once(now)
+        self.io_loop.serve_runs(now)
         self._retire(now)
 
-    def turn(self, now: float) -> None:
+    def run_once(self, now: float) -> None:
         """Run the local parts once: this waits for no network and for no driver."""
         with self.faults.contained("spool"):
             self._mind_the_disks(now)
@@ -315,17 +315,17 @@ class Agent:
         self.sampling.collect(runs, now)
         for run in runs:
             with self.faults.contained("hang"):  # before a rank that is gone is buried
-                self._hang_watch(run).look(now)
+                self._hang_watch(run).check(now)
             with self.faults.contained("tailer"):
                 run.copy()
             with self.faults.contained("mirror"):
-                self._mirrors.look(run)
+                self._mirrors.start_if_due(run)
             with self.faults.contained("tailer"):
                 run.sweep()
                 run.look_at_strangers(now)
         self._retire(now)
-        own = [run for run in runs if self.config.run_id in ("", run.run_id)]
-        self.has_served = self.has_served or any(run.tails for run in own)
+        served_refs = [run for run in runs if self.config.run_id in ("", run.run_id)]
+        self.has_served = self.has_served or any(run.tails for run in served_refs)
         self._cycled_at_ns = self._clock.time_ns()
         self._turned_at_ns = self._clock.monotonic_ns()
 
@@ -354,13 +354,13 @@ class Agent:
         for ref in self._journals():
             with self.faults.contained("tailer"):
                 run = self.runs.get(ref.run_id)
-                left = num_left(ref.directory, run.synced(ref.directory) if run else {})
-                total += left
-                if left:
+                num_unsent = num_left(ref.directory, run.synced(ref.directory) if run else {})
+                total += num_unsent
+                if num_unsent:
                     log.error(
                         "rows not spooled rows=%d run=%s: they are in %s and in no spool; the next "
                         "agent sends them, unless the node's memory goes first",
-                        left,
+                        num_unsent,
                         ref.run_id,
                         ref.directory,
                     )
@@ -645,14 +645,14 @@ class Agent:
     def _cycle_age_seconds(self) -> float:
         return (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
 
-    def readings(self) -> Iterable[Reading]:
+    def readings(self) -> Iterable[MetricSample]:
         """Yield everything ``/metrics`` shows."""
         runs = list(self.runs.values())
         yield from agent_readings(
             runs, counted=self._counted, relay=self.relay, shipper=self.shipper, faults=self.faults
         )
         if self._cycled_at_ns:
-            yield Reading(name="agent_cycle_age_seconds", value=self._cycle_age_seconds)
+            yield MetricSample(name="agent_cycle_age_seconds", value=self._cycle_age_seconds)
         yield from sample_readings(self.sampling, self.config.node)
         for run in runs:
             yield from run_readings(run)

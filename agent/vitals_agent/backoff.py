@@ -41,7 +41,7 @@ class Backoff:
         self.num_failures = 0
 
 
-class Pace:
+class BacklogRateLimit:
     """Limits the bytes per second of a backlog: up by a step after success, down by half.
 
     Additive increase and multiplicative decrease share a collector fairly among agents that do not

@@ -16,7 +16,7 @@ from trainvitals.errors import ForeignBatchError, NotOwnerError, TransportError
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
-    Tokens,
+    CollectorTokens,
     collector_on,
     read_tokens,
     refusal,
@@ -312,5 +312,5 @@ def finder(
     return lambda: collector_on(data, token_file or "")
 
 
-def _tokens(path: Path | None) -> Tokens:
-    return read_tokens(path) if path is not None else Tokens()
+def _tokens(path: Path | None) -> CollectorTokens:
+    return read_tokens(path) if path is not None else CollectorTokens()

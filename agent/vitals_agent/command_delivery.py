@@ -23,7 +23,7 @@ ELSEWHERE_SECONDS = 4.0
 _MAX_REFUSED = 64
 
 
-class Commands(Protocol):
+class CommandClient(Protocol):
     """The delivery's interface of a collector."""
 
     def ask(self, question: Question[A]) -> A:
@@ -71,7 +71,7 @@ class CommandDelivery:
 
     def __init__(
         self,
-        client: Commands | None,
+        client: CommandClient | None,
         *,
         keys: Path,
         backoff: Backoff,
@@ -128,8 +128,10 @@ class CommandDelivery:
                         commands.append((view.command, False))
                 self._backoff.succeeded()
             except VitalsError as error:
-                asked = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
-                self._backoff.failed(now, retry_after=asked)
+                retry_after = (
+                    error.retry_after_seconds if isinstance(error, TransportError) else 0.0
+                )
+                self._backoff.failed(now, retry_after=retry_after)
                 self._faults.record("relay", error)
         for command, must_be_signed in sorted(commands, key=lambda item: item[0].number):
             if command.action == "stacks":

@@ -52,7 +52,7 @@ class LoopConfig:
     """Time that the end waits for requests in flight to the collector."""
 
 
-class Ending:
+class AgentStopCondition:
     """Decides when the loop ends. Reads no clock and no signal; remembers start times."""
 
     def __init__(self, config: LoopConfig) -> None:
@@ -122,15 +122,17 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
 
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
     """Run the agent here, and its I/O loop on a separate thread, until the end."""
-    ending = Ending(config)
+    ending = AgentStopCondition(config)
     if config.lingers:
-        agent.io_loop.look(time.monotonic())  # before the first turn, which reads the leftovers
+        agent.io_loop.find_collector(
+            time.monotonic()
+        )  # before the first turn, which reads the leftovers
     io_thread = IoThread(agent.io_loop, interval_seconds=config.interval_seconds)
     if agent.ahead is not None:
         agent.ahead.start()
     while True:
         now = time.monotonic()
-        agent.turn(now)
+        agent.run_once(now)
         if ending.reached(
             now,
             num_living=agent.num_living,
@@ -142,10 +144,10 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
             break
         signals.wait(config.interval_seconds)
     if signals.count:
-        agent.turn(time.monotonic())
+        agent.run_once(time.monotonic())
     if not io_thread.end(config.last_turn_seconds):
         log.warning("the collector is busy: unshipped rows stay in the spools")
-    agent.turn(time.monotonic())  # reports of the I/O loop
+    agent.run_once(time.monotonic())  # reports of the I/O loop
     if config.child:
         agent.report_left_behind()
 

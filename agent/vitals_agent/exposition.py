@@ -36,7 +36,7 @@ SPECS: Mapping[str, MetricSpec] = {metric.name: metric for metric in CATALOG}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MetricSample:
     """One value of one metric in the catalog; the labels in the catalog's order."""
 
     name: str
@@ -55,7 +55,7 @@ class Health:
 class Exposed(Protocol):
     """Interface for the server, which calls both on its own threads, so they only read."""
 
-    def readings(self) -> Iterable[Reading]:
+    def readings(self) -> Iterable[MetricSample]:
         """Return the current values."""
         ...
 
@@ -147,8 +147,8 @@ def _handler(
             """Log nothing: a scrape every few seconds needs no log line."""
 
         def _metrics(self) -> None:
-            given = self.headers.get("Authorization", "").encode(errors="replace")
-            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            authorization = self.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
                 text = b"give the token in read.token of the agent's folder as a bearer token\n"
                 self._answer(401, "text/plain", text, {"WWW-Authenticate": "Bearer"})
                 return
@@ -181,11 +181,11 @@ def _handler(
 
 def _from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
-) -> Iterator[Reading]:
+) -> Iterator[MetricSample]:
     for spec in specs:
         value = values.get(spec.column)
         if isinstance(value, int | float):  # an unmeasured column has no sample at all
-            yield Reading(name=spec.name, value=float(value), labels=labels)
+            yield MetricSample(name=spec.name, value=float(value), labels=labels)
 
 
 def agent_readings(
@@ -195,7 +195,7 @@ def agent_readings(
     relay: CommandDelivery,
     shipper: Shipper | None,
     faults: Faults,
-) -> Iterator[Reading]:
+) -> Iterator[MetricSample]:
     """Yield the agent's own numbers; ``counted`` contains those of runs already released."""
     numbers: dict[str, float] = {
         "agent_spool_bytes": sum(run.spool.num_bytes for run in runs),
@@ -210,13 +210,13 @@ def agent_readings(
         numbers["agent_ship_errors_total"] = shipper.num_errors
         numbers["agent_corrupt_rows_total"] += shipper.num_refused_rows
     for name, value in numbers.items():
-        yield Reading(name=name, value=value)
+        yield MetricSample(name=name, value=value)
     # Starts at 0: a counter that appears with its first event shows no increase.
     for part, count in (dict.fromkeys(PARTS, 0) | faults.counts).items():
-        yield Reading(name="agent_part_failures_total", value=count, labels=(part,))
+        yield MetricSample(name="agent_part_failures_total", value=count, labels=(part,))
 
 
-def sample_readings(sampling: Sampling, node: str) -> Iterator[Reading]:
+def sample_readings(sampling: Sampling, node: str) -> Iterator[MetricSample]:
     """Yield the latest node and GPU samples."""
     yield from _from_columns(NODE_METRICS, sampling.node, (node,))
     for uuid, values in sampling.gpus.items():
@@ -227,7 +227,7 @@ _RUN_METRICS = tuple(m for m in STEP_METRICS if m.scope == "run")
 _RANK_METRICS = tuple(m for m in STEP_METRICS if m.scope == "rank")
 
 
-def run_readings(run: ServedRun) -> Iterator[Reading]:
+def run_readings(run: ServedRun) -> Iterator[MetricSample]:
     """Yield the last step's values of the ranks here: only of the latest start of each rank."""
     newest: dict[int, JournalTail] = {}
     for tail in list(run.tails.values()):
@@ -242,21 +242,21 @@ def run_readings(run: ServedRun) -> Iterator[Reading]:
         yield from _run_scope(run, newest[0])
 
 
-def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[Reading]:
+def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[MetricSample]:
     last, label = tail.last, (run.run_id,)
     yield from _from_columns(_RUN_METRICS, last.values, label)
     if last.step >= 0:
-        yield Reading(name="train_step", value=last.step, labels=label)
+        yield MetricSample(name="train_step", value=last.step, labels=label)
     # Counters are summed over the starts of rank 0: a restarted rank must not set them back.
     lasts = [t.last for t in list(run.tails.values()) if t.identity.rank == 0]
     steps = sum(each.num_steps for each in lasts)
-    yield Reading(name="train_steps_total", value=steps, labels=label)
+    yield MetricSample(name="train_steps_total", value=steps, labels=label)
     bad = sum(each.num_nonfinite for each in lasts)
-    yield Reading(name="train_nonfinite_total", value=bad, labels=label)
+    yield MetricSample(name="train_nonfinite_total", value=bad, labels=label)
     for name, counts in (
         ("train_skipped_steps_total", [each.skips for each in lasts]),
         ("train_rollbacks_total", [each.rollbacks for each in lasts]),
     ):
         for cause in ACTED_CAUSES:
             total = sum(count.get(cause, 0) for count in counts)
-            yield Reading(name=name, value=total, labels=(*label, cause))
+            yield MetricSample(name=name, value=total, labels=(*label, cause))

@@ -209,9 +209,9 @@ class GpuSampler:
             num_places = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
         except (nvml.NVMLError, AttributeError):
             return  # a GPU, driver or binding without MIG
-        for place in range(num_places):
+        for index in range(num_places):
             try:
-                yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             except nvml.NVMLError:
                 continue  # nothing is at this place
 

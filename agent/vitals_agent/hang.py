@@ -121,7 +121,7 @@ class HangWatch:
         self._is_told_of_recorder = False
         self._is_told_of_nodes = False
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check every rank; report what is new. Call before the journals are copied.
 
         Args:
@@ -152,7 +152,7 @@ class HangWatch:
         """Request the ranks' stacks, once per wait or on an operator's request; store them."""
         number = self._run.stacks_wanted.popleft() if self._run.stacks_wanted else 0
         if number:
-            self._stacks.begin(number, num_here=len(tails), num_ranks=world_size)
+            self._stacks.start_request(number, num_here=len(tails), num_ranks=world_size)
         for tail in tails.values():
             seen = self._seen[tail.directory]
             if seen.word is None or not (number or (is_waiting and not seen.was_asked)):
@@ -163,7 +163,7 @@ class HangWatch:
                 at = seen.word.step if number else step
                 self._stacks.ask(tail, seen.word, seen.state, step=at, number=number)
         with self._run.faults.contained("hang"):
-            self._stacks.look()
+            self._stacks.collect()
 
     # ----------------------------------------------------------------------------- reports
 
@@ -171,7 +171,7 @@ class HangWatch:
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.say
-        for finding in self._follower.look(ranks, world_size=world_size):
+        for finding in self._follower.new_findings(ranks, world_size=world_size):
             say(FindingRaised(finding=finding), step=finding.step, attempt=attempt)
             self._tell_of_recorder()
         if before is not None and self._follower.verdict is None:
@@ -182,8 +182,8 @@ class HangWatch:
 
     def _tell_of_recorder(self) -> None:
         """Report once why the names of collectives are missing."""
-        words = [seen.word for seen in self._seen.values() if seen.word is not None]
-        why = next((word.no_recorder for word in words if word.no_recorder), "")
+        recorder_entries = [seen.word for seen in self._seen.values() if seen.word is not None]
+        why = next((word.no_recorder for word in recorder_entries if word.no_recorder), "")
         if why and not self._is_told_of_recorder:
             self._is_told_of_recorder = True
             text = f"{why}: which collective a rank waits in is not known"
@@ -212,8 +212,8 @@ class HangWatch:
     ) -> None:
         """End a job that hangs, if all its ranks are here and have enabled that."""
         seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}
-        words = [each.word for each in seen.values() if each.word is not None]
-        if any(word.on_hang != "restart" for word in words):
+        rank_words = [each.word for each in seen.values() if each.word is not None]
+        if any(word.on_hang != "restart" for word in rank_words):
             return
         if len(ranks) < world_size:
             self._tell_of_nodes()
@@ -223,7 +223,7 @@ class HangWatch:
             for rank, each in seen.items()
             if each.started and each.state not in ("gone", "ended")
         ]
-        self._job.look(self._follower.verdict, ranks, processes, now)
+        self._job.end_if_due(self._follower.verdict, ranks, processes, now)
 
     def _tell_of_nodes(self) -> None:
         """Report once that a job on several nodes is not ended by this agent."""
@@ -317,7 +317,7 @@ def _process(pid: int, thread: int) -> _Process | None:
     """Return the system's data; None if the process does not exist."""
     try:
         whole = _stat(f"/proc/{pid}/stat")
-        own = whole if thread == pid else _stat(f"/proc/{pid}/task/{thread}/stat")
+        thread_stat = whole if thread == pid else _stat(f"/proc/{pid}/task/{thread}/stat")
     except (OSError, IndexError):
         return None
     num_bytes = 0
@@ -325,9 +325,9 @@ def _process(pid: int, thread: int) -> _Process | None:
         lines = Path(f"/proc/{pid}/io").read_text().split()
         num_bytes = int(lines[1]) + int(lines[3])
     return _Process(
-        state=own[0],
+        state=thread_stat[0],
         started=int(whole[19]),
-        cpu_seconds=(int(own[11]) + int(own[12])) * _TICK,
+        cpu_seconds=(int(thread_stat[11]) + int(thread_stat[12])) * _TICK,
         all_cpu_seconds=(int(whole[11]) + int(whole[12])) * _TICK,
         num_bytes=num_bytes,
     )

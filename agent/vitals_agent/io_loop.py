@@ -17,7 +17,7 @@ from vitals_agent.shipper import Shipper
 
 
 class IoLoop:
-    """Serves all runs in turn. One thread calls ``turn``; any thread may call the rest.
+    """Serves all runs in turn. One thread calls ``serve_runs``; any thread may call the rest.
 
     Args:
         shipper: None without a collector.
@@ -47,18 +47,18 @@ class IoLoop:
         self._served: dict[str, ServedRun] = {}
         self._sent: dict[str, tuple[ServedRun, int]] = {}
 
-    def look(self, now: float) -> None:
+    def find_collector(self, now: float) -> None:
         """Find out whether there is a collector to talk to."""
         can_ship = False
         with self._faults.contained("shipper"):
             can_ship = self._shipper is not None and self._reachable(now)
         self.can_ship = can_ship
 
-    def turn(self, now: float) -> None:
+    def serve_runs(self, now: float) -> None:
         """Serve each run once; takes as long as the network does."""
-        self.look(now)
+        self.find_collector(now)
         for run_id in list(self._runs()):
-            run = self._begin(run_id)
+            run = self._start_serving(run_id)
             if run is None:
                 continue
             try:
@@ -86,7 +86,7 @@ class IoLoop:
             return True
         return self._sent.get(run.run_id) == (run, run.num_written)
 
-    def _begin(self, run_id: str) -> ServedRun | None:
+    def _start_serving(self, run_id: str) -> ServedRun | None:
         with self._lock:
             run = self._runs().get(run_id)
             if run is not None:
@@ -129,7 +129,7 @@ class EventsAhead:
         self._waiting: deque[tuple[bytes, str]] = deque(maxlen=MAX_AHEAD)
         self._came = threading.Event()
 
-    def put(self, raw: bytes, writer_key: str) -> None:
+    def enqueue(self, raw: bytes, writer_key: str) -> None:
         """Have a batch sent ahead if it is one of events."""
         if len(raw) <= MAX_AHEAD_BYTES and is_of_events(raw):
             self._waiting.append((raw, writer_key))
@@ -139,7 +139,7 @@ class EventsAhead:
         """Start the thread, for as long as the process lives."""
         threading.Thread(target=self._run, name="vitals-agent-events", daemon=True).start()
 
-    def turn(self) -> None:
+    def send_pending(self) -> None:
         """Send the pending batches."""
         raws_by_key: dict[str, list[bytes]] = {}
         while self._waiting:
@@ -153,7 +153,7 @@ class EventsAhead:
         while True:
             self._came.wait()
             self._came.clear()
-            self.turn()
+            self.send_pending()
 
 
 class IoThread:
@@ -175,6 +175,6 @@ class IoThread:
     def _run(self) -> None:
         while True:
             is_ending = self._told_to_end.wait(self._interval)
-            self._loop.turn(time.monotonic())
+            self._loop.serve_runs(time.monotonic())
             if is_ending:
                 return

@@ -34,7 +34,7 @@ class MirrorStarter:
         self._pids: dict[str, int | None] = {}
         """By run; None: it has ended."""
 
-    def look(self, run: ServedRun) -> None:
+    def start_if_due(self, run: ServedRun) -> None:
         """Start it where the run has its rank 0 here, and say it where one failed."""
         if not self._to:
             return

@@ -141,12 +141,12 @@ def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 def _fields(nvml: Any, handle: Any) -> Mapping[str, Value]:
     fields = [field for field in FIELDS if hasattr(nvml, field.name)]
-    asked = [
+    field_ids = [
         getattr(nvml, f.name) if f.scope is None else (getattr(nvml, f.name), f.scope)
         for f in fields
     ]
     values: dict[str, Value] = {}
-    for field, answer in zip(fields, nvml.nvmlDeviceGetFieldValues(handle, asked), strict=True):
+    for field, answer in zip(fields, nvml.nvmlDeviceGetFieldValues(handle, field_ids), strict=True):
         value = _value(answer)
         if value is None:
             continue

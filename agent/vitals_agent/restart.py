@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainvitals.clock import Clock
-from trainvitals.detect.hang import HangConfig, Verdict, may_end
+from trainvitals.detect.hang import HangConfig, HangVerdict, may_end
 from trainvitals.records import Decision, DecisionMade, Note, ProcessState, RankActivity
 from trainvitals.units import humanize_seconds
 from vitals_agent.process import holds_files
@@ -94,9 +94,9 @@ class HungJob:
         """Whether its processes were told to end, and are not killed yet."""
         return self._kill_at is not None
 
-    def look(
+    def end_if_due(
         self,
-        verdict: Verdict | None,
+        verdict: HangVerdict | None,
         ranks: Sequence[RankActivity],
         processes: Collection[Process],
         now: float,
@@ -123,7 +123,7 @@ class HungJob:
             self._ended = present
             self._end(verdict, processes, now)
 
-    def _end(self, verdict: Verdict, processes: Collection[Process], now: float) -> None:
+    def _end(self, verdict: HangVerdict, processes: Collection[Process], now: float) -> None:
         if not all(process.is_rank for process in processes):
             text = (
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
@@ -159,9 +159,9 @@ class HungJob:
             process.send(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS
 
-    def _enter(self, verdict: Verdict, budget_left: int) -> None:
+    def _enter(self, verdict: HangVerdict, budget_left: int) -> None:
         """Write the entry of the decision log."""
-        held = humanize_seconds(self._config.restart_seconds)
+        hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
             ledger_seq=1 + max((tail.last.ledger_seq for tail in tails), default=0),
@@ -169,7 +169,7 @@ class HungJob:
             step=verdict.step,
             decided_at_step=verdict.step,
             attempt=self._attempt(),
-            reason=f"{verdict.text}; the page held for {held}, and on_hang is 'restart'",
+            reason=f"{verdict.text}; the page held for {hang_duration}, and on_hang is 'restart'",
             rule="hang",
             cause=f"hang_{verdict.reason}",
             rank=verdict.culprits[0] if len(verdict.culprits) == 1 else -1,
@@ -183,10 +183,10 @@ class HungJob:
     def _insist(self, processes: Collection[Process], now: float) -> None:
         """Kill the remaining processes: once only stopped ones are left, or after the grace."""
         assert self._kill_at is not None
-        left = [each for each in processes if (each.pid, each.started) in self._ended]
-        if now < self._kill_at and any(each.state != "stopped" for each in left):
+        remaining = [each for each in processes if (each.pid, each.started) in self._ended]
+        if now < self._kill_at and any(each.state != "stopped" for each in remaining):
             return
-        for process in left:
+        for process in remaining:
             process.send(signal.SIGKILL)
         self._kill_at = None
 

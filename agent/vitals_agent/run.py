@@ -216,7 +216,9 @@ class ServedRun:
     @property
     def num_rows(self) -> int:
         """Rows written to the spool since the agent started."""
-        return self._num_copied + sum(own.num_rows for own in list(self._own.values()))
+        return self._num_copied + sum(
+            tailer_state.num_rows for tailer_state in list(self._own.values())
+        )
 
     @property
     def num_dropped(self) -> int:
@@ -250,8 +252,8 @@ class ServedRun:
                 self._facts.node,
             )
             return
-        mine = (identity.run_id, identity.incarnation)
-        resume = {key[2]: seq for key, seq in self._resume.items() if key[:2] == mine}
+        run_key = (identity.run_id, identity.incarnation)
+        resume = {key[2]: seq for key, seq in self._resume.items() if key[:2] == run_key}
         # Replaced, not changed: HTTP threads read it.
         self.tails = {**self.tails, directory: JournalTail(directory, identity, resume)}
         with self._facts.faults.contained("journals"):

@@ -48,7 +48,7 @@ class DetachedCall(Generic[T]):
         self._begun: float | None = None
         self._outcome: tuple[T | None, Exception | None] | None = None
 
-    def begin(self, now: float) -> bool:
+    def start(self, now: float) -> bool:
         """Start a call; return False if the last one is in progress, or its result is pending."""
         if self._begun is not None:
             return False
@@ -60,7 +60,7 @@ class DetachedCall(Generic[T]):
             raise
         return True
 
-    def take(self) -> T | None:
+    def pop_result(self) -> T | None:
         """Return a finished call's result, once, or raise its error; None if there is none."""
         if self._outcome is None:
             return None
@@ -76,7 +76,7 @@ class DetachedCall(Generic[T]):
     def _run(self) -> None:
         try:
             self._outcome = (self._call(), None)
-        except Exception as error:  # noqa: BLE001 - raised by ``take``
+        except Exception as error:  # noqa: BLE001 - raised by ``pop_result``
             self._outcome = (None, error)
 
 
@@ -128,14 +128,14 @@ class Sampling:
             for run in active:
                 self._sample_ranks(run)
         with self._faults.contained("sampler.gpu"):
-            self._asking.begin(now)
+            self._asking.start(now)
 
     def collect(self, runs: Iterable[ServedRun], now: float) -> None:
         """Write the GPUs' values since the last call, or that they no longer respond."""
         with self._faults.contained("sampler.gpu"):
             active = [run for run in runs if run.active]
             try:
-                report = self._asking.take()
+                report = self._asking.pop_result()
             except Exception:
                 self.gpus = {}
                 raise

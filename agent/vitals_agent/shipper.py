@@ -31,9 +31,9 @@ from trainvitals.errors import (
     VitalsError,
     WriterKeyError,
 )
-from trainvitals.io.spool import Position
+from trainvitals.io.spool import SpoolPosition
 from trainvitals.wire import IngestReply, decode_batch
-from vitals_agent.backoff import Backoff, Pace
+from vitals_agent.backoff import BacklogRateLimit, Backoff
 from vitals_agent.faults import Faults
 
 MAX_UNACKED_BATCHES = 4096
@@ -71,12 +71,12 @@ class Ships(Protocol):
     """The shipper's interface of a spool."""
 
     @property
-    def acked(self) -> Position:
+    def acked(self) -> SpoolPosition:
         """Position up to which everything is acknowledged."""
         ...
 
     @property
-    def kept_from(self) -> Position:
+    def kept_from(self) -> SpoolPosition:
         """Start of the batches still stored, acknowledged or not."""
         ...
 
@@ -92,20 +92,20 @@ class Ships(Protocol):
         """Return the latest acknowledged batch, if it is still stored."""
         ...
 
-    def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
+    def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
         """Yield the batches after ``start``, each with the position after it."""
         ...
 
-    def ack(self, position: Position) -> None:
+    def ack(self, position: SpoolPosition) -> None:
         """Release everything before ``position``."""
         ...
 
 
-class _Waiting(NamedTuple):
+class _InFlightBatch(NamedTuple):
     """A batch in flight: between these positions, of this stream, up to this number."""
 
-    start: Position
-    end: Position
+    start: SpoolPosition
+    end: SpoolPosition
     key: Key
     last_seq: int
     num_rows: int
@@ -115,7 +115,7 @@ class _Waiting(NamedTuple):
 class _Stopped:
     """A stream that waits for one of its batches, which was refused."""
 
-    batch: _Waiting
+    batch: _InFlightBatch
     num_tries: int
     due: float
 
@@ -124,22 +124,22 @@ class _Stopped:
 class _Progress:
     """Progress of one spool: sent batches, and those that the collector has made durable."""
 
-    cursor: Position
-    pace: Pace
+    cursor: SpoolPosition
+    pace: BacklogRateLimit
     writer_key: str = ""
-    unacked: deque[_Waiting] = field(default_factory=deque)
+    unacked: deque[_InFlightBatch] = field(default_factory=deque)
     durable: dict[Key, int] = field(default_factory=dict)
     all_sent: bool = False
     heard_at: float = 0.0
     stopped: dict[Key, _Stopped] = field(default_factory=dict)
-    set_aside: set[Position] = field(default_factory=set)
+    set_aside: set[SpoolPosition] = field(default_factory=set)
     """End positions of abandoned batches; within one process, and therefore few."""
     searched: dict[Key, int] = field(default_factory=dict)
     """Start of the gap for which a stream's batches were last searched."""
     looks_back: bool = False
     """Whether the cursor reads everything still in the spool again."""
-    looked_from: Position | None = None
-    looked: _Waiting | None = None
+    looked_from: SpoolPosition | None = None
+    looked: _InFlightBatch | None = None
     """The last batch up to which the collector has all batches that were read again."""
     is_resumed: bool = False
     """Whether it started there, after a failure, and not at the oldest batch."""
@@ -149,15 +149,15 @@ class _Progress:
     is_new: bool = True
     """Whether the collector may be another one than before, or the same with fewer rows."""
 
-    def is_done(self, sent: _Waiting, spool: Ships) -> bool:
+    def is_done(self, sent: _InFlightBatch, spool: Ships) -> bool:
         """Return whether a batch is settled: durable, refused, or lost by a full spool."""
         return self.is_there(sent) or sent.end <= spool.acked
 
-    def keeps_back(self, batch: _Waiting) -> bool:
+    def keeps_back(self, batch: _InFlightBatch) -> bool:
         """Return whether the batch is not to be sent now."""
         return batch.key in self.stopped or self.is_there(batch)
 
-    def pass_by(self, batch: _Waiting) -> None:
+    def pass_by(self, batch: _InFlightBatch) -> None:
         """Advance past a batch; it stays pending until it is done.
 
         Not for a batch after the one that its stream waits for: it is read again later.
@@ -167,7 +167,7 @@ class _Progress:
             self.unacked.append(batch)
         self.cursor = batch.end
 
-    def heard(self, sent: _Waiting, durable_seq: int, spool: Ships) -> bool:
+    def heard(self, sent: _InFlightBatch, durable_seq: int, spool: Ships) -> bool:
         """Record the durable number of a stream; return False if it is above all added rows."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
@@ -178,7 +178,7 @@ class _Progress:
         self.durable[key] = max(durable_seq, self.durable.get(key, -1))
         return True
 
-    def go_back(self, position: Position) -> None:
+    def go_back(self, position: SpoolPosition) -> None:
         """Read the batches after the position again."""
         self.cursor = min(position, self.cursor)
         self.all_sent = False
@@ -192,13 +192,13 @@ class _Progress:
         self.durable.clear()
         self.go_back(self.looked_from)
 
-    def note_looked(self, group: Sequence[_Waiting]) -> None:
+    def note_looked(self, group: Sequence[_InFlightBatch]) -> None:
         """Record that the collector has everything up to the end of these, if it does."""
         begins = self.looked_from if self.looked is None else self.looked.end
         if begins == group[0].start and all(map(self.is_there, group)):
             self.looked = group[-1]
 
-    def is_there(self, batch: _Waiting) -> bool:
+    def is_there(self, batch: _InFlightBatch) -> bool:
         """Return whether the collector has the batch, or will never accept it."""
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.set_aside
 
@@ -232,7 +232,7 @@ class Shipper:
         backoff: Backoff,
         faults: Faults,
         budget_seconds: float = 1.0,
-        new_pace: Callable[[], Pace] = Pace,
+        new_pace: Callable[[], BacklogRateLimit] = BacklogRateLimit,
         stopwatch: Callable[[], float] = time.monotonic,
         on_stopped: Callable[[Key, str], None] = lambda key, text: None,
     ) -> None:
@@ -309,10 +309,10 @@ class Shipper:
         # A slow collector gets smaller requests, so that it can respond in time.
         max_bytes = min(MAX_REQUEST_BYTES, int(progress.pace.bytes_per_second))
         for group in _requests(spool, progress.cursor, max_bytes):
-            spent = self._stopwatch() - began
-            if len(progress.unacked) >= MAX_UNACKED_BATCHES or spent > self._budget:
+            elapsed = self._stopwatch() - began
+            if len(progress.unacked) >= MAX_UNACKED_BATCHES or elapsed > self._budget:
                 return
-            if not progress.pace.due(now + spent):
+            if not progress.pace.due(now + elapsed):
                 return
             num_bytes = sum(len(raw) for batch, raw in group if not progress.keeps_back(batch))
             if not self._send_together(progress, spool, group, now):
@@ -321,16 +321,20 @@ class Shipper:
             progress.note_looked([batch for batch, _ in group])
             answered = self._stopwatch() - began
             if num_bytes:
-                progress.pace.sent(num_bytes, answered - spent, now + answered)
+                progress.pace.sent(num_bytes, answered - elapsed, now + answered)
         progress.all_sent = True
         progress.looks_back, progress.looked = False, None
 
     def _send_together(
-        self, progress: _Progress, spool: Ships, group: list[tuple[_Waiting, bytes]], now: float
+        self,
+        progress: _Progress,
+        spool: Ships,
+        group: list[tuple[_InFlightBatch, bytes]],
+        now: float,
     ) -> bool:
         """Send the batches that are due; False: the collector lacks acknowledged rows."""
         to_send = [each for each in group if not progress.keeps_back(each[0])]
-        replies: dict[Position, IngestReply] = {}
+        replies: dict[SpoolPosition, IngestReply] = {}
         if to_send:
             try:
                 answers = self._ingest(progress, [raw for _, raw in to_send], asks=True)
@@ -360,7 +364,7 @@ class Shipper:
         self,
         progress: _Progress,
         spool: Ships,
-        sent: _Waiting,
+        sent: _InFlightBatch,
         raw: bytes,
         reply: IngestReply,
         now: float,
@@ -390,7 +394,12 @@ class Shipper:
         return True
 
     def _believe(
-        self, progress: _Progress, spool: Ships, sent: _Waiting, reply: IngestReply, now: float
+        self,
+        progress: _Progress,
+        spool: Ships,
+        sent: _InFlightBatch,
+        reply: IngestReply,
+        now: float,
     ) -> bool:
         """Record a stream's durable number; stop the stream, and only it, if it is impossible."""
         if progress.heard(sent, reply.durable_seq, spool):
@@ -428,7 +437,7 @@ class Shipper:
         progress.is_new = False
 
     def _stop_stream(
-        self, progress: _Progress, sent: _Waiting, reply: IngestReply, now: float
+        self, progress: _Progress, sent: _InFlightBatch, reply: IngestReply, now: float
     ) -> None:
         stopped = progress.stopped.setdefault(sent.key, _Stopped(sent, 0, now))
         stopped.num_tries += 1
@@ -447,7 +456,7 @@ class Shipper:
         if is_given_up:
             self._set_aside(progress, sent)
 
-    def _set_aside(self, progress: _Progress, sent: _Waiting) -> None:
+    def _set_aside(self, progress: _Progress, sent: _InFlightBatch) -> None:
         """Quarantine a batch that the collector never accepts, so that later ones can be sent."""
         self.num_refused_rows += sent.num_rows
         progress.set_aside.add(sent.end)
@@ -469,7 +478,7 @@ class Shipper:
                 progress.go_back(sent.end)
 
     def _send_again(
-        self, progress: _Progress, spool: Ships, sent: _Waiting, raw: bytes, now: float
+        self, progress: _Progress, spool: Ships, sent: _InFlightBatch, raw: bytes, now: float
     ) -> None:
         self.num_resent_batches += 1
         try:
@@ -496,7 +505,7 @@ class Shipper:
         if not progress.unacked or now - progress.heard_at < REFRESH_SECONDS:
             return
         progress.heard_at = now
-        oldest: dict[Key, _Waiting] = {}
+        oldest: dict[Key, _InFlightBatch] = {}
         for each in progress.unacked:
             if not progress.is_done(each, spool) and each.key not in progress.stopped:
                 oldest.setdefault(each.key, each)
@@ -517,7 +526,7 @@ class Shipper:
             progress.durable.clear()
 
 
-def _read(spool: Ships, batch: _Waiting) -> bytes | None:
+def _read(spool: Ships, batch: _InFlightBatch) -> bytes | None:
     """Return the batch from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None
@@ -528,10 +537,10 @@ def _refusal(error: FormatError) -> IngestReply:
 
 
 def _requests(
-    spool: Ships, start: Position, max_bytes: int
-) -> Iterator[list[tuple[_Waiting, bytes]]]:
+    spool: Ships, start: SpoolPosition, max_bytes: int
+) -> Iterator[list[tuple[_InFlightBatch, bytes]]]:
     """Yield the batches after ``start`` in groups that are sent together."""
-    group: list[tuple[_Waiting, bytes]] = []
+    group: list[tuple[_InFlightBatch, bytes]] = []
     num_bytes = 0
     for end, raw in spool.read(start):
         if group and (num_bytes + len(raw) > max_bytes or len(group) == MAX_REQUEST_BATCHES):
@@ -544,7 +553,7 @@ def _requests(
                 yield group
             raise
         key = (header.identity.run_id, header.identity.incarnation, header.stream)
-        group.append((_Waiting(start, end, key, header.last_seq, header.num_rows), raw))
+        group.append((_InFlightBatch(start, end, key, header.last_seq, header.num_rows), raw))
         num_bytes += len(raw)
         start = end
     if group:

@@ -45,7 +45,7 @@ _CANNOT: dict[ProcessState, str] = {
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingStack:
     """A rank that got its signal and has not responded yet."""
 
     tail: JournalTail
@@ -78,10 +78,10 @@ class StackTaker:
     def __init__(self, run: ServedRun, *, spawn: Spawn) -> None:
         self._run = run
         self._spawn = spawn
-        self._asked: dict[Path, _Asked] = {}
+        self._asked: dict[Path, _PendingStack] = {}
         self._question: _Question | None = None
 
-    def begin(self, number: int, *, num_here: int, num_ranks: int) -> None:
+    def start_request(self, number: int, *, num_here: int, num_ranks: int) -> None:
         """Start an operator's request; then call ``ask`` for each rank.
 
         Args:
@@ -95,10 +95,10 @@ class StackTaker:
         self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
     ) -> None:
         """Request a rank's stacks; the previous check confirmed that it is the same process."""
-        asked = _Asked(tail, word, step, number)
+        pending = _PendingStack(tail, word, step, number)
         if state in _CANNOT:
             if number:
-                self._say(asked, "", _CANNOT[state])
+                self._say(pending, "", _CANNOT[state])
             return
         if (before := self._asked.get(tail.directory)) is not None:
             before.number = before.number or number
@@ -106,46 +106,46 @@ class StackTaker:
         pid, path = tail.identity.pid, tail.directory / STACKS_FILE
         if not holds_files(pid, tail.directory):
             if number:
-                self._say(asked, "", "its process cannot be reached from its agent's container")
+                self._say(pending, "", "its process cannot be reached from its agent's container")
             return
-        self._asked[tail.directory] = asked
+        self._asked[tail.directory] = pending
         if word.stack_signal:
             os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
             os.kill(pid, word.stack_signal)
         elif program := shutil.which("py-spy"):
             self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
 
-    def look(self) -> None:
+    def collect(self) -> None:
         """Store the stacks written since; give up ranks that write nothing."""
-        for directory, asked in list(self._asked.items()):
-            asked.num_looks += 1
-            is_last = asked.num_looks > MAX_LOOKS
+        for directory, pending in list(self._asked.items()):
+            pending.num_looks += 1
+            is_last = pending.num_looks > MAX_LOOKS
             raw = b""
             with contextlib.suppress(OSError, VitalsError):
                 raw = read_own(directory / STACKS_FILE, max_bytes=8 << 20)
-            if asked.num_looks == 1 or (not raw and not is_last):
+            if pending.num_looks == 1 or (not raw and not is_last):
                 continue  # it may still be writing
             del self._asked[directory]
             why = "" if raw else "it did not answer its signal"
-            if not raw and not asked.word.stack_signal:
+            if not raw and not pending.word.stack_signal:
                 why = "no signal was free for its stacks, and py-spy is not installed"
             text = raw[-MAX_STACKS:].decode(errors="replace")
-            self._say(asked, text, why)
+            self._say(pending, text, why)
         self._acknowledge()
 
-    def _say(self, asked: _Asked, text: str, why: str) -> None:
-        tail, question = asked.tail, self._question
-        if question is not None and question.number == asked.number:
+    def _say(self, pending: _PendingStack, text: str, why: str) -> None:
+        tail, question = pending.tail, self._question
+        if question is not None and question.number == pending.number:
             question.num_answered += bool(text)
         event = StacksTaken(
             rank=tail.identity.rank,
             stacks=text,
             # The file describes its last stall, which may be over.
-            collectives=_collectives(tail.directory) if asked.word.last_collectives else (),
+            collectives=_collectives(tail.directory) if pending.word.last_collectives else (),
             detail=why,
-            command_number=asked.number,
+            command_number=pending.number,
         )
-        self._run.node_source.say(event, step=asked.step, attempt=tail.last.attempt)
+        self._run.node_source.say(event, step=pending.step, attempt=tail.last.attempt)
 
     def _acknowledge(self) -> None:
         """Respond to the operator's command, on rank 0's node, once everything was reported."""

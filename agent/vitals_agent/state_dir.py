@@ -179,19 +179,19 @@ class AgentStateDir:
         )
 
     @property
-    def held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether this agent holds the folder."""
         return self._lock_fd is not None
 
-    def load_or_create_token(self, given: str = "") -> str:
+    def load_or_create_token(self, configured: str = "") -> str:
         """Return the token for ``/metrics``: the given one, or one that is created and stored."""
         path = self.path / TOKEN_FILE
         try:
-            kept = _read_private(self.token_file).strip()
+            stored = _read_private(self.token_file).strip()
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        token = given or kept or secrets.token_urlsafe(32)
-        if token != kept or path != self.token_file:
+        token = configured or stored or secrets.token_urlsafe(32)
+        if token != stored or path != self.token_file:
             self._write(TOKEN_FILE, f"{token}\n".encode())
         return token
 

@@ -71,11 +71,11 @@ class LastSeen:
         integers = self._integers
         if integers is None or integers.schema is not schema:
             integers = self._integers = _Integers(schema)
-        self.step = integers.read("step", rows, last)
-        self.attempt = integers.read("attempt", rows, last)
+        self.step = integers.unpack_at("step", rows, last)
+        self.attempt = integers.unpack_at("attempt", rows, last)
         self.num_steps += batch.header.num_rows
         for start in range(0, len(rows), schema.row_size):
-            self.num_nonfinite += bool(integers.read("verdict", rows, start) & _BAD)
+            self.num_nonfinite += bool(integers.unpack_at("verdict", rows, start) & _BAD)
 
     def _observe_event(self, event: Event) -> None:
         if isinstance(event, RunEnded):
@@ -105,7 +105,7 @@ class _Integers:
                 valid = int(fields["validity"][1]) + index // 8
                 self._places[name] = (valid, index % 8, int(fields[f"c{index}"][1]))
 
-    def read(self, name: str, rows: bytes, start: int) -> int:
+    def unpack_at(self, name: str, rows: bytes, start: int) -> int:
         """Return the integer of the row that begins at ``start``."""
         if name not in self._places:
             return 0

@@ -15,7 +15,7 @@ from vitals_bench.ingest.records import ATTEMPT, NAMES
 from vitals_bench.numbers.commits import Case, Fleet, stored
 from vitals_bench.rows import Grid, Row
 from vitals_collector.ingest.ingest import ingest_bodies
-from vitals_collector.numbers.interface import Window
+from vitals_collector.numbers.interface import StepWindow
 from vitals_collector.retention.settings import VolumeSettings
 
 _DAY_SECONDS = 86_400
@@ -136,7 +136,7 @@ def _levelled() -> tuple[int, int]:
         numbers.merge()
         sizes.append(numbers.num_bytes(run_id))
         num_worst = VolumeSettings().num_worst_ranks
-        numbers.level(run_id, Window(ATTEMPT, 0, _WINDOW), num_worst)
+        numbers.level(run_id, StepWindow(ATTEMPT, 0, _WINDOW), num_worst)
         numbers.merge()
         sizes.append(numbers.num_bytes(run_id))
     return sizes[0], sizes[1]

@@ -86,7 +86,7 @@ def merge(store: Store) -> None:
 
 def used_bytes(store: Store) -> int:
     """Return the bytes of the pages of an SQLite database that hold something."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         size, count, free = (
             int(connection.execute(text(f"PRAGMA {name}")).scalar_one())
             for name in ("page_size", "page_count", "freelist_count")
@@ -96,7 +96,7 @@ def used_bytes(store: Store) -> int:
 
 def engine_words(store: Store) -> str:
     """Return name and version of the database."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         version = connection.dialect.server_version_info or ()
     names = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
     return f"{names[store.engine.dialect.name]} {'.'.join(map(str, version))}"

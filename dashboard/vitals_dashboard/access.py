@@ -11,7 +11,7 @@ import streamlit as st
 from vitals_dashboard import formatting
 from vitals_dashboard.auth import CODE_TRIES, Session, Sessions, host_name
 from vitals_dashboard.settings import DashboardSettings, Role, load_settings
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 
 NO_TOKEN = (
     "This dashboard is read-only: it was started without a control token. Give it the collector's"
@@ -68,7 +68,7 @@ def role() -> Role:
     return "control" if sessions().control_seconds(session) else "look"
 
 
-def limited(source: Source) -> Source:
+def limited(source: DataSource) -> DataSource:
     """Return the source as this session may use it."""
     return source if role() == "control" else replace(source, control=None)
 

@@ -90,8 +90,8 @@ AGAIN_PAGE = f'{_HEAD}<meta http-equiv="refresh" content="0"></html>'.encode()
 """Asks for itself again: a browser keeps a SameSite=Strict cookie from whoever follows a link."""
 
 
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
+def _same(candidate: str, expected: str) -> bool:
+    return hmac.compare_digest(candidate.encode(), expected.encode())
 
 
 def host_name(host: str) -> str:
@@ -105,8 +105,8 @@ def host_name(host: str) -> str:
 def take_token(query: str) -> tuple[str | None, str]:
     """Return the token in a query string and the query without it."""
     pairs = parse_qsl(query, keep_blank_values=True)
-    given = next((value for key, value in pairs if key == "token"), None)
-    return given, urlencode([(k, v) for k, v in pairs if k != "token"])
+    token = next((value for key, value in pairs if key == "token"), None)
+    return token, urlencode([(k, v) for k, v in pairs if k != "token"])
 
 
 def proof(door_token: str, nonce: str) -> str:
@@ -208,9 +208,9 @@ class Sessions:
         """Return whether a code waits to be entered."""
         return bool(session.code) and self._now() < session.code_until
 
-    def redeem(self, session: Session, given: str) -> bool:
+    def redeem(self, session: Session, token: str) -> bool:
         """Give the session control if this is its code, which is used up by it or by few tries."""
-        text = "".join(given.split()).replace("-", "").upper()
+        text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
             if not self.has_code(session):
                 return False
@@ -297,7 +297,7 @@ class Doors:
         return host == self.public_host and self.public_url.startswith("https:")
 
 
-class Gate:
+class TokenMiddleware:
     """ASGI middleware that lets through only who has shown the token."""
 
     def __init__(
@@ -321,15 +321,15 @@ class Gate:
         if kind not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        asked = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        host = host_name(asked.get("host", ""))
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        host = host_name(headers.get("host", ""))
         if kind == "http":
-            send = self._hardened(send, asked, host)
-        if refusal := self._refusal(scope, asked, host):
+            send = self._hardened(send, headers, host)
+        if refusal := self._refusal(scope, headers, host):
             await _refuse(kind, send, *refusal)
             return
-        given, rest = take_token(scope.get("query_string", b"").decode("latin-1"))
-        key = self._doors.session_key(asked.get("cookie", ""), host)
+        token, rest = take_token(scope.get("query_string", b"").decode("latin-1"))
+        key = self._doors.session_key(headers.get("cookie", ""), host)
         is_signed_on = self._doors.is_signed_on(host)
         is_open = is_signed_on or self._sessions.find(key, host) is not None
         if kind == "websocket":
@@ -337,25 +337,25 @@ class Gate:
                 await self._app(scope, self._while_signed_in(receive, send, key, host), send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
-        elif given is not None and not is_signed_on and _same(given, self._doors.token):
+        elif token is not None and not is_signed_on and _same(token, self._doors.token):
             await self._welcome(scope, send, key, host, rest)
         elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
-        elif asked.get("sec-fetch-site") == "cross-site" and _is_page(asked):
+        elif headers.get("sec-fetch-site") == "cross-site" and _is_page(headers):
             await _answer(send, 200, AGAIN_PAGE)
         else:
             cookie = [("set-cookie", self._doors.cookie(host, ""))] if key else []
             await _answer(send, 401, CLOSED_PAGE, cookie)
 
     def _refusal(
-        self, scope: Scope, asked: Mapping[str, str], host: str
+        self, scope: Scope, headers: Mapping[str, str], host: str
     ) -> tuple[int, bytes] | None:
         if not self._doors.is_known(host):
             return 400, b"This dashboard has no such host name."
         is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        origin = urlsplit(asked.get("origin", ""))
+        origin = urlsplit(headers.get("origin", ""))
         if not is_read and (
-            origin.scheme not in ("http", "https") or origin.netloc != asked["host"]
+            origin.scheme not in ("http", "https") or origin.netloc != headers["host"]
         ):
             return 403, b"The request comes from a page of another origin."
         return None
@@ -376,23 +376,25 @@ class Gate:
 
         return checked
 
-    def _hardened(self, send: Any, asked: Mapping[str, str], host: str) -> Any:
+    def _hardened(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
         """Add the headers of every answer."""
-        own = dict(self._headers)
-        if nonce := asked.get(NONCE_HEADER):
-            own[PROOF_HEADER] = proof(self._doors.token, nonce)
+        extra_headers = dict(self._headers)
+        if nonce := headers.get(NONCE_HEADER):
+            extra_headers[PROOF_HEADER] = proof(self._doors.token, nonce)
         is_tls = self._doors.public_url.startswith("https:") and host == self._doors.public_host
 
         async def hardened(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                kept = [
+                sent_headers = [
                     (k, v + b"; Secure")
                     if is_tls and k.lower() == b"set-cookie" and b"secure" not in v.lower()
                     else (k, v)
                     for k, v in message.get("headers", [])
-                    if k.decode("latin-1").lower() not in own
+                    if k.decode("latin-1").lower() not in extra_headers
                 ]
-                message["headers"] = kept + [(k.encode(), v.encode()) for k, v in own.items()]
+                message["headers"] = sent_headers + [
+                    (k.encode(), v.encode()) for k, v in extra_headers.items()
+                ]
             await send(message)
 
         return hardened
@@ -409,8 +411,8 @@ class Gate:
         await _answer(send, 303, b"", [("location", target), ("set-cookie", cookie)])
 
 
-def _is_page(asked: Mapping[str, str]) -> bool:
-    return asked.get("sec-fetch-mode") == "navigate"
+def _is_page(headers: Mapping[str, str]) -> bool:
+    return headers.get("sec-fetch-mode") == "navigate"
 
 
 async def _refuse(kind: str, send: Any, status: int, body: bytes) -> None:

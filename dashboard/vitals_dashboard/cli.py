@@ -74,13 +74,13 @@ def dashboard(
         children = []
         if folder is not None:
             path = launch.check_folder(folder)
-            child, place = stack.enter_context(launch.folder_collector(path, environ))
+            child, collector_place = stack.enter_context(launch.folder_collector(path, environ))
             children.append(child)
         elif collector:
-            place = _named(collector, token_file, environ)
+            collector_place = _named(collector, token_file, environ)
         else:
-            place = launch.discovered(environ)
-        pages = stack.enter_context(launch.pages(place, port, environ, entrance))
+            collector_place = launch.discovered(environ)
+        pages = stack.enter_context(launch.pages(collector_place, port, environ, entrance))
         typer.echo(pages.address)
         if pages.public_address:
             typer.echo(f"Through the proxy: {pages.public_address}", err=True)

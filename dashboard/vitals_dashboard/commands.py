@@ -17,7 +17,7 @@ from trainvitals.views import (
     RunSummary,
 )
 from vitals_dashboard import access, formatting, layout
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 from vitals_dashboard.theme import ACTIONS
 
 MAX_REASON = 300
@@ -105,7 +105,7 @@ def _head(view: DecisionView) -> str:
 
 
 def command(
-    source: Source,
+    source: DataSource,
     run: RunSummary,
     action: Action,
     *,
@@ -146,14 +146,14 @@ def command(
         layout.answer(key, answer)
 
 
-def accept(source: Source, run: RunSummary, step: int, *, key: str) -> None:
+def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
     """Draw the way to say that a step was healthy; nothing where it cannot be said."""
     if source.control is not None and not refused(run, "accept"):
         command(source, run, "accept", label=HEALTHY, key=key, step=step)
 
 
 def _send(
-    source: Source, control: CollectorClient, run: RunSummary, request: CommandRequest
+    source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
     who = layout.person() or "dashboard"
     try:
@@ -165,7 +165,7 @@ def _send(
     return message
 
 
-def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) -> None:
+def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str) -> None:
     """Draw the way to say that a proposed decision is not to be carried out, and why."""
     if source.control is None:
         return

@@ -7,7 +7,7 @@ import msgspec
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import formatting
-from vitals_dashboard.source import POINTS, Source, forecast_of, last_value, series_of
+from vitals_dashboard.source import POINTS, DataSource, forecast_of, last_value, series_of
 from vitals_dashboard.tables import Row
 
 NAME = 40
@@ -73,7 +73,7 @@ def _said(value: Any) -> str:
 
 
 def value_rows(
-    source: Source, details: Sequence[RunDetail], names: Sequence[str], metric: str
+    source: DataSource, details: Sequence[RunDetail], names: Sequence[str], metric: str
 ) -> list[Row]:
     """Return a row for each number: where the runs are now, and the metric's range."""
     rows: list[Row] = []
@@ -106,7 +106,7 @@ def value_rows(
     return rows
 
 
-def _behind(source: Source, first: RunDetail, other: RunDetail) -> str:
+def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
     """Return how far a run is behind the first, at equal loss; "" where that cannot be said."""
     both = (first, other)
     if other is first or any("steps.loss" not in detail.metrics for detail in both):

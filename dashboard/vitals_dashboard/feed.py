@@ -20,10 +20,10 @@ from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
-from vitals_dashboard.charts.lines import Curve
+from vitals_dashboard.charts.lines import ChartCurve
 from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
 from vitals_dashboard.components import registered
-from vitals_dashboard.source import Source, series_of
+from vitals_dashboard.source import DataSource, series_of
 from vitals_dashboard.theme import DARK, LIGHT
 
 NUM_RECENT = 64
@@ -84,24 +84,27 @@ class Feed:
         self.marks.clear()
 
     def ask(
-        self, source: Source, detail: RunDetail, asked: Sequence[tuple[str, SeriesRequest, Role]]
+        self,
+        source: DataSource,
+        detail: RunDetail,
+        requests: Sequence[tuple[str, SeriesRequest, Role]],
     ) -> list[Line | None]:
         """Return the series, or of what the browser has only the rows behind that.
 
         Args:
             source: of the collector.
             detail: of the run.
-            asked: for each its name, the request and the role.
+            requests: for each its name, the request and the role.
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
             request: self._narrowed(request, role, detail.summary.last_step)
-            for _, request, role in asked
+            for _, request, role in requests
             if self.seen.get(_series(request)) != seen
         }
         replies = dict(zip(due, series_of(source, detail, [*due.values()]), strict=True))
         self.seen |= dict.fromkeys(map(_series, due), seen)
-        return [self._line(*choice, replies.get(choice[1])) for choice in asked]
+        return [self._line(*choice, replies.get(choice[1])) for choice in requests]
 
     def _narrowed(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
         """Return the request for what the browser lacks; branches left behind are asked whole."""
@@ -166,12 +169,12 @@ class Feed:
         """
         if not charts and not self.number:
             return 0
-        kept, num_left_out = _that_fit(charts)
-        layout = [_layout(chart) for chart in kept]
-        is_whole = all(c.num_replaced is None for chart in kept for c in chart.curves)
+        drawn_charts, num_left_out = _that_fit(charts)
+        layout = [_layout(chart) for chart in drawn_charts]
+        is_whole = all(c.num_replaced is None for chart in drawn_charts for c in chart.curves)
         if not is_whole and layout != self.layout:
             return None
-        _mount(self, self._whole(kept) if is_whole else self._new(kept), zoomed)
+        _mount(self, self._whole(drawn_charts) if is_whole else self._new(drawn_charts), zoomed)
         self.layout = layout
         return num_left_out
 
@@ -208,22 +211,24 @@ class Feed:
             for j, curve in enumerate(chart.curves):
                 if not curve.x and not curve.num_replaced:
                     continue
-                x = [_place(place) for place in curve.x]
+                x = [_to_number(x_value) for x_value in curve.x]
                 if x not in xs:
                     xs.append(x)
                 y = [_short(value) for value in curve.y]
                 totals = [curve.num_total, curve.num_nonfinite]
                 lines.append([i, j, curve.num_replaced, xs.index(x), y, *totals])
         marks = _marks_of(charts)
-        bad = {mark: held for mark, held in self.marks.items() if mark[0] == NON_FINITE.word}
+        bad = {
+            mark: sent_mark for mark, sent_mark in self.marks.items() if mark[0] == NON_FINITE.word
+        }
         marks = bad | marks
         removed = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
         changed = [mark for mark, places in marks.items() if self.marks.get(mark) != places]
         come = [[*mark, marks[mark]] for mark in changed]
         kinds_sent = {mark[0] for mark in self.marks}
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
-        held = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
-        self.marks = {mark: marks[mark] for mark in [*held, *changed]}
+        sent_mark = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
+        self.marks = {mark: marks[mark] for mark in [*sent_mark, *changed]}
         ends = [chart.ends for chart in charts]
         message: Wire = {"base": self.number}
         if lines or removed or come:
@@ -258,10 +263,10 @@ def draw_charts(
         zoomed: called when somebody has chosen a range, or given it up; without it the range
             stays in the browser.
     """
-    kept = f"feed_{key}"
-    feed = st.session_state.get(kept)
+    feed_key = f"feed_{key}"
+    feed = st.session_state.get(feed_key)
     if feed is None or feed.of != of:
-        feed = st.session_state[kept] = Feed(key=key, of=of)
+        feed = st.session_state[feed_key] = Feed(key=key, of=of)
     num_left_out = feed.draw(make(feed), zoomed=zoomed)
     if num_left_out is None:
         feed.forget()
@@ -292,15 +297,15 @@ def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
     if not rows or reply.num_total <= len(rows):
         return deque(rows, NUM_RECENT), 0
     finite = (i for i, row in enumerate(rows) if row[3] is not None)
-    kept = deque(rows[max(finite, default=len(rows) - 1) :], NUM_RECENT)
-    num_behind = sum(mark.step > kept[0][0] for mark in reply.nonfinite)
-    return kept, max(0, num_behind - (len(kept) - 1))
+    recent_rows = deque(rows[max(finite, default=len(rows) - 1) :], NUM_RECENT)
+    num_behind = sum(mark.step > recent_rows[0][0] for mark in reply.nonfinite)
+    return recent_rows, max(0, num_behind - (len(recent_rows) - 1))
 
 
 def _is_same(before: Row, now: Row) -> bool:
     """Return whether the rows are drawn alike: a mean is summed up from another row each time."""
-    (*where, value), (*place, other) = before, now
-    return where == place and (
+    (*where, value), (*other_key, other) = before, now
+    return where == other_key and (
         value == other
         or (value is not None and other is not None and math.isclose(value, other, rel_tol=1e-6))
     )
@@ -322,12 +327,12 @@ def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> Se
 
 
 def _that_fit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
-    num_points, kept = 0, []
+    num_points, fitting = 0, []
     for chart in charts:
         if num_points + chart.num_points <= MAX_POINTS:
             num_points += chart.num_points
-            kept.append(chart)
-    return kept, len(charts) - len(kept)
+            fitting.append(chart)
+    return fitting, len(charts) - len(fitting)
 
 
 def _layout(chart: Chart) -> Wire:
@@ -344,9 +349,9 @@ def _layout(chart: Chart) -> Wire:
     }
 
 
-def _whole_curve(curve: Curve) -> Wire:
-    x = [_place(place) for place in curve.x]
-    is_whole = all(isinstance(place, int) for place in x)
+def _whole_curve(curve: ChartCurve) -> Wire:
+    x = [_to_number(x_value) for x_value in curve.x]
+    is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {
         # Steps are close to each other, and differences are short.
         **({"from": x[:1], "by": [b - a for a, b in pairwise(x)]} if is_whole else {"x": x}),
@@ -357,8 +362,8 @@ def _whole_curve(curve: Curve) -> Wire:
     return wire
 
 
-def _place(place: float) -> float | int:
-    return int(place) if float(place).is_integer() else place
+def _to_number(x: float) -> float | int:
+    return int(x) if float(x).is_integer() else x
 
 
 def _short(value: float | None) -> float | int | None:
@@ -375,27 +380,27 @@ def _marks_of(charts: Sequence[Chart]) -> dict[tuple[str, float, str], int]:
     result: dict[tuple[str, float, str], int] = {}
     for i, chart in enumerate(charts):
         for mark in chart.marks:
-            name = (mark.look.word, mark.place, _words(mark))
+            name = (mark.look.word, mark.place, _mark_text(mark))
             result[name] = result.get(name, 0) | 1 << i
     return result
 
 
-def _words(mark: ChartMark) -> str:
+def _mark_text(mark: ChartMark) -> str:
     return mark.say()[:400]
 
 
 def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
-    kept = f"charts_{feed.key}"
+    charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:
-        chosen = st.session_state[kept].range
-        if zoomed is not None and chosen:
-            ends = (chosen["first"], chosen["last"])
-            zoomed(chosen["axis"], None if None in ends else ends)
+        selected_range = st.session_state[charts_key].range
+        if zoomed is not None and selected_range:
+            ends = (selected_range["first"], selected_range["last"])
+            zoomed(selected_range["axis"], None if None in ends else ends)
 
     head = {"key": feed.key, "name": feed.name, "number": feed.number}
     registered("chart")(
-        key=kept,
+        key=charts_key,
         # As text: the component takes a list of numbers for a table, and looks at each of them.
         data=msgspec.json.encode(head | message).decode(),
         height="content",

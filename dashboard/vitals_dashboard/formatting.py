@@ -9,15 +9,15 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 def plain(text: str, limit: int = 120) -> str:
     """Return text for one line: no control or direction-changing characters, at most ``limit``."""
-    kept = text[: limit * 4]
-    if not kept.isprintable():
-        kept = "".join(
+    shortened = text[: limit * 4]
+    if not shortened.isprintable():
+        shortened = "".join(
             " " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c
-            for c in kept
+            for c in shortened
             if unicodedata.category(c) not in ("Cf", "Cs", "Co", "Cn")
         )
-    kept = " ".join(kept.split())
-    return kept if len(kept) <= limit else kept[: limit - 1] + ELLIPSIS
+    shortened = " ".join(shortened.split())
+    return shortened if len(shortened) <= limit else shortened[: limit - 1] + ELLIPSIS
 
 
 def run_label(name: str, run_id: str, limit: int = 80) -> str:

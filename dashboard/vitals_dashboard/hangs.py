@@ -6,13 +6,13 @@ import streamlit as st
 
 from trainvitals.views import IncidentView, StacksQuestion, StacksView
 from vitals_dashboard import formatting, layout, tables
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 
 MAX_GROUPS = 8
 """Places whose calls can be folded out; the table has every rank."""
 
 
-def draw(source: Source, incident: IncidentView) -> None:
+def draw(source: DataSource, incident: IncidentView) -> None:
     """Draw who waited for whom; nothing where no rank was waited for."""
     waits = [view for view in incident.findings if view.finding.kind in ("waiting", "hang")]
     if not waits:
@@ -22,7 +22,7 @@ def draw(source: Source, incident: IncidentView) -> None:
         {view.finding.step for view in waits},
     )
     st.markdown("### Waits between ranks")
-    for line in told(incident):
+    for line in timeline_lines(incident):
         st.text(formatting.plain(line, 400))
     layout.table(
         rank_rows(stacks, {view.finding.rank for view in waits}),
@@ -37,11 +37,11 @@ def draw(source: Source, incident: IncidentView) -> None:
 
 def of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
     """Return the newest stacks of each rank that were taken in these waits, by rank."""
-    mine = (view for view in stacks if view.step in steps and not view.command_number)
-    return [view for _, view in sorted({view.rank: view for view in mine}.items())]
+    incident_stacks = (view for view in stacks if view.step in steps and not view.command_number)
+    return [view for _, view in sorted({view.rank: view for view in incident_stacks}.items())]
 
 
-def told(incident: IncidentView) -> list[str]:
+def timeline_lines(incident: IncidentView) -> list[str]:
     """Return what was seen and done, by time: a line each, what is new in it once."""
     lines = [
         (
@@ -71,7 +71,7 @@ def told(incident: IncidentView) -> list[str]:
         lines.append((began, f"The last progress, in step {first.finding.step:,}."))
     shown = []
     for time, text in sorted(lines):
-        at = tables.moment(time)
+        at = tables.to_datetime(time)
         shown.append(f"{'' if at is None else f'{at:%H:%M:%S}  '}{text}")
     return shown
 
@@ -83,14 +83,14 @@ def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.R
             "Rank": view.rank,
             "": "waited for" if view.rank in culprits else "waits",
             "Last collective it began": formatting.plain("".join(view.collectives[-1:]), 120),
-            "Stood in": formatting.plain(place(view), 160),
-            "Seen": tables.moment(view.time_unix_ns),
+            "Stood in": formatting.plain(innermost_call(view), 160),
+            "Seen": tables.to_datetime(view.time_unix_ns),
         }
         for view in stacks
     ]
 
 
-def place(view: StacksView) -> str:
+def innermost_call(view: StacksView) -> str:
     """Return the innermost call, or why there is none."""
     return view.calls[0].strip() if view.calls else f"no stacks: {view.detail}"
 

@@ -242,10 +242,10 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
 
     It is small where all such values were rolled back.
     """
-    left = set(reply.nonfinite_rolled_back)
-    kept = [cell for cell in reply.nonfinite if cell not in left]
-    crosses = [_cross("not finite", 11, "NaN or infinite", kept, order)]
-    if left:
+    rolled_back = set(reply.nonfinite_rolled_back)
+    current = [cell for cell in reply.nonfinite if cell not in rolled_back]
+    crosses = [_cross("not finite", 11, "NaN or infinite", current, order)]
+    if rolled_back:
         tooltip = "NaN or infinite, only in steps that were rolled back"
         crosses.append(
             _cross("not finite, rolled back", 7, tooltip, reply.nonfinite_rolled_back, order)
@@ -256,8 +256,8 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
 def _cross(
     name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
-    place = {row: at for at, row in enumerate(order)}
-    seen = [[column, place[row]] for row, column in cells if row in place]
+    row_index = {row: at for at, row in enumerate(order)}
+    seen = [[column, row_index[row]] for row, column in cells if row in row_index]
     return {
         "type": "scatter",
         "name": name,

@@ -9,7 +9,7 @@ import streamlit as st
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, CellsQuestion, CellsReply, DecisionsQuestion, RunSummary
 from vitals_dashboard import formatting, heatmap, layout
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 
 POINTS, ROWS = 160, 64
 SHADES: dict[str, heatmap.Shade] = {
@@ -21,7 +21,7 @@ SHADES: dict[str, heatmap.Shade] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class MetricChoice:
     """One metric that can be drawn."""
 
     word: str
@@ -30,7 +30,7 @@ class Choice:
 
 
 def ask(
-    source: Source,
+    source: DataSource,
     run: RunSummary,
     metric: str,
     steps: tuple[int | None, int | None],
@@ -57,8 +57,8 @@ def ask(
 
 
 def controls(
-    choices: Sequence[Choice], *, key: str, shade: str
-) -> tuple[Choice, heatmap.Shade, tuple[int | None, int | None]]:
+    choices: Sequence[MetricChoice], *, key: str, shade: str
+) -> tuple[MetricChoice, heatmap.Shade, tuple[int | None, int | None]]:
     """Draw what chooses metric, colour and steps; return what was chosen."""
     by_word = {choice.word: choice for choice in choices}
     with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
@@ -81,12 +81,12 @@ def controls(
             " against the median of all rows at that step. Blue is below, orange above.",
         )
         steps = layout.step_range()
-    chosen = by_word.get(str(word), choices[0])
-    return chosen, SHADES.get(str(colour), SHADES[shade]), steps
+    selected = by_word.get(str(word), choices[0])
+    return selected, SHADES.get(str(colour), SHADES[shade]), steps
 
 
 def draw(
-    source: Source,
+    source: DataSource,
     run: RunSummary,
     title: str,
     reply: CellsReply,
@@ -131,6 +131,6 @@ def _notes(reply: CellsReply) -> list[str]:
         notes.append(
             f"{formatting.count(len(reply.nonfinite), 'cell')} with NaN or infinity (red crosses)."
         )
-    if left := len(reply.nonfinite_rolled_back):
-        notes.append(f"{left:,} of them only in rolled-back steps (small crosses).")
+    if num_rolled_back := len(reply.nonfinite_rolled_back):
+        notes.append(f"{num_rolled_back:,} of them only in rolled-back steps (small crosses).")
     return notes

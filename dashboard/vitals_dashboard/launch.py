@@ -324,30 +324,30 @@ def folder_collector(
             yield child, replace(place_on(data, ""), of_folder=True)
 
 
-def check_control(place: CollectorPlace) -> None:
+def check_control(location: CollectorPlace) -> None:
     """Check that commands could be sent and signed: no button is offered that cannot work.
 
     Raises:
         UnauthorizedError: there is no token to send them with, or no key to sign them with.
         InsecurePathError: others can read one of them.
     """
-    if not place.token_file or not read_tokens(place.token_file).control:
+    if not location.token_file or not read_tokens(location.token_file).control:
         raise UnauthorizedError(
-            f"--control needs a control token; {place.token_file or 'no token file'} has none",
+            f"--control needs a control token; {location.token_file or 'no token file'} has none",
             hint="give the collector's tokens.json with --token-file, or one that `vitals token"
             " create NAME --scope control --output FILE` made; leave out --control for read-only "
             "access",
         )
-    read_control_key(Path(place.token_file).parent)
+    read_control_key(Path(location.token_file).parent)
 
 
 @contextmanager
 def pages(
-    place: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
+    location: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
 ) -> Iterator[Pages]:
     """Run the Streamlit process until the block ends; gives it and the ways to it."""
     if entrance.control:
-        check_control(place)
+        check_control(location)
     token, own_host = secrets.token_urlsafe(24), f"{secrets.token_hex(16)}.localhost"
     with ExitStack() as stack:
         _hold_ipv6(stack, port)
@@ -366,20 +366,22 @@ def pages(
             control=entrance.control,
             code_fd=code_fd,
             redirect_file=str(redirect_file),
-            collector_url=place.url,
-            token_file=place.token_file,
-            collector_data=place.collector_data,
-            of_folder=place.of_folder,
+            collector_url=location.url,
+            token_file=location.token_file,
+            collector_data=location.collector_data,
+            of_folder=location.of_folder,
         )
         write_settings(settings, private / "settings.json")
-        own = {**environ, SETTINGS_VARIABLE: str(private / "settings.json")}
+        page_environ = {**environ, SETTINGS_VARIABLE: str(private / "settings.json")}
         command = streamlit_command(port)
         if entrance.sign_on is not None:
             write_secrets(entrance.sign_on, entrance.public_url, private / "secrets.toml")
             command.append(f"--secrets.files={private / 'secrets.toml'}")
         log = private / "dashboard.log"
         try:
-            child = stack.enter_context(program("dashboard", command, log, own, (code_fd,)))
+            child = stack.enter_context(
+                program("dashboard", command, log, page_environ, (code_fd,))
+            )
         finally:
             os.close(code_fd)
         wait_for(child, lambda: _proves_itself(port, token))
@@ -404,9 +406,9 @@ def _hold_ipv6(stack: ExitStack, port: int) -> None:
     if not socket.has_ipv6:
         return
     try:
-        held = stack.enter_context(socket.socket(socket.AF_INET6))
-        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind(("::1", port))  # never listened on: a browser is refused, and takes IPv4
+        ipv6_socket = stack.enter_context(socket.socket(socket.AF_INET6))
+        ipv6_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        ipv6_socket.bind(("::1", port))  # never listened on: a browser is refused, and takes IPv4
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(

@@ -9,7 +9,7 @@ import streamlit as st
 from trainvitals.errors import VitalsError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import access, formatting, states, tables
-from vitals_dashboard.source import Source, connect, guarded
+from vitals_dashboard.source import DataSource, connect, guarded
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
     HEALTH_WORDS,
@@ -68,7 +68,7 @@ def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
 
 
 def refreshing(
-    draw: Callable[[Source], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
+    draw: Callable[[DataSource], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
 ) -> None:
     """Draw now and, while ``live``, again every few seconds; only this part of the page.
 
@@ -79,8 +79,8 @@ def refreshing(
         _try_again(f"{key}_again")
 
 
-def _allowed(draw: Callable[[Source], None]) -> Callable[[Source], None]:
-    def allowed(source: Source) -> None:
+def _allowed(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]:
+    def allowed(source: DataSource) -> None:
         # Asked anew: a refresh runs nothing else of the page, and a session may have ended.
         if access.role():
             draw(access.limited(source))
@@ -90,7 +90,7 @@ def _allowed(draw: Callable[[Source], None]) -> Callable[[Source], None]:
     return allowed
 
 
-def page_with_live_part(draw: Callable[[Source], None]) -> None:
+def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
     """Draw a page that calls ``live_part``; where it cannot be drawn, it is tried again."""
     if not guarded(_allowed(draw)):
         _try_again("page_again")
@@ -101,7 +101,7 @@ def _try_again(key: str) -> None:
 
 
 def live_part(
-    draw: Callable[[], None], again: Callable[[Source], bool], *, live: bool, key: str
+    draw: Callable[[], None], again: Callable[[DataSource], bool], *, live: bool, key: str
 ) -> None:
     """Draw a part of a page and, while ``live``, draw it again every few seconds.
 
@@ -130,7 +130,7 @@ def live_part(
 
 
 def refreshing_runs(
-    draw: Callable[[Source], None],
+    draw: Callable[[DataSource], None],
     run_ids: Sequence[str],
     *,
     live: bool,
@@ -194,14 +194,14 @@ def run_links() -> None:
             st.page_link(page, label=label, icon=icon, query_params=query or None)
 
 
-def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
+def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> None:
     """Draw a page of one run: the bar, the choice of the run, and what ``draw`` makes of it."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         run_links()
         st.space("stretch")
         live = live_toggle(SLOW_SECONDS)
 
-    def body(source: Source) -> None:
+    def body(source: DataSource) -> None:
         run = chosen_run(source)
         if run is not None:
             draw(source, run)
@@ -215,7 +215,7 @@ def run_in_address() -> list[str]:
     return [str(run_id)] if run_id else []
 
 
-def chosen_run(source: Source) -> RunSummary | None:
+def chosen_run(source: DataSource) -> RunSummary | None:
     """Draw the choice of a run and return it; None, said in formatting, where there is none."""
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
@@ -224,29 +224,29 @@ def chosen_run(source: Source) -> RunSummary | None:
         return None
     by_id = {run.run_id: run for run in runs}
     before = st.session_state.get(LAST_RUN)
-    asked = st.query_params.get("run") or (before if before in by_id else runs[0].run_id)
+    requested = st.query_params.get("run") or (before if before in by_id else runs[0].run_id)
     with st.container(horizontal=True, vertical_alignment="center", key="run_and_choice"):
         head = st.container(width="stretch")
         # In a popover: a browser loads a large program for a box to choose in, once it is opened.
-        label = "Change run" if asked in by_id else "Choose a run"
-        with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{asked}"):
-            chosen = _choice(by_id, asked)
-    if chosen is None:
-        states.no_such_run(asked)
+        label = "Change run" if requested in by_id else "Choose a run"
+        with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{requested}"):
+            selected = _choice(by_id, requested)
+    if selected is None:
+        states.no_such_run(requested)
         return None
-    st.session_state[LAST_RUN] = chosen
-    if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != chosen:
-        st.query_params["run"] = chosen
+    st.session_state[LAST_RUN] = selected
+    if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != selected:
+        st.query_params["run"] = selected
         st.rerun()  # the bar above links to this run from now on
-    stop_at_the_end([by_id[chosen]])
+    stop_at_the_end([by_id[selected]])
     with head:
-        run_head(by_id[chosen])
-    return by_id[chosen]
+        run_head(by_id[selected])
+    return by_id[selected]
 
 
-def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
+def _choice(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
     # The address leads: another one is another widget, which has no memory of its own.
-    key = f"run_of_page_{asked}"
+    key = f"run_of_page_{requested}"
 
     def follow() -> None:
         st.query_params["run"] = st.session_state[key]
@@ -257,17 +257,17 @@ def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
         # Nothing in it may change: a browser names its choice by these very words.
         return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
-    chosen = st.selectbox(
+    selected = st.selectbox(
         "Run",
         list(by_id),
-        index=list(by_id).index(asked) if asked in by_id else None,
+        index=list(by_id).index(requested) if requested in by_id else None,
         key=key,
         format_func=label,
         on_change=follow,
         label_visibility="collapsed",
         placeholder="Choose a run",
     )
-    return None if chosen is None else str(chosen)
+    return None if selected is None else str(selected)
 
 
 def run_head(run: RunSummary) -> None:
@@ -345,8 +345,10 @@ def table(
         column_config=_columns(rows[0]) | dict(columns or {}),
         **how,
     )
-    chosen = [row for row, _ in picked.selection.cells] or picked.selection.rows if select else []
-    return chosen[0] if chosen and chosen[0] < len(rows) else None
+    selected_rows = (
+        [row for row, _ in picked.selection.cells] or picked.selection.rows if select else []
+    )
+    return selected_rows[0] if selected_rows and selected_rows[0] < len(rows) else None
 
 
 def _columns(row: tables.Row) -> dict[str, Any]:
@@ -365,8 +367,8 @@ def answer(key: str, message: str | None) -> None:
 
     It is kept because the page is drawn anew every few seconds, maybe before anyone has read it.
     """
-    kept = f"answer_{key}"
+    answer_key = f"answer_{key}"
     if message is not None:
-        st.session_state[kept] = message
-    if text := st.session_state.get(kept):
+        st.session_state[answer_key] = message
+    if text := st.session_state.get(answer_key):
         st.text(formatting.plain(text, 400))

@@ -156,10 +156,14 @@ def _of_config(key: str, sign: str, value: str) -> Test:
     def holds(_: RunSummary, config: Config) -> bool:
         if key not in config:
             return False
-        own = config[key]
-        if isinstance(own, int | float) and not isinstance(own, bool) and limit is not None:
-            return _COMPARE[sign](own, limit)
-        return sign in (":", "=") and value.casefold() in str(own).casefold()
+        configured = config[key]
+        if (
+            isinstance(configured, int | float)
+            and not isinstance(configured, bool)
+            and limit is not None
+        ):
+            return _COMPARE[sign](configured, limit)
+        return sign in (":", "=") and value.casefold() in str(configured).casefold()
 
     return holds
 
@@ -203,7 +207,7 @@ def _values(run: RunSummary, by: str, config: Config) -> Sequence[str]:
     if by == "tag":
         return run.tags or ("",)
     if by.startswith(CONFIG):
-        own = config.get(by.removeprefix(CONFIG))
-        return ("" if own is None else str(own),)
+        configured = config.get(by.removeprefix(CONFIG))
+        return ("" if configured is None else str(configured),)
     read = _TEXTS[by] if by in _TEXTS else _CHOICES[by][0]
     return (read(run),)

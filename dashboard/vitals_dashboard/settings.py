@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trainvitals.errors import UNREADABLE, UsageError
-from trainvitals.io.client import CollectorAddress, Tokens, read_tokens, url_in
+from trainvitals.io.client import CollectorAddress, CollectorTokens, read_tokens, url_in
 from trainvitals.io.private import open_private
 from vitals_dashboard.auth import LOOK_HOSTS, Doors
 
@@ -152,7 +152,7 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
         One that was started again may have another port. Without control no control token is kept.
         """
         present = url_in(Path(self.collector_data)) if self.collector_data else ""
-        tokens = read_tokens(self.token_file) if self.token_file else Tokens()
+        tokens = read_tokens(self.token_file) if self.token_file else CollectorTokens()
         if not self.control:
             read = tokens.read or tokens.control
             tokens = msgspec.structs.replace(tokens, read=read, control="")

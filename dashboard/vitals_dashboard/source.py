@@ -43,7 +43,7 @@ POINTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """What a page reads from, and whether it may also act."""
 
     client: CollectorClient
@@ -61,7 +61,7 @@ def _client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClie
     return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 
-def connect() -> Source:
+def connect() -> DataSource:
     """Return the source that the launcher named; asks the collector nothing yet."""
     settings = load_settings(os.environ)
     collector = settings.collector()
@@ -70,7 +70,7 @@ def connect() -> Source:
     def client(token: str) -> CollectorClient:
         return _client(collector.url, token, tokens.tls, repr(tokens.tls))
 
-    return Source(
+    return DataSource(
         client=client(tokens.read or tokens.control),
         control=client(tokens.control) if tokens.control else None,
         keys=Path(settings.token_file).parent,
@@ -79,7 +79,7 @@ def connect() -> Source:
     )
 
 
-def guarded(draw: Callable[[Source], None]) -> bool:
+def guarded(draw: Callable[[DataSource], None]) -> bool:
     """Draw, or say in words why nothing can be drawn, and return whether it could be."""
     try:
         draw(connect())
@@ -123,7 +123,7 @@ def _verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -
     return _client.ask(VerdictQuestion(run_id=run_id))
 
 
-def verdict_of(source: Source, run: RunSummary, *, is_exact: bool = False) -> RunVerdict:
+def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -> RunVerdict:
     """Return the verdict on a run.
 
     Asked again when something was done or said about it, or after a minute; ``is_exact``: whenever
@@ -159,7 +159,7 @@ def last_value(reply: SeriesReply | None) -> float | None:
 
 
 def differences(
-    source: Source, details: Sequence[RunDetail], metric: str, along: Along
+    source: DataSource, details: Sequence[RunDetail], metric: str, along: Along
 ) -> list[DifferenceReply]:
     """Return what each run but the first has more of a metric than the first."""
     client = source.client
@@ -177,7 +177,7 @@ def differences(
     ]
 
 
-def forecast_of(source: Source, run: RunSummary, other: str = "") -> ForecastView:
+def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> ForecastView:
     """Return when a run ends and at what loss; asked again after a minute, or in another state."""
     question = ForecastQuestion(run_id=run.run_id, other=other)
     changed = hash((run.state, run.last_step < 0))
@@ -185,21 +185,21 @@ def forecast_of(source: Source, run: RunSummary, other: str = "") -> ForecastVie
 
 
 def series_of(
-    source: Source, detail: RunDetail, requests: Sequence[SeriesRequest]
+    source: DataSource, detail: RunDetail, requests: Sequence[SeriesRequest]
 ) -> list[SeriesReply | None]:
     """Return series of a run as they are at present; None where there is no point of one.
 
     One request for all: most of what a refresh costs is the way there and back.
     """
-    asked = tuple(
+    valid_requests = tuple(
         dict.fromkeys(request for request in requests if request.metric in detail.metrics)
     )
     line, client = detail.summary, source.client
     by_request: dict[SeriesRequest, SeriesReply] = {}
-    if asked:
-        question = ManySeriesQuestion(run_id=line.run_id, series=asked)
+    if valid_requests:
+        question = ManySeriesQuestion(run_id=line.run_id, series=valid_requests)
         replies = _answer(client, client.url, question, (line.last_seen_unix_ns,))
-        by_request = dict(zip(asked, replies, strict=True))
+        by_request = dict(zip(valid_requests, replies, strict=True))
     drawn = {
         request: reply for request, reply in by_request.items() if reply.step or reply.nonfinite
     }

@@ -32,7 +32,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StragglerSummary:
     """What was looked at, and who stands out."""
 
     num_ranks: int
@@ -47,7 +47,7 @@ def nodes_of(detail: RunDetail) -> dict[str, str]:
     return {source.source: source.node for source in seen if source.node}
 
 
-def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> Found:
+def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> StragglerSummary:
     """Return who is slower than the others: by the median of each one's steps."""
     medians = heatmap.middle(cells, 1)[:, 0]
     nodes = nodes_of(detail)
@@ -60,7 +60,7 @@ def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> Foun
             by_node.setdefault(nodes[row], []).append(pace)
     of_nodes = {node: float(np.median(paces)) for node, paces in by_node.items()}
     middle = float(np.median(list(of_ranks.values()))) if of_ranks else 0.0
-    return Found(
+    return StragglerSummary(
         num_ranks=len(of_ranks),
         middle=middle,
         ranks=_slow(of_ranks, nodes),
@@ -83,7 +83,7 @@ def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ..
     return tuple(sorted(slow, key=lambda straggler: -straggler.seconds))
 
 
-def in_words(what: Found) -> list[str]:
+def in_words(what: StragglerSummary) -> list[str]:
     """Return the stragglers as sentences; one sentence where there is none."""
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]

@@ -35,7 +35,7 @@ from vitals_dashboard.theme import (
 Row = dict[str, Any]
 
 
-def moment(time_unix_ns: int) -> datetime | None:
+def to_datetime(time_unix_ns: int) -> datetime | None:
     """Return a time for a table cell, or None where it is not known."""
     return datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC) if time_unix_ns > 0 else None
 
@@ -71,7 +71,7 @@ def run_rows(
             "Project": formatting.plain(run.project, 60),
             "User": formatting.plain(run.user, 40),
             "Tags": formatting.plain(", ".join(run.tags), 120),
-            "Started": moment(run.started_unix_ns),
+            "Started": to_datetime(run.started_unix_ns),
             "Id": run.run_id,
         }
         for run in runs
@@ -126,7 +126,7 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
                 "Budget left": decision.budget_left if decision.budget_left >= 0 else None,
                 "Cost": decision.cost_steps,
                 "Checkpoint": formatting.plain(decision.checkpoint_id, 60),
-                "When": moment(view.time_unix_ns),
+                "When": to_datetime(view.time_unix_ns),
             }
         )
     return rows
@@ -143,7 +143,7 @@ def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
             "Size": formatting.size(c.num_bytes) if c.num_bytes else "",
             "Id": formatting.plain(c.checkpoint_id, 60),
             "Detail": formatting.plain(c.detail, 200),
-            "When": moment(c.time_unix_ns),
+            "When": to_datetime(c.time_unix_ns),
         }
         for c in newest
     ]
@@ -159,7 +159,7 @@ def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
             "At step": a.fork_step,
             "Last step": a.last_step,
             "Reason": formatting.plain(a.reason, 300),
-            "Started": moment(a.started_unix_ns),
+            "Started": to_datetime(a.started_unix_ns),
         }
         for a in sorted(attempts, key=lambda a: a.ordinal, reverse=True)
     ]
@@ -190,8 +190,8 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
             "Step": alert.step if alert.step >= 0 else None,
             "Summary": formatting.plain(alert.summary, 300),
             "Acknowledged by": formatting.plain(alert.acknowledged_by, 40),
-            "Began": moment(alert.started_unix_ns),
-            "Ended": moment(alert.ended_unix_ns or 0),
+            "Began": to_datetime(alert.started_unix_ns),
+            "Ended": to_datetime(alert.ended_unix_ns or 0),
         }
         for alert in sorted(alerts, key=lambda a: a.updated_unix_ns, reverse=True)
     ]
@@ -209,7 +209,7 @@ def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
             "Limit": formatting.number(view.finding.limit),
             "Since step": view.finding.onset_step if view.finding.onset_step >= 0 else None,
             "Level": view.finding.level,
-            "When": moment(view.time_unix_ns),
+            "When": to_datetime(view.time_unix_ns),
         }
         for view in sorted(findings, key=lambda v: v.time_unix_ns, reverse=True)
     ]
@@ -241,7 +241,7 @@ def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]
             "Rows": source.num_rows,
             "Lost rows": source.num_lost_rows,
             "Streams": formatting.plain(", ".join(source.streams), 80),
-            "Started": moment(source.started_unix_ns),
+            "Started": to_datetime(source.started_unix_ns),
         }
         for source in sorted(sources, key=lambda s: s.last_seen_unix_ns, reverse=True)
     ]
@@ -255,7 +255,7 @@ def event_rows(events: Sequence[EventView]) -> list[Row]:
             "Source": formatting.plain(event.source, 60),
             "Kind": formatting.plain(event.kind, 40),
             "What": formatting.plain(event.text, 400),
-            "When": moment(event.time_unix_ns),
+            "When": to_datetime(event.time_unix_ns),
         }
         for event in sorted(events, key=lambda e: e.time_unix_ns)
     ]
@@ -277,7 +277,7 @@ def data_rows(data: Sequence[StepData]) -> list[Row]:
     ]
 
 
-def _asked(command: Command) -> str:
+def _command_text(command: Command) -> str:
     is_accept = command.action == "accept"
     return f"accept step {command.argument:,.0f}" if is_accept else command.action
 
@@ -286,14 +286,14 @@ def command_rows(commands: Sequence[CommandView]) -> list[Row]:
     """Return what people asked for and what became of it, newest first."""
     return [
         {
-            "Action": _asked(view.command),
+            "Action": _command_text(view.command),
             "Answer": view.status,
             "Reason": formatting.plain(view.command.reason, 300),
             "Detail": formatting.plain(view.detail, 300),
             "Step": view.step if view.step >= 0 else None,
             "Checkpoint": formatting.plain(view.command.checkpoint_id, 60),
             "By": formatting.plain(view.command.issued_by, 60),
-            "When": moment(view.command.issued_unix_ns),
+            "When": to_datetime(view.command.issued_unix_ns),
         }
         for view in sorted(commands, key=lambda v: v.command.number, reverse=True)
     ]
@@ -311,7 +311,7 @@ def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
             "Lost": formatting.count(incident.cost_steps, "step"),
             "Actions": len(incident.decisions),
             "Alerts": len(incident.alerts),
-            "Began": moment(incident.started_unix_ns),
+            "Began": to_datetime(incident.started_unix_ns),
         }
         for incident in incidents
     ]

@@ -21,7 +21,7 @@ def facts(verdict: VerdictView) -> list[tuple[str, str]]:
     return [(name, text) for name, text in pairs if text]
 
 
-def moment(line: TimelineEntry, *, has_date: bool = True) -> str:
+def entry_time(line: TimelineEntry, *, has_date: bool = True) -> str:
     """Return when a line of the timeline was, and at which step."""
     when = datetime.fromtimestamp(line.time_unix_ns / 1e9, tz=UTC)
     step = f", step {line.step:,}" if line.step >= 0 else ""
@@ -32,11 +32,11 @@ def markdown(run: RunSummary, incident: IncidentView) -> str:
     """Return the summary as Markdown; a stranger's words stay words."""
     verdict, text = incident.verdict, escape_markdown
     lines = [f"## {text(incident.title)}", "", f"Run: {text(_label(run))}", ""]
-    lines += [f"- **{name}**: {text(words)}" for name, words in facts(verdict)]
+    lines += [f"- **{name}**: {text(description)}" for name, description in facts(verdict)]
     if verdict.commands:
         lines += ["", "```sh", *map(printable, verdict.commands), "```"]
     lines += ["", "| When | What |", "|---|---|"]
-    lines += [f"| {moment(line)} | {text(line.text)} |" for line in verdict.timeline]
+    lines += [f"| {entry_time(line)} | {text(line.text)} |" for line in verdict.timeline]
     return "\n".join(lines) + "\n"
 
 
@@ -44,10 +44,12 @@ def page(run: RunSummary, incident: IncidentView) -> str:
     """Return the summary as HTML; a stranger's words stay words."""
     verdict, text = incident.verdict, html.escape
     rows = "".join(
-        f"<tr><th>{name}</th><td>{text(words)}</td></tr>" for name, words in facts(verdict)
+        f"<tr><th>{name}</th><td>{text(description)}</td></tr>"
+        for name, description in facts(verdict)
     )
     times = "".join(
-        f"<tr><td>{moment(line)}</td><td>{text(line.text)}</td></tr>" for line in verdict.timeline
+        f"<tr><td>{entry_time(line)}</td><td>{text(line.text)}</td></tr>"
+        for line in verdict.timeline
     )
     commands = "\n".join(text(printable(command)) for command in verdict.commands)
     return (

@@ -68,7 +68,7 @@ def timeline(verdict: VerdictView) -> None:
     with st.container(key="prose_timeline", gap="xxsmall"):
         for number, line in enumerate(verdict.timeline):
             with st.container(horizontal=True, key=f"fact_line_{number}"):
-                st.text(ticket.moment(line, has_date=False), width=170)
+                st.text(ticket.entry_time(line, has_date=False), width=170)
                 st.text(formatting.plain(line.text, 300), width="stretch")
 
 
@@ -93,9 +93,9 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     if judged is None or not judged.verdict.incident_id:
         return ""
     is_open = any(line.is_open for line in judged.incidents)
-    words = f"{judged.verdict.cause} {judged.verdict.action}"
+    description = f"{judged.verdict.cause} {judged.verdict.action}"
     return formatting.plain(
-        words if is_open or run.state != "running" else f"Resolved: {words}", 300
+        description if is_open or run.state != "running" else f"Resolved: {description}", 300
     )
 
 

@@ -10,7 +10,7 @@ import typer
 from trainvitals.alerting import RUNBOOK
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.io.client import Tokens, read_tokens
+from trainvitals.io.client import CollectorTokens, read_tokens
 from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
 
 GENERATORS = {
@@ -201,7 +201,7 @@ def deploy_all(output: Output = Path("vitals-deploy"), force: Force = False) -> 
         _write(output / name, generate(), force=force)
 
 
-def reader_tokens(path: Path) -> Tokens:
+def reader_tokens(path: Path) -> CollectorTokens:
     """Return what the collector's token file holds.
 
     Raises:

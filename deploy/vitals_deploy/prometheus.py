@@ -87,7 +87,7 @@ FROM_FILES = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AlertingRule:
     """One alerting rule. Its texts say what happened, what Vitals did and what to do."""
 
     name: str
@@ -130,7 +130,7 @@ _SECTION = "{{ $labels.alert | toLower }}"
 _PAGE = "/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
 
 ENGINE_RULES = (
-    Rule(
+    AlertingRule(
         name="VitalsAlert",
         # The last word counts for a day: a collector that died resolves nothing, only a word of
         # its own does, or of another collector over the same database.
@@ -154,7 +154,7 @@ ENGINE_RULES = (
 )
 
 ABSENCE_RULES = (
-    Rule(
+    AlertingRule(
         name="VitalsCollectorDown",
         # A scrape that fails is seen within two intervals; with the hold that is within 60 s. A
         # Prometheus that starts with no data may scrape for the first time only after 20 s.
@@ -167,7 +167,7 @@ ABSENCE_RULES = (
         to_do="Restart the collector.",
         ends="a collector responds again.",
     ),
-    Rule(
+    AlertingRule(
         name="VitalsAgentDown",
         # The state of a run counts on for 50 min where no collector says another one: a dead
         # collector resolves nothing. Less than the hour for which an ended run is told of.
@@ -184,7 +184,7 @@ ABSENCE_RULES = (
         ends="the agent responds again, or its run has ended.",
         metrics=("train_run_state",),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsAgentStalled",
         # An agent that then dies takes its words with it: they count until VitalsAgentDown fires.
         expr="last_over_time(agent_cycle_age_seconds[15m]) > 120",
@@ -203,7 +203,7 @@ ABSENCE_RULES = (
 _NO_MORE_LOSS = "15 minutes have passed without a new occurrence."
 
 LOSS_RULES = (
-    Rule(
+    AlertingRule(
         name="VitalsRowsDropped",
         expr="increase(agent_dropped_rows_total[15m]) > 0",
         severity="notify",
@@ -215,7 +215,7 @@ LOSS_RULES = (
         ends=_NO_MORE_LOSS,
         metrics=("agent_dropped_rows_total",),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsRowsLost",
         expr="increase(collector_lost_rows_total[15m]) > 0",
         severity="notify",
@@ -226,7 +226,7 @@ LOSS_RULES = (
         ends=_NO_MORE_LOSS,
         metrics=("collector_lost_rows_total",),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsSpoolDamaged",
         expr="increase(agent_corrupt_rows_total[15m]) > 0 "
         "or increase(collector_damaged_stretches_total[15m]) > 0",
@@ -238,7 +238,7 @@ LOSS_RULES = (
         ends=_NO_MORE_LOSS,
         metrics=("agent_corrupt_rows_total", "collector_damaged_stretches_total"),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsStoreDamaged",
         expr="increase(collector_damaged_batches_total[15m]) > 0",
         severity="notify",
@@ -249,7 +249,7 @@ LOSS_RULES = (
         ends=_NO_MORE_LOSS,
         metrics=("collector_damaged_batches_total",),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsBatchesRejected",
         expr="sum by (reason) (increase("
         'collector_rejected_batches_total{reason!~"V24[01]"}[15m])) > 0',
@@ -261,7 +261,7 @@ LOSS_RULES = (
         ends=_NO_MORE_LOSS,
         metrics=("collector_rejected_batches_total",),
     ),
-    Rule(
+    AlertingRule(
         name="VitalsNotificationsFailing",
         expr="sum by (notifier) (increase("
         'collector_notifications_total{outcome=~"failed|dropped"}[15m])) > 0',
@@ -276,7 +276,7 @@ LOSS_RULES = (
 )
 
 ACCESS_RULES = (
-    Rule(
+    AlertingRule(
         name="VitalsAccessRefused",
         # Known tokens that are used beyond their rights tell by one request. No token and a wrong
         # one are what a scanner or a mistyped address brings: only many of them tell.
@@ -379,7 +379,7 @@ def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _render_rule(rule: Rule, public_url: str, runbook_url: str) -> list[str]:
+def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[str]:
     for metric in rule.metrics:
         spec(metric)  # a metric that the catalog does not know would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]

@@ -180,7 +180,7 @@ ENTRIES = (
         needs="`tokens_per_second`, or `step_duration_seconds` of the ranks; five measurements of "
         "`block` steps. A change of the number of ranks starts over.",
         examples=throughput,
-        more="Periodic slow steps are left out. " + rest_of(speed.Pace),
+        more="Periodic slow steps are left out. " + rest_of(speed.SlowStepFilter),
         config=speed.ThroughputConfig,
     ),
     Entry(

@@ -282,7 +282,7 @@ def test_rows_read_while_the_disk_refused_are_read_again(world):
 def test_rows_that_the_disk_refused_in_another_call_are_read_again(world, monkeypatch, where):
     rank = world.rank(pid=0 if where == "bury" else os.getpid())
     agent = world.agent(sample_seconds=1e9)
-    agent.turn(0.0)
+    agent.run_once(0.0)
     rank.step(0, 1, 2)
     spool = agent.runs[RUN].spool
     append, fsync = spool.append, os.fsync
@@ -300,16 +300,16 @@ def test_rows_that_the_disk_refused_in_another_call_are_read_again(world, monkey
 
     if where == "ack":
         spool.append = append_and_ack
-        agent.turn(0.5)
+        agent.run_once(0.5)
         spool.append = append
     else:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
-            agent.turn(0.5)
+            agent.run_once(0.5)
     assert os.fsync is fsync
     assert [] == world.steps()
-    agent.turn(1.0)
-    agent.turn(1.5)
+    agent.run_once(1.0)
+    agent.run_once(1.5)
     assert [0, 1, 2] == world.steps()
 
 

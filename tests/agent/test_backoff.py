@@ -1,6 +1,6 @@
 import random
 
-from vitals_agent.backoff import Backoff, Pace
+from vitals_agent.backoff import BacklogRateLimit, Backoff
 
 
 class Always(random.Random):
@@ -42,7 +42,7 @@ def test_what_the_other_side_asks_for_is_waited_for_and_spread():
 
 
 def test_a_pace_grows_by_steps_and_is_halved_by_a_failure_or_a_slow_answer():
-    pace = Pace(slowest=100.0, fastest=1000.0)
+    pace = BacklogRateLimit(slowest=100.0, fastest=1000.0)
     assert 1000.0 == pace.bytes_per_second
     pace.failed()
     assert 500.0 == pace.bytes_per_second
@@ -59,7 +59,7 @@ def test_a_pace_grows_by_steps_and_is_halved_by_a_failure_or_a_slow_answer():
 
 
 def test_a_pace_lets_its_bytes_through_each_second_and_no_more():
-    pace = Pace(slowest=100.0, fastest=100.0)
+    pace = BacklogRateLimit(slowest=100.0, fastest=100.0)
     sent_at = []
     for tenth in range(100):
         now = 50.0 + tenth / 10

@@ -10,7 +10,7 @@ import pytest
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import ForeignBatchError, TransportError, UsageError
-from trainvitals.io.client import CollectorAddress, Tokens
+from trainvitals.io.client import CollectorAddress, CollectorTokens
 from trainvitals.views import CommandsQuestion
 from vitals_agent.collector_endpoint import (
     LOOK_SECONDS,
@@ -76,7 +76,7 @@ def test_a_token_that_was_renewed_is_read_again(tmp_path, stub):
     address_file(tmp_path, stub.url)
     tokens_file(tmp_path, ingest="old")
     find = finder(str(tmp_path), None, {})
-    assert CollectorAddress(url=stub.url, tokens=Tokens(ingest="old")) == find()
+    assert CollectorAddress(url=stub.url, tokens=CollectorTokens(ingest="old")) == find()
     tokens_file(tmp_path, ingest="new")
     assert "new" == find().tokens.ingest
 
@@ -268,7 +268,7 @@ def test_what_is_sent_ahead_takes_a_connection_of_its_own(world, stub, tmp_path)
     assert isinstance(client, AgentClient)
     world.rank().step(0)
     agent = world.agent()
-    agent.turn(0.0)
+    agent.run_once(0.0)
     raw = next(raw for _, raw in agent.runs[RUN].spool.read(agent.runs[RUN].spool.acked))
     with client._lock:  # as while an answer is waited for
         link.send_ahead([raw])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support.agent_clients import Stalled
-from vitals_agent.daemon import Ending, LoopConfig, linger, run
+from vitals_agent.daemon import AgentStopCondition, LoopConfig, linger, run
 
 CALM = {
     "num_living": 0,
@@ -20,7 +20,7 @@ CALM = {
 
 def ends(config: LoopConfig, *timeline: dict) -> list[bool]:
     """Whether the end is reached at second 0, 1, 2, ..."""
-    ending = Ending(config)
+    ending = AgentStopCondition(config)
     return [ending.reached(float(now), **{**CALM, **at}) for now, at in enumerate(timeline)]
 
 

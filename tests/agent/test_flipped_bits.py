@@ -13,7 +13,7 @@ from tests.support.examples import one_in
 from tests.support.served import Served, served_in
 from trainvitals.io.client import CollectorAddress
 from vitals_agent.collector_endpoint import CollectorEndpoint
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import streams
 
 
@@ -31,13 +31,13 @@ class Way:
 
     def stored(self, rank: int) -> list[tuple[int, float]]:
         """Each stored step of a rank with its loss, in the order of their numbers."""
-        span = Span(RUN, "steps", sources=(f"rank:{rank}",))
+        span = RowSpan(RUN, "steps", sources=(f"rank:{rank}",))
         columns = self.collector.store.numbers.scan(span, ["step", "loss"])
         steps, losses = (columns[name].values.tolist() for name in ("step", "loss"))
         return sorted(zip(steps, losses, strict=True))
 
     def num_lost(self) -> int:
-        with self.collector.store.read() as connection:
+        with self.collector.store.read_transaction() as connection:
             return sum(connection.execute(select(streams.c.num_lost)).scalars())
 
 

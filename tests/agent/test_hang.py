@@ -16,7 +16,7 @@ def stand(agent, ranks: list[Rank], now: float, seconds: float, *, behind: int =
     while now < until:
         for number, rank in enumerate(ranks):
             rank.say(99 - (number == behind), step=60)
-        agent.turn(now)
+        agent.run_once(now)
         time.sleep(0.02)
         now += 0.5
     return now
@@ -61,7 +61,7 @@ def test_all_stopped_and_continued_is_no_hang(world, ranks):
         rank.stop()
     until = now + 60.0
     while now < until:
-        agent.turn(now)
+        agent.run_once(now)
         now += 0.5
     for rank in ranks:
         rank.go_on()
@@ -101,7 +101,7 @@ def test_ranks_of_an_earlier_vitals_have_no_heartbeat_and_are_left_alone(world):
     world.rank(0).step(0)
     agent = world.agent()
     for second in range(20):
-        agent.turn(float(second))
+        agent.run_once(float(second))
     assert [] == told(world)
 
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from trainvitals.errors import TransportError, VitalsError
-from trainvitals.io.client import CollectorAddress, CollectorClient, Tokens
+from trainvitals.io.client import CollectorAddress, CollectorClient, CollectorTokens
 from trainvitals.views import CommandsQuestion
 from vitals_agent.collector_endpoint import AgentClient
 
@@ -53,7 +53,7 @@ def say(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: st
 
 
 def ours(url: str, **how: float) -> AgentClient:
-    return AgentClient(CollectorAddress(url=url, tokens=Tokens(ingest="secret")), **how)
+    return AgentClient(CollectorAddress(url=url, tokens=CollectorTokens(ingest="secret")), **how)
 
 
 def test_one_connection_is_kept_and_the_token_goes_along_below_the_addresses_path() -> None:

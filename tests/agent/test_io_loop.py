@@ -31,12 +31,12 @@ def test_while_the_collector_keeps_the_io_loop_waiting_journals_are_copied_and_r
     rank.step(0)
     dead.step(0)
     agent = world.agent(client=stalled)
-    agent.turn(0.0)
+    agent.run_once(0.0)
     io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
     rank.step(1, 2)
-    agent.turn(1.0)
-    agent.turn(2.0)
+    agent.run_once(1.0)
+    agent.run_once(2.0)
     assert [0, 1, 2] == world.steps()
     assert 1 == world.notes().count("rank_gone")
     assert not agent.drained
@@ -48,7 +48,7 @@ def test_a_run_is_not_closed_under_the_io_loop_that_serves_it(world, stalled):
     rank = world.rank()
     rank.step(0)
     agent = world.agent(client=stalled)
-    agent.turn(0.0)
+    agent.run_once(0.0)
     io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
     assert not io_thread.end(0.0)
@@ -69,9 +69,9 @@ def test_what_is_written_after_a_delivery_is_not_called_drained(world, stub):
         run = agent.runs[RUN]
         assert agent.io_loop.drained(run)
         rank.step(1)
-        agent.turn(0.5)
+        agent.run_once(0.5)
         assert not agent.io_loop.drained(run)
-        agent.io_loop.turn(0.5)
+        agent.io_loop.serve_runs(0.5)
         assert agent.io_loop.drained(run)
 
 
@@ -85,9 +85,9 @@ def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
         agent.cycle(1.0)
         assert {} == agent.runs
         world.rank().step(1)
-        agent.turn(2.0)
+        agent.run_once(2.0)
         assert not agent.io_loop.drained(agent.runs[RUN])
-        agent.io_loop.turn(2.0)
+        agent.io_loop.serve_runs(2.0)
         assert agent.io_loop.drained(agent.runs[RUN])
 
 
@@ -95,9 +95,9 @@ def test_without_a_collector_to_talk_to_everything_is_drained_and_nothing_is_tri
     world.rank().step(0)
     with CollectorClient(stub.url) as client:
         agent = world.agent(client=client, reachable=lambda now: now >= 10.0)
-        agent.turn(0.0)
+        agent.run_once(0.0)
         assert not agent.io_loop.drained(agent.runs[RUN])  # nobody has looked yet
-        agent.io_loop.turn(0.0)
+        agent.io_loop.serve_runs(0.0)
         assert agent.io_loop.drained(agent.runs[RUN])
         assert [] == stub.requests
         agent.cycle(10.0)
@@ -135,15 +135,15 @@ def test_while_the_spool_waits_for_an_answer_events_are_sent_ahead_of_it(world, 
     rank.step(0)
     dead.step(0)
     agent = world.agent(client=stalled, ahead=lambda raws, key: sent.extend(raws))
-    agent.turn(0.0)
+    agent.run_once(0.0)
     io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
     sent.clear()
     rank.step(1)
-    agent.turn(1.0)
-    agent.turn(2.0)
+    agent.run_once(1.0)
+    agent.run_once(2.0)
     assert 1 == world.notes().count("rank_gone")
-    agent.ahead.turn()
+    agent.ahead.send_pending()
     batches = [decode_batch(raw) for raw in sent]
     assert {"events"} == {batch.header.stream for batch in batches}
     notes = [row.event for b in batches for row in decode_events(b.header.stream_schema, b.rows)]
@@ -160,9 +160,9 @@ def test_events_that_cannot_be_sent_ahead_are_left_to_the_spool(world, stub):
     client = CollectorClient(stub.url, "token")
     agent = world.agent(client=client, ahead=refuse)
     for now in range(3):
-        agent.turn(float(now))
-    agent.ahead.turn()
-    agent.io_loop.turn(3.0)
+        agent.run_once(float(now))
+    agent.ahead.send_pending()
+    agent.io_loop.serve_runs(3.0)
     assert 1 == agent.faults.counts["shipper.events"]
     assert "events" in {decode_batch(raw).header.stream for raw in stub.batches}
     client.close()

@@ -24,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def turned(agent, *, seconds: float = 60.0, until) -> None:
     for turn in range(int(seconds * 20)):
-        agent.turn(turn / 2)
+        agent.run_once(turn / 2)
         if until():
             return
         time.sleep(0.05)
@@ -37,7 +37,7 @@ def test_each_run_with_its_rank_0_here_is_mirrored_once_and_a_failure_is_told(wo
     agent = world.agent(mirrors=("tensorboard:/tb", "wandb:mine"))
     turned(agent, until=lambda: "mirror_ended" in codes(world))
     for turn in range(10):
-        agent.turn(100.0 + turn)
+        agent.run_once(100.0 + turn)
     folder = world.run_dir().path
     assert [
         f"-m trainvitals mirror {folder} --to tensorboard:/tb --to wandb:mine"
@@ -81,7 +81,7 @@ def test_by_default_nothing_is_started(world, started):
     world.rank().step(0)
     agent = world.agent()
     for turn in range(5):
-        agent.turn(turn / 2)
+        agent.run_once(turn / 2)
     assert not started.exists()
 
 

@@ -35,7 +35,7 @@ def stand(
         for number, rank in enumerate(ranks):
             if rank.process.poll() is None:
                 rank.say(99 - number, step=60, on_hang=on_hang, **fields)
-        agent.turn(now)
+        agent.run_once(now)
         time.sleep(0.02)
         now += 0.5
     return now

@@ -17,7 +17,7 @@ from trainvitals.io.spool import FILE_BYTES, Spool
 from trainvitals.records import Note
 from trainvitals.wire import IngestReply, split_batches
 from vitals_collector.ingest.ingest import ingest_bodies
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import events, streams
 from vitals_collector.storage.store import open_data_store
 
@@ -68,11 +68,11 @@ class RealStore:
 
     def steps(self) -> Counter[tuple[str, int]]:
         """Every stored step, with its source, and how often it is there."""
-        rows = self.store.numbers.scan(Span(RUN, "steps"), ["source", "step"])
+        rows = self.store.numbers.scan(RowSpan(RUN, "steps"), ["source", "step"])
         return Counter(zip(*(column.values.tolist() for column in rows.values()), strict=True))
 
     def notes(self) -> Counter[str]:
-        with self.store.read() as connection:
+        with self.store.read_transaction() as connection:
             rows = connection.execute(events.select()).all()
         texts = [row.summary.removesuffix(" [test]") for row in rows]
         return Counter(text for text in texts if text.startswith("note of"))
@@ -87,7 +87,7 @@ class RealStore:
         assert self.store.numbers.forget_damaged()
 
     def num_lost(self) -> int:
-        with self.store.read() as connection:
+        with self.store.read_transaction() as connection:
             return sum(connection.execute(select(streams.c.num_lost)).scalars())
 
 

@@ -14,7 +14,7 @@ from trainvitals.io.discovery import AWAY_FILE
 from trainvitals.io.spool import Spool
 from trainvitals.records import Finding, FindingRaised, decode_events
 from trainvitals.wire import IngestReply, decode_batch
-from vitals_agent.backoff import Backoff, Pace
+from vitals_agent.backoff import BacklogRateLimit, Backoff
 from vitals_agent.faults import Faults
 from vitals_agent.shipper import MAX_TRIES, Shipper
 
@@ -199,7 +199,7 @@ class Scripted:
         ]
 
 
-def make_shipper(client, new_pace=Pace) -> Shipper:
+def make_shipper(client, new_pace=BacklogRateLimit) -> Shipper:
     backoff = Backoff(first_seconds=1.0, rng=random.Random(1))
     return Shipper(
         client, backoff=backoff, faults=Faults(), new_pace=new_pace, stopwatch=lambda: 0.0
@@ -363,7 +363,9 @@ def test_a_slow_collector_gets_smaller_requests(world):
     spool = spool_with(world, *range(5))
     size = len(spool.pending(1)[0][1])
     client = Scripted([1] * 2, [3] * 2, [4])
-    shipper = make_shipper(client, partial(Pace, slowest=2.5 * size, fastest=2.5 * size))
+    shipper = make_shipper(
+        client, partial(BacklogRateLimit, slowest=2.5 * size, fastest=2.5 * size)
+    )
     for second in range(4):
         shipper.ship(RUN, spool, 100.0 + second)
     assert [[0, 1], [2, 3], [4]] == client.seen
@@ -375,7 +377,7 @@ def test_a_backlog_is_sent_no_faster_than_its_pace(world, monkeypatch):
     monkeypatch.setattr("vitals_agent.shipper.MAX_REQUEST_BATCHES", 1)
     client = Scripted([0], [1], [2], [3])
     size = len(spool.pending(1)[0][1])
-    shipper = make_shipper(client, partial(Pace, slowest=size, fastest=size))
+    shipper = make_shipper(client, partial(BacklogRateLimit, slowest=size, fastest=size))
     sent = []
     for second in range(5):
         shipper.ship(RUN, spool, 100.0 + second)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from vitals_agent.backoff import Backoff, Pace
+from vitals_agent.backoff import BacklogRateLimit, Backoff
 
 NUM_AGENTS = 300
 OUTAGE = 200
@@ -49,7 +49,7 @@ class SimulatedAgent:
 
     def __init__(self, rng: random.Random, backlog: float) -> None:
         self.backoff = Backoff(rng=rng)
-        self.pace = Pace()
+        self.pace = BacklogRateLimit()
         self.backlog = backlog
         self.caught_up_at: float | None = None
 

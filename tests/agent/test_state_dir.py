@@ -37,7 +37,7 @@ def test_without_locks_the_nodes_own_folder_keeps_a_second_agent_out(no_locks, w
     AgentStateDir(no_locks.with_name("other"), world.base).acquire()
     first.release()
     second.acquire()
-    assert second.held
+    assert second.is_locked
 
 
 def test_without_locks_and_without_a_folder_of_the_node_it_is_said(no_locks):

@@ -14,7 +14,7 @@ from trainvitals.records import (
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView, FindingsQuestion
 from vitals_collector.alerts.inbox import InboxConfig, listed
-from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.queries.query import Query
@@ -26,13 +26,15 @@ class Heard:
 
     takes_log = True
 
-    def __init__(self, *results: Result, name: str = "heard", reposts: bool = False) -> None:
+    def __init__(
+        self, *results: DeliveryResult, name: str = "heard", reposts: bool = False
+    ) -> None:
         self.name = name
         self.reposts = reposts
         self.results = list(results)
         self.alerts: list[AlertView] = []
 
-    def notify(self, alerts) -> Result:
+    def notify(self, alerts) -> DeliveryResult:
         result = self.results.pop(0) if self.results else DELIVERED
         if not result.error:
             self.alerts += alerts

@@ -9,7 +9,7 @@ from trainvitals.identity import Identity, new_incarnation
 from trainvitals.records import EVENT_SCHEMA, Event, encode_event
 from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import events, streams
 from vitals_collector.storage.store import Store
 
@@ -114,12 +114,12 @@ class Writer:
 
 def seqs_stored(store: Store, stream: str = "steps", run: str = RUN) -> list[int]:
     """Return the numbers of a stream's stored rows, of all writers."""
-    return sorted(store.numbers.scan(Span(run, stream), ["seq"])["seq"].values.tolist())
+    return sorted(store.numbers.scan(RowSpan(run, stream), ["seq"])["seq"].values.tolist())
 
 
 def num_stored(store: Store) -> int:
     """Return how many rows are stored, events included."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         keys = connection.execute(select(streams.c.run_id, streams.c.stream).distinct()).all()
         num_events = connection.execute(select(func.count()).select_from(events)).scalar_one()
     return num_events + sum(

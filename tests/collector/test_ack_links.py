@@ -28,7 +28,7 @@ class Message:
         self.fire()
 
     def fire(self) -> None:
-        self.inbox.take([Occurrence(RUN, self.clock.time_ns(), ALERT)], cursors={})
+        self.inbox.raise_alerts([Occurrence(RUN, self.clock.time_ns(), ALERT)], cursors={})
 
     @property
     def alert(self) -> AlertView:

@@ -58,7 +58,7 @@ class Desk:
         )
         self.seq += 1
         occurrence = Occurrence(run, self.clock.time_ns(), alert)
-        self.inbox.take([occurrence], cursors={"decisions/x": self.seq})
+        self.inbox.raise_alerts([occurrence], cursors={"decisions/x": self.seq})
         return alert
 
     def look(
@@ -302,7 +302,7 @@ def test_every_order_is_in_the_audit(desk: Desk):
     desk.inbox.acknowledge(
         alert.fingerprint, AckRequest(by="bob", reason="noise", silence_seconds=60)
     )
-    with desk.store.read() as connection:
+    with desk.store.read_transaction() as connection:
         query = select(audit.c.actor, audit.c.action).order_by(audit.c.id)
         rows = [tuple(row) for row in connection.execute(query)]
     assert [("alice", "acknowledge"), ("bob", "silence")] == rows
@@ -373,7 +373,7 @@ def test_a_silence_that_is_ended_early_hides_nothing_more_and_is_in_the_audit(de
     assert ("", []) == (desk.only().silence_reason, silences(desk))
     new, _ = untold(desk.inbox)
     assert [alert.fingerprint] == [view.fingerprint for view in new]
-    with desk.store.read() as connection:
+    with desk.store.read_transaction() as connection:
         rows = connection.execute(select(audit.c.actor, audit.c.action, audit.c.detail)).all()
     assert ("carol", "end silence", "it is over") == tuple(rows[-1])
 
@@ -475,7 +475,7 @@ def test_hostile_words_are_kept_as_words(desk: Desk):
         step=1,
         point=True,
     )
-    desk.inbox.take([Occurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
+    desk.inbox.raise_alerts([Occurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
     view = desk.only()
     assert ("ab\"'<script>", "x" * 500) == (view.labels["cause"], view.summary)
 
@@ -490,7 +490,7 @@ def test_a_summary_is_one_line_that_steers_no_terminal(desk: Desk):
         step=7,
         point=True,
     )
-    desk.inbox.take([Occurrence(RUN, desk.clock.time_ns(), alert)], cursors={})
+    desk.inbox.raise_alerts([Occurrence(RUN, desk.clock.time_ns(), alert)], cursors={})
     summary = desk.only().summary
     assert summary.startswith("loss is nan 2026-11-25 ERROR all is well [2J y")
     assert 500 == len(summary) and summary.isprintable()

@@ -32,7 +32,7 @@ def test_lines_of_people_stand_beside_what_the_training_announced(store: Store):
         (one.step, one.text if one.by else None, one.by) for one in found
     ]
     assert "longer context (a change expected for 100 steps)" == found[1].text
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         rows = connection.execute(select(audit).order_by(audit.c.id)).all()
     assert [
         ("ann (api from here)", "annotate", f"run/{RUN}/150", "new data mix"),
@@ -45,7 +45,7 @@ def test_a_secret_in_a_line_is_kept_nowhere(store: Store):
     kept = "restarted with api_key=***"
     assert kept == write(store, f"restarted with api_key={SECRET}").text
     (found,) = query(store).ask(AnnotationsQuestion(run_id=RUN))
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert [kept] * 2 == [found.text, connection.execute(select(audit.c.detail)).scalar_one()]
 
 

@@ -12,14 +12,14 @@ from trainvitals.errors import FormatError, InsecurePathError, StorageError, Usa
 from vitals_collector.api import auth
 from vitals_collector.api.auth import (
     MAX_JSON_BYTES,
-    Gate,
-    Tokens,
+    AuthMiddleware,
+    ServerTokens,
     access_config,
     check_bind,
     load_or_create_tokens,
 )
 
-TOKENS = Tokens(read="r" * 43, ingest="i" * 43, control="c" * 43)
+TOKENS = ServerTokens(read="r" * 43, ingest="i" * 43, control="c" * 43)
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -32,7 +32,7 @@ def client(**config) -> httpx.AsyncClient:
     paths = ["/healthz", "/v1/runs", "/v1/ingest"]
     app = Starlette(routes=[Route(path, echo, methods=methods) for path in paths])
     ingest = Starlette(routes=[Route("/v1/ingest", echo, methods=["POST"])])
-    app.add_middleware(Gate, ingest=ingest, config=access_config(TOKENS, **config))
+    app.add_middleware(AuthMiddleware, ingest=ingest, config=access_config(TOKENS, **config))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000")
 
 

@@ -13,7 +13,7 @@ from tests.support.spools import spool_of
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.retention.backup import backup
 from vitals_collector.storage.schema import streams
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
@@ -21,10 +21,10 @@ from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
 
 def marks_and_rows(store: Store) -> dict[str, tuple[int, int]]:
     """Return how far each writer's mark is, and how many rows there are of it."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         query = select(streams.c.run_id, streams.c.incarnation, streams.c.stream)
         keys = [tuple(row) for row in connection.execute(query)]
-    incarnations = store.numbers.scan(Span(RUN, "steps"), ["incarnation"])["incarnation"].values
+    incarnations = store.numbers.scan(RowSpan(RUN, "steps"), ["incarnation"])["incarnation"].values
     rows = Counter(incarnations.tolist())
     return {key[1]: (store.numbers.mark(key), rows[key[1]]) for key in keys}
 

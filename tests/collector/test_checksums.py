@@ -52,7 +52,7 @@ def flipped(store: Store, table: Table, name: str, chance: random.Random) -> Ite
     """Have one bit of one blob be the other for a while."""
     blob: Column[bytes] = table.c[name]
     keys = list(table.primary_key.columns)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         found = connection.execute(select(*keys, stored(blob)).order_by(*keys)).all()
     *key, body = chance.choice([row for row in found if row[-1]])
     raw = bytearray(body)

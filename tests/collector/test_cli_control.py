@@ -298,7 +298,7 @@ def test_a_secret_in_the_reason_of_a_silence_is_kept_nowhere(known: Served, caps
     assert 0 == run_cli("alerts", "silence", "TrainingRolledBack", "--run", RUN, *reason)
     assert 0 == run_cli("alerts", "silence", "--match", "name=~Training.*", *reason)
     assert 0 == run_cli("alerts", "silences", "--format", "json")
-    with known.store.read() as connection:
+    with known.store.read_transaction() as connection:
         audited = [*connection.execute(select(audit.c.detail)).scalars()]
     said = capsys.readouterr().out + "".join(audited)
     assert "4f1Kq9" not in said

@@ -203,7 +203,7 @@ def test_tail_goes_on_and_after_a_rollback_from_the_fork(
     spool.append(writer.steps(range(5), loss=1.0))
     with open_reader(tmp_path) as opened:
         shown = Tail(opened.reader, RUN, Format.CSV)
-        shown.begin(3)
+        shown.write_header(3)
         spool.append(writer.steps(range(5, 8), loss=1.0))
         opened.refresh()
         shown.go_on()

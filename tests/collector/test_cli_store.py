@@ -72,7 +72,7 @@ def test_forget_asks_first_and_leaves_an_audit(data: Path):
     done = vitals("delete", RUN[:8], "--data", data, asked="y\n")
     assert 0 == done.exit_code, done.output
     store = open_data_store(data)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert [] == list(connection.execute(select(runs.c.run_id)).scalars())
         assert ["delete"] == list(connection.execute(select(audit.c.action)).scalars())
     store.close()

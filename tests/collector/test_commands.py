@@ -212,7 +212,7 @@ def test_delivery_is_noted_once_and_takes_it_off_the_list(store: Store):
         view = mark_delivered(store, RUN, number, by="agent", now_unix_ns=NOW)
         assert "delivered" == view.status
     assert () == listed(store, RUN, now_unix_ns=NOW, status="pending")
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         actions = connection.execute(select(audit.c.action).order_by(audit.c.id)).scalars().all()
     assert ["command halt", "delivered"] == actions
 
@@ -263,7 +263,7 @@ def test_clocks_that_differ_are_told(store: Store):
 
 def test_the_audit_names_who_signed(store: Store):
     ask(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert "alice (control key)" == connection.execute(select(audit.c.actor)).scalar_one()
 
 
@@ -274,7 +274,7 @@ def test_a_secret_in_a_reason_is_gone_before_it_is_signed_and_in_the_audit(store
     ours = signed(RUN, HALT, now_unix_ns=NOW + SECOND)
     of_another_client = sign_order(msgspec.structs.replace(ours, reason=request.reason), keys())
     issue(store, RUN, of_another_client, keys=keys(), now_unix_ns=NOW + SECOND)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         details = connection.execute(select(audit.c.detail)).scalars().all()
     assert ["leaked api_key=***"] * 2 == details
 

@@ -12,13 +12,13 @@ from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, SilenceRequest
 from vitals_collector.alerts.deliveries import SqlLedger
 from vitals_collector.alerts.inbox import Occurrence, RunNow, listed
-from vitals_collector.alerts.notifiers import DELIVERED, Notifier, Result, delivery_id
+from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult, Notifier, delivery_id
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import Acting, assemble
 from vitals_collector.storage.store import Store
 
-LATER = Result(recoverable=True, error="503")
-NEVER = Result(recoverable=False, error="404")
+LATER = DeliveryResult(recoverable=True, error="503")
+NEVER = DeliveryResult(recoverable=False, error="404")
 
 
 class Station:
@@ -37,7 +37,7 @@ class Station:
 
     def page(self) -> str:
         occurrence = Occurrence(RUN, self.clock.time_ns(), ALERT)
-        self.acting.inbox.take([occurrence], cursors={})
+        self.acting.inbox.raise_alerts([occurrence], cursors={})
         return ALERT.fingerprint
 
     def resolve(self) -> None:
@@ -64,7 +64,7 @@ class Station:
     def hand_out(self) -> None:
         engine = self.acting.engine
         if engine._epoch is None:
-            engine._begin(1)
+            engine._become_pager(1)
         engine._resend()
 
 
@@ -170,7 +170,7 @@ def test_escalation_is_counted_by_the_collectors_clock_whatever_a_ranks_says(
     manager = second_line()
     station.start(Heard(name="first"), manager)
     at = station.clock.time_ns() + hours * 3_600 * 10**9
-    station.acting.inbox.take([Occurrence(RUN, at, ALERT)], cursors={})
+    station.acting.inbox.raise_alerts([Occurrence(RUN, at, ALERT)], cursors={})
     station.run(300)
     station.start(Heard(name="first"), manager)
     station.run(595)
@@ -280,7 +280,7 @@ class DiesAfterwards:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         self.ids += [delivery_id(alert, self.name) for alert in alerts]
         if len(self.ids) == 1:
             raise KeyboardInterrupt

@@ -11,13 +11,15 @@ from trainvitals.errors import UsageError
 from trainvitals.rows import Value
 from trainvitals.views import DifferenceQuestion
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.difference import Curve, subtract
+from vitals_collector.queries.difference import SampledCurve, subtract
 from vitals_collector.storage.store import Store
 
 
-def curve(**values: float | None) -> Curve:
+def curve(**values: float | None) -> SampledCurve:
     at = [float(name[1:]) for name in values]
-    return Curve(np.array(at), np.array([math.nan if v is None else v for v in values.values()]))
+    return SampledCurve(
+        np.array(at), np.array([math.nan if v is None else v for v in values.values()])
+    )
 
 
 def test_both_runs_spikes_and_gaps_are_in_the_difference():

@@ -103,7 +103,7 @@ def test_an_agent_that_is_gone_stays_a_target_while_its_run_goes_on_and_misses_i
 
 def nodes_offered(job: TwoNodes) -> set[str]:
     query = Query(job.place.store, clock=job.place.clock)
-    with job.place.store.read() as connection:
+    with job.place.store.read_transaction() as connection:
         return {agent.node for agent in scrapable(connection, query.liveness())}
 
 

@@ -10,7 +10,7 @@ from tests.support.orders import keys, signed
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest, RunQuestion
-from vitals_collector.alerts.notifiers import DELIVERED, Result, delivery_id
+from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult, delivery_id
 from vitals_collector.api.ingest_route import CommitQueue
 from vitals_collector.live import run_status
 from vitals_collector.live.run_status import RunStatusCache
@@ -63,7 +63,7 @@ def test_a_collector_that_died_between_storing_and_alerting_goes_on_where_it_was
 
 
 def test_an_alert_whose_delivery_was_cut_short_is_delivered_after_the_restart(place: Place):
-    place.heard = Heard(Result(recoverable=True, error="503"))
+    place.heard = Heard(DeliveryResult(recoverable=True, error="503"))
     place.restart()
     writer = Writer()
     place.send(writer.events(started(), decision(action="rollback", budget_left=2)))
@@ -657,7 +657,7 @@ def test_nobody_is_lost_while_the_store_answers_nobody_and_who_stays_silent_is_l
     place.send(Writer().steps(range(6)))
     place.look()
     with monkeypatch.context() as patch:
-        patch.setattr(place.store, "read", away)
+        patch.setattr(place.store, "read_transaction", away)
         for _ in range(24):
             place.clock.advance(5)
             with pytest.raises(StorageError):

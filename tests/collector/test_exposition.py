@@ -252,7 +252,7 @@ def test_what_can_be_counted_is_there_before_it_happens(page: Page):
 
 def raise_alert(page: Page, run: str, name: str, severity: str, cause: str) -> None:
     alert = an_alert(run, name, severity, cause)
-    page.acting.inbox.take([Occurrence(run, page.clock.time_ns(), alert)], cursors={})
+    page.acting.inbox.raise_alerts([Occurrence(run, page.clock.time_ns(), alert)], cursors={})
 
 
 def an_alert(run: str, name: str, severity: str, cause: str) -> Alert:
@@ -351,7 +351,7 @@ def test_every_silenced_alert_of_fifteen_hundred_is_told_as_not_firing(page: Pag
         Occurrence(RUN, page.clock.time_ns(), an_alert(RUN, f"Page{i}", "page", "x"))
         for i in range(1_500)
     ]
-    page.acting.inbox.take(occurrences, cursors={})
+    page.acting.inbox.raise_alerts(occurrences, cursors={})
     silence = SilenceRequest(matchers=("name=~Page.*",), by="me", reason="drill", seconds=60.0)
     page.acting.inbox.silence(silence)
     families = {f.name: f for f in text_string_to_metric_families(page.text())}

@@ -157,7 +157,7 @@ def test_a_position_that_was_not_kept_costs_no_row_and_doubles_none(
 
 def num_noted(store: Store) -> list[int]:
     """Return how many rows each stream is said to have."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return list(connection.execute(select(streams.c.num_rows)).scalars())
 
 

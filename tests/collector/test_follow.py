@@ -31,7 +31,7 @@ from trainvitals.records import (
     RunStarted,
 )
 from vitals_collector.cli import follow as following
-from vitals_collector.cli.follow import Ending, Lines, _follow, follow
+from vitals_collector.cli.follow import Lines, RunEndCondition, _follow, follow
 from vitals_collector.queries.open import open_folder
 from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
 
@@ -180,15 +180,15 @@ def test_a_run_that_failed_long_ago_ends_at_once_with_its_reason(
 def test_the_end_of_a_failed_run_is_believed_after_half_a_minute(training: Training):
     training.steps(0, 1)
     with open_folder(training.run_dir.path) as opened:
-        summary = ProgressReader(opened.reader, RUN).look().summary
+        summary = ProgressReader(opened.reader, RUN).poll().summary
     second = 1_000_000_000
     down = replace(summary, state="failed", last_seen_unix_ns=100 * second)
-    ending = Ending()
+    ending = RunEndCondition()
     assert (False, True) == (ending.reached(down, 101 * second), ending.is_new)
     assert (False, False) == (ending.reached(down, 129 * second), ending.is_new)
     assert ending.reached(down, 130 * second)
     assert not ending.reached(replace(down, state="running"), 131 * second)
-    assert Ending().reached(replace(down, state="halted"), 101 * second)
+    assert RunEndCondition().reached(replace(down, state="halted"), 101 * second)
 
 
 def test_of_a_storm_a_few_actions_and_a_number_are_told(

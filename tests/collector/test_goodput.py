@@ -402,7 +402,7 @@ def test_lost_steps_and_down_time_are_one_figure_everywhere(store: Store):
     query = Query(store, clock=ManualClock())
     sums = query.ask(GoodputQuestion(run_id=RUN))
     told = query.ask(VerdictQuestion(run_id=RUN)).verdict
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         counted, _ = lost_work(connection, [RUN])[RUN]
     assert (30, 30, 30) == (sums.lost_steps, told.lost.steps, counted)
     assert sums.mttr_seconds == told.lost.down_seconds == 51.0

@@ -35,7 +35,7 @@ class Asker:
 
     def put(self, *raws: bytes) -> PendingBody:
         waiting = PendingBody(raws, sum(map(len, raws)), self._loop.create_future())
-        self.commits.put(waiting)
+        self.commits.enqueue(waiting)
         return waiting
 
     def outcomes(self) -> list[list[Outcome]]:
@@ -133,7 +133,7 @@ def test_a_closed_intake_takes_nothing_more(memory: Store):
     waiting = asker.put(Writer().steps([0]))
     asker.outcomes()
     with pytest.raises(StorageError, match="shutting down"):
-        asker.commits.put(waiting)
+        asker.commits.enqueue(waiting)
 
 
 def test_a_database_that_refuses_is_told_to_the_group_and_the_next_one_is_stored(
@@ -195,7 +195,7 @@ def test_events_are_stored_while_rows_wait_for_a_merge(tmp_path: Path):
 
     store.after_ingest.append(note)
     asker, writer = Asker(store), Writer()
-    with store.numbers.turn():
+    with store.numbers.write_lock():
         asker.commits.start()
         asker.put(writer.steps([0]), writer.events(started()))
         assert events_stored.wait(30)

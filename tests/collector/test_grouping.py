@@ -33,7 +33,7 @@ def pair() -> Iterator[tuple[Store, Store]]:
 
 def tables_of(store: Store, run: str) -> dict[str, list[tuple[object, ...]]]:
     """Return what is stored of a run, in an order of its own, without the ids of rows."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return {
             table.name: sorted(
                 (

@@ -37,7 +37,7 @@ from trainvitals.rows import Column, Schema, column_of
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.ingest.ingest import ingest, ingest_all
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_data_store, open_store
@@ -91,7 +91,7 @@ def test_rows_that_never_came_are_counted(store: Store):
     writer = Writer()
     ingest(store, writer.steps(range(5)))
     ingest(store, writer.steps(range(8, 10), lose=3))
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         lost = connection.execute(select(tables.streams.c.num_lost)).scalar_one()
     assert (3, 3) == (lost, store.counters.num_lost)
 
@@ -122,7 +122,7 @@ def test_however_batches_are_cut_and_repeated_each_row_is_stored_once(
             done = max(done, last)
             if rng.random() < 0.3:
                 ingest(store, part_of(raw, first, last))
-    rows = store.numbers.scan(Span(RUN, "steps"), ["seq", "loss"])
+    rows = store.numbers.scan(RowSpan(RUN, "steps"), ["seq", "loss"])
     assert list(range(40)) == rows["seq"].values.tolist() == rows["loss"].values.tolist()
     assert 0 == store.counters.num_lost
     store.close()
@@ -160,7 +160,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def noted(store: Store) -> list[tuple[int, int, int]]:
     """Return of each stream of rows its last number, and how many rows it has and lacks."""
     own = tables.streams.c
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         rows = connection.execute(
             select(own.last_seq, own.num_rows, own.num_lost).where(own.stream != "events")
         )
@@ -207,7 +207,7 @@ def test_a_stream_that_never_was_said_is_said_when_it_comes_again(
     ingest_all(either, [raws[1], raws[0]], 5)
     assert [(2, 3, 0)] * 2 == noted(either)
     assert [("steps", seq) for seq in (0, 0, 1, 1, 2, 2)] == stored_rows(either)
-    with either.read() as connection:
+    with either.read_transaction() as connection:
         measured = connection.execute(select(tables.measured_columns.c.name)).scalars().all()
         steps = connection.execute(select(tables.sources.c.last_step)).scalars().all()
     assert "loss" in measured
@@ -378,13 +378,13 @@ def test_where_memory_runs_out_no_batch_is_at_fault(store: Store, monkeypatch: p
 def test_an_event_nobody_knows_is_kept_as_unknown(store: Store):
     raw = Writer().batch(EVENT_SCHEMA, [[None] * 8])
     assert 1 == ingest(store, raw).num_new
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert "Unknown" == connection.execute(select(tables.events.c.kind)).scalar_one()
 
 
 def test_text_with_nul_is_stored_without_it(store: Store):
     ingest(store, Writer().events(RunStarted(info=RunInfo(name="a\0b"))))
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert "ab" == connection.execute(select(tables.runs.c.name)).scalar_one()
 
 
@@ -414,7 +414,7 @@ def test_events_become_rows_once_even_when_sent_again(store: Store):
     raw = Writer().events(*events)
     ingest(store, raw)
     ingest(store, raw)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         counts = {
             table.name: len(connection.execute(select(table)).all())
             for table in (
@@ -448,7 +448,7 @@ def test_an_older_word_about_a_checkpoint_does_not_undo_a_newer_one(store: Store
 
     for raw in (said("verified", 10), said("healthy", 20), said("candidate", 5)):
         ingest(store, raw)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert "healthy" == connection.execute(select(tables.checkpoints.c.state)).scalar_one()
 
 
@@ -463,7 +463,7 @@ def test_a_command_learns_what_became_of_it(store: Store):
         )
     ack = CommandAck(number=7, status="done", step=12, detail="halted")
     ingest(store, writer.events(CommandAcknowledged(ack=ack)))
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         row = connection.execute(select(tables.commands)).one()
     assert ("done", 12, "halted") == (row.status, row.step, row.detail)
 
@@ -501,7 +501,7 @@ def test_a_new_column_in_the_middle_of_a_stream_is_kept(store: Store):
     wider = Schema("scalars", (*SCALARS_SCHEMA.columns, Column("later", "f8")))
     reply = ingest(store, writer.batch(wider, [[1, 1, START, 0, 1, 0.25, 9.0]]))
     assert 1 == reply.num_new
-    later = store.numbers.scan(Span(RUN, "scalars"), ["later"])["later"]
+    later = store.numbers.scan(RowSpan(RUN, "scalars"), ["later"])["later"]
     assert [True, False] == later.is_missing.tolist()
 
 

@@ -21,7 +21,7 @@ from trainvitals.records import (
     TrainingPaused,
 )
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig, _Kept
+from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig, _StateToStore
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store
 
@@ -167,8 +167,8 @@ def test_the_stored_run_watched_again_tells_what_was_told_live(job: Job):
     for first in range(0, 240, 10):
         job.train(range(first, first + 10), slow=first % 80 >= 40)
         job.look()
-    with job.place.store.read() as connection:
-        told, num_missing = watch_again(job.place.store.moment(connection), RUN)
+    with job.place.store.read_transaction() as connection:
+        told, num_missing = watch_again(job.place.store.snapshot_on(connection), RUN)
     assert 0 == num_missing
     again = [(one.finding.kind, one.finding.step) for one in told]
     assert [("straggler", 59), ("straggler", 139), ("straggler", 219)] == job.found() == again
@@ -215,7 +215,7 @@ def test_a_run_whose_memory_no_database_takes_keeps_no_other_back(
 ):
     store_all = LiveMonitor._store_all
 
-    def refused(self: LiveMonitor, kept: Sequence[_Kept]) -> Collection[str]:
+    def refused(self: LiveMonitor, kept: Sequence[_StateToStore]) -> Collection[str]:
         if any(of_run.followed.run_id == OTHER_RUN for of_run in kept):
             raise OverflowError
         return store_all(self, kept)
@@ -387,7 +387,7 @@ def test_a_layer_that_leaves_its_course_is_named(store: Store, names_first: bool
     job.place.clock.advance(20)
     job.look()
     assert [("layer_gradient", 390)] == job.found()
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         body = connection.execute(select(findings.c.body)).scalar_one()
     assert b"block.3" in body
 

@@ -28,8 +28,8 @@ from vitals_collector.alerts.messages import Links, details_of
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
+    DeliveryResult,
     LogNotifier,
-    Result,
     WebhookNotifier,
     check_url,
     delivery_id,
@@ -255,20 +255,20 @@ def test_the_log_has_one_line_per_alert(caplog: pytest.LogCaptureFixture):
 
 
 class Fake:
-    def __init__(self, *results: Result, name: str = "fake", reposts: bool = False) -> None:
+    def __init__(self, *results: DeliveryResult, name: str = "fake", reposts: bool = False) -> None:
         self.name = name
         self.reposts = reposts
         self.takes_log = name == "log"
         self.results = list(results)
         self.got: list[list[tuple[str, str]]] = []
 
-    def notify(self, alerts) -> Result:
+    def notify(self, alerts) -> DeliveryResult:
         self.got.append([(a.fingerprint, a.state) for a in alerts])
         return self.results.pop(0) if self.results else DELIVERED
 
 
-LATER = Result(recoverable=True, error="503")
-NEVER = Result(recoverable=False, error="404")
+LATER = DeliveryResult(recoverable=True, error="503")
+NEVER = DeliveryResult(recoverable=False, error="404")
 
 
 def test_a_delivery_is_tried_again_with_doubling_waits_until_it_succeeds():
@@ -314,7 +314,7 @@ def test_a_receiver_that_comes_back_after_half_an_hour_has_the_page_a_minute_lat
 
 def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
     clock = ManualClock()
-    fake = Fake(Result(recoverable=True, error="429", retry_after=120.0))
+    fake = Fake(DeliveryResult(recoverable=True, error="429", retry_after=120.0))
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
     assert 120.0 == dispatcher.pump()
@@ -323,7 +323,7 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
 
 
 def test_who_asks_for_a_day_is_told_of_after_five_minutes_and_asked_again_after_fifteen():
-    clock, day = ManualClock(), Result(recoverable=True, error="503", retry_after=86_400.0)
+    clock, day = ManualClock(), DeliveryResult(recoverable=True, error="503", retry_after=86_400.0)
     away, good = Fake(*[day] * 9, name="away"), Fake(name="good")
     dispatcher = Dispatcher([away, good], clock=clock)
     dispatcher.submit(alert())
@@ -339,7 +339,7 @@ def test_a_receiver_that_takes_all_but_one_alert_is_told_of_until_it_has_that():
     class Picky(Fake):
         is_picky = True
 
-        def notify(self, alerts) -> Result:
+        def notify(self, alerts) -> DeliveryResult:
             super().notify(alerts)
             is_bad = self.is_picky and any(a.fingerprint == "bad" for a in alerts)
             return NEVER if is_bad else DELIVERED
@@ -360,7 +360,7 @@ def test_a_receiver_that_takes_all_but_one_alert_is_told_of_until_it_has_that():
 
 def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
     class Picky(Fake):
-        def notify(self, alerts) -> Result:
+        def notify(self, alerts) -> DeliveryResult:
             super().notify(alerts)
             return NEVER if any(a.fingerprint == "bad" for a in alerts) else DELIVERED
 
@@ -377,7 +377,7 @@ def test_one_alert_that_is_refused_does_not_take_the_others_with_it():
     [(LATER, 240, False), (LATER, 400, True), (NEVER, 200, False), (NEVER, 301, True)],
 )
 def test_the_others_are_told_of_a_receiver_that_takes_nothing(
-    result: Result, seconds: float, told: bool
+    result: DeliveryResult, seconds: float, told: bool
 ):
     clock, broken, good = ManualClock(), Fake(*[result] * 999, name="broken"), Fake(name="good")
     dispatcher = Dispatcher([broken, good], clock=clock)
@@ -547,7 +547,7 @@ def test_what_is_silenced_is_withdrawn():
 
 def test_a_notifier_that_raises_is_counted_and_does_not_stop_the_others():
     class Broken(Fake):
-        def notify(self, alerts) -> Result:
+        def notify(self, alerts) -> DeliveryResult:
             raise RuntimeError("bug")
 
     good = Fake(name="good")

@@ -19,7 +19,7 @@ def test_a_run_whose_watching_always_fails_is_set_aside_until_it_works_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ):
     def aside() -> set[str]:
-        with job.place.store.read() as connection:
+        with job.place.store.read_transaction() as connection:
             return runs_aside(connection)
 
     def broken(*_: object) -> None:

@@ -169,5 +169,5 @@ def test_a_replay_changes_nothing_in_the_store(place: Place):
     before = place.alerts()
     replay(place.store, RUN)
     assert before == place.alerts()
-    with place.store.read() as connection:
+    with place.store.read_transaction() as connection:
         assert 1 == len(connection.execute(sources.select()).all())

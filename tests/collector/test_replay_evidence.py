@@ -15,7 +15,7 @@ from tests.collector.rows import Writer
 from tests.support.replays import columns, replayed
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy import CheckpointRef, Judge, Judgement, Mode, Proposal
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
     AttemptStarted,
@@ -32,12 +32,12 @@ SAVED, KNOWN_AFTER = 40, 50
 """The step of the only checkpoint, and the one after which it is known to be healthy."""
 
 
-def damaged(ask: Ask) -> Reading:
-    return Reading(num_batches=8, then=2.0, now=18.0, detail=f"before {ask.onset_step}")
+def damaged(ask: Ask) -> ProbeResult:
+    return ProbeResult(num_batches=8, then=2.0, now=18.0, detail=f"before {ask.onset_step}")
 
 
-def silent(ask: Ask) -> Reading:
-    return Reading(num_batches=0, then=math.nan, now=math.nan, detail="the probe is off")
+def silent(ask: Ask) -> ProbeResult:
+    return ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail="the probe is off")
 
 
 class Live:

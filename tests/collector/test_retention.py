@@ -16,7 +16,7 @@ from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
@@ -30,13 +30,13 @@ LATER = Liveness(now_unix_ns=START + 40 * DAY)
 def tables_with(store: Store, run_id: str) -> set[str]:
     """Return the tables that hold anything of a run."""
     found: set[str] = set()
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         for table in metadata.sorted_tables:
             if "run_id" in table.c:
                 query = select(func.count()).where(table.c.run_id == run_id)
                 if connection.execute(query).scalar_one():
                     found.add(table.name)
-    if store.numbers.num_rows(Span(run_id, "steps")):
+    if store.numbers.num_rows(RowSpan(run_id, "steps")):
         found.add("rows")
     return found
 
@@ -60,7 +60,7 @@ def test_everything_of_a_forgotten_run_goes_and_nothing_of_another(store: Store)
     assert ("a run", True) == (gone.name, gone.num_bytes > 0)
     assert {"forgotten"} == tables_with(store, RUN)
     assert others == tables_with(store, OTHER_RUN)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         (row,) = connection.execute(select(audit)).all()
     assert ("ann", "delete", f"run/{RUN}") == (row.actor, row.action, row.subject)
 
@@ -102,7 +102,7 @@ def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
     ingest(store, resumed.steps(range(80, 90)))
     finish(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert [True] == list(connection.execute(select(forgotten.c.is_gone)).scalars())
         assert [RUN] == list(connection.execute(select(runs.c.run_id)).scalars())
 

@@ -27,7 +27,7 @@ from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.views import RunQuestion, RunsQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.api.serve import parse_listen
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.store import open_data_store
 
 AT_ONCE = 2_000
@@ -58,7 +58,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
                 except TransportError:
                     break
     store = open_data_store(data)
-    rows = store.numbers.scan(Span(RUN, "steps"), ["seq", "loss"])
+    rows = store.numbers.scan(RowSpan(RUN, "steps"), ["seq", "loss"])
     store.close()
     losses = {
         first + i: loss
@@ -255,7 +255,7 @@ def test_a_kill_in_the_middle_of_group_commits_loses_and_doubles_nothing(tmp_pat
                 thread.join()
     assert [] == [error for agent in agents for error in agent.errors]
     store = open_data_store(data)
-    rows = store.numbers.scan(Span(RUN, "steps"), ["incarnation", "seq"])
+    rows = store.numbers.scan(RowSpan(RUN, "steps"), ["incarnation", "seq"])
     store.close()
     seqs: dict[str, list[int]] = defaultdict(list)
     for incarnation, seq in zip(*(column.values.tolist() for column in rows.values()), strict=True):

@@ -22,9 +22,9 @@ from vitals_collector.live.step_join import (
     RANK_COLUMNS,
     LayerPart,
     MergeConfig,
-    Origin,
-    Rows,
+    RowWriters,
     StepMerger,
+    WriterRows,
     decode,
     merge,
     step_columns,
@@ -33,9 +33,9 @@ from vitals_collector.live.step_join import (
 
 def decoded(
     schema: Schema, raw: bytes, wanted: Sequence[str], *, rank: int = 0, world: int = 1, writer=0
-) -> Rows:
+) -> WriterRows:
     found = rows_of(schema, decode_batch(raw).rows)
-    origin = Origin(*(np.full(len(found), of) for of in (rank, world, writer)))
+    origin = RowWriters(*(np.full(len(found), of) for of in (rank, world, writer)))
     return decode(schema, found, wanted, origin)
 
 
@@ -47,7 +47,7 @@ def part(
     writer: int = 0,
     attempt: int = 1,
     **columns: Any,
-) -> Rows:
+) -> WriterRows:
     raw = Writer(f"rank:{rank}").steps(steps, attempt=attempt, **columns)
     wanted = step_columns(STEPS, is_rank0=rank == 0)
     return decoded(STEPS, raw, wanted, rank=rank, world=world, writer=writer)

@@ -153,7 +153,7 @@ def test_a_database_of_before_the_baseline_is_left_alone(store: Store, version: 
     with pytest.raises(StorageError, match=f"has version {version}, older than v3; ") as caught:
         open_store(url)
     assert "--folder" in caught.value.hint
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
     assert version == found
 
@@ -227,14 +227,14 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost
     assert 500 == ingest(store, refused).num_new
     assert store.no_room is None
     assert num_sent + 500 == num_stored(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         noted = connection.execute(sqlalchemy.select(streams.c.num_rows, streams.c.num_lost)).all()
     assert [(num_sent + 500, 0)] == noted
     store.close()
 
 
 def num_acknowledged(store: Store) -> int:
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return int(connection.execute(sqlalchemy.select(streams.c.num_rows)).scalar_one())
 
 
@@ -255,7 +255,7 @@ def test_a_read_sees_one_moment(store: Store):
     writer = Writer()
     ingest(store, writer.steps([0]))
     count = sqlalchemy.select(streams.c.num_rows)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         before = connection.execute(count).scalar_one()
         ingest(store, writer.steps([1]))
         assert before == connection.execute(count).scalar_one()

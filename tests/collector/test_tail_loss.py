@@ -21,7 +21,7 @@ from trainvitals.wire import decode_batch
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import Span, StreamKey
+from vitals_collector.numbers.interface import RowSpan, StreamKey
 from vitals_collector.queries.open import open_folder
 from vitals_collector.storage.schema import streams
 from vitals_collector.storage.store import Store, open_store
@@ -89,7 +89,7 @@ def check_rows(store: Store, written: Written) -> dict[StreamKey, int]:
 def check_stream(store: Store, key: StreamKey, written: list[bytes]) -> int:
     run, incarnation, stream = key
     schema = SCHEMAS[stream]
-    span = Span(run, stream, seqs={incarnation: (0, len(written))})
+    span = RowSpan(run, stream, seqs={incarnation: (0, len(written))})
     names = [column.name for column in schema.columns]
     stored = store.numbers.scan(span, ["seq", *names])
     seqs = stored["seq"].values.astype(int)
@@ -106,7 +106,7 @@ def check_stream(store: Store, key: StreamKey, written: list[bytes]) -> int:
 def told(store: Store) -> dict[StreamKey, int]:
     """Return how many rows of each stream are told lost."""
     key = (streams.c.run_id, streams.c.incarnation, streams.c.stream)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         found = connection.execute(select(*key, num_lost_rows()))
         return {(run, start, stream): lost for run, start, stream, lost in found}
 

@@ -118,8 +118,8 @@ def test_many_ranks_watched_again_tell_what_they_told_live(store: Store, num_ran
         followed.steps.num_late,
         followed.is_drained,
     )
-    with store.read() as connection:
-        moment = store.moment(connection)
+    with store.read_transaction() as connection:
+        moment = store.snapshot_on(connection)
         again = [told.finding for told in watch_again(moment, RUN, watch=QUICK).told]
         bodies = connection.execute(select(findings.c.body).order_by(findings.c.seq)).scalars()
         live = [msgspec.msgpack.decode(body, type=Finding) for body in bodies]

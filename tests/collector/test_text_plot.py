@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainvitals.views import NonFiniteMark, SeriesReply
-from vitals_collector.report.curves import Curve, CurveMark
+from vitals_collector.report.curves import CurveMark, PlottedCurve
 from vitals_collector.report.text_plot import HEIGHT, LABEL, draw, legend
 
 
@@ -28,9 +28,9 @@ def series(values: dict[int, float], *, attempt: int = 1) -> SeriesReply:
     )
 
 
-def curve(values: dict[int, float], left: dict[int, float] | None = None) -> Curve:
+def curve(values: dict[int, float], left: dict[int, float] | None = None) -> PlottedCurve:
     discarded = None if left is None else series(left, attempt=0)
-    return Curve(name="loss", series=series(values), discarded=discarded)
+    return PlottedCurve(name="loss", series=series(values), discarded=discarded)
 
 
 def cells(line: str) -> str:

@@ -27,7 +27,7 @@ from trainvitals.errors import ConfigError
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from trainvitals.testing import ManualClock
 from vitals_collector.ingest.ingest import ingest, ingest_all
-from vitals_collector.live.live_monitor import set_aside, take_up
+from vitals_collector.live.live_monitor import resume_watching, suspend_watching
 from vitals_collector.numbers import outlines
 from vitals_collector.report.replay import replay
 from vitals_collector.retention import levels
@@ -54,7 +54,7 @@ def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def thin(store: Store, now_unix_ns: int, settings: VolumeSettings = SMALL) -> int:
     """Thin what is due then; return how many rows went."""
-    return Upkeep(store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0).look()
+    return Upkeep(store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0).delete_due()
 
 
 def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: Store):
@@ -96,10 +96,10 @@ def test_rows_of_a_run_that_the_watchers_have_set_aside_wait_for_nobody(store: S
     write_steps(store, ranks(4), range(40))
     assert 0 == thin(store, LATER)
     with store.write() as connection:
-        set_aside(connection, RUN)
+        suspend_watching(connection, RUN)
     assert 20 == thin(store, LATER + HOUR)
     with store.write() as connection:
-        take_up(connection, RUN)
+        resume_watching(connection, RUN)
     write_steps(store, ranks(4), range(40, 80))
     assert 0 == thin(store, LATER + 2 * HOUR)
 
@@ -281,7 +281,7 @@ def test_what_is_kept_for_ever_stays_above_the_cap_and_that_is_said_once(store: 
         assert store.counters.over_cap is not None
         assert {RUN} == store.counters.over_cap.keys()
     assert list(range(40)) == steps_left(store, "rank:0")
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         said = list(connection.execute(select(events.c.summary)).scalars())
     assert 1 == len(said)
     assert "above its cap" in said[0]

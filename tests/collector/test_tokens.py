@@ -65,7 +65,7 @@ def send(served: Served, secret: str, *raws: bytes, writer_key: str = "") -> lis
 
 
 def id_of(served: Served, owner: str) -> str:
-    with served.store.read() as connection:
+    with served.store.read_transaction() as connection:
         (found,) = [row for row in tokens.listed(connection) if row.owner == owner]
     return found.token_id
 
@@ -84,7 +84,7 @@ def test_a_batch_of_another_run_is_refused_alone_and_the_rest_of_the_body_is_sto
         served, secret, mine.steps([0]), other.steps([0]), mine.steps([1])
     )
     assert ["V240"] == send(served, secret, other.events(RunEnded(state="halted")))
-    with served.store.read() as connection:
+    with served.store.read_transaction() as connection:
         assert [RUN] == list(connection.execute(select(runs.c.run_id)).scalars())
     assert {"V240": 2} == served.store.counters.rejected
 
@@ -98,7 +98,7 @@ def test_a_run_belongs_to_the_owner_who_began_it(served: Served):
         Writer().events(RunEnded(state="halted")),
     ):
         assert ["V240"] == send(served, eve, batch)
-    with served.store.read() as connection:
+    with served.store.read_transaction() as connection:
         assert 1 == len(connection.execute(select(sources)).all()), "nothing of it is known"
     second = token(served, "ada")
     assert [""] == send(served, second, Writer("rank:1").steps([0])), "another node's agent"
@@ -126,7 +126,7 @@ def test_a_rotated_token_stays_the_one_that_began_it(served: Served):
             by="test",
             now_unix_ns=time.time_ns(),
         )
-    served.app.state.known_tokens.look()
+    served.app.state.known_tokens.reload()
     assert [""] == send(served, after, writer.steps([1]))
     assert [""] == send(served, before, writer.steps([2])), "for as long as the overlap"
 
@@ -226,7 +226,7 @@ def test_a_token_that_has_ended_is_refused_by_the_next_look_and_counted(
     assert [""] == send(served, secret, Writer().steps([0]))
     with served.store.write() as connection:
         change(connection, id_of(served, "ada"), time.time_ns())
-    served.app.state.known_tokens.look()
+    served.app.state.known_tokens.reload()
     with pytest.raises(UnauthorizedError, match=f"of ada is {word}"):
         send(served, secret, Writer().steps([0]))
     assert {"V414": 1} == served.store.counters.refused
@@ -256,12 +256,12 @@ def test_all_collectors_on_a_database_know_a_token_and_its_end(tmp_path: Path, p
     ]
     with Served(of[0]) as first, Served(of[1]) as second:
         secret = token(first, "ada", "read")
-        second.app.state.known_tokens.look()
+        second.app.state.known_tokens.reload()
         with client(second, secret) as reader:
             assert () == reader.ask(RunsQuestion())
             with first.store.write() as connection:
                 tokens.revoke(connection, id_of(first, "ada"), by="t", now_unix_ns=time.time_ns())
-            second.app.state.known_tokens.look()
+            second.app.state.known_tokens.reload()
             with pytest.raises(UnauthorizedError, match="revoked"):
                 reader.ask(RunsQuestion())
 
@@ -386,7 +386,7 @@ def test_the_audit_names_the_tokens_owner_whatever_name_is_given(two_runs: Serve
         ada.ack_alert(fingerprint, AckRequest(by="somebody else"))
         ada.annotate(RUN, AnnotationRequest(step=1, text="seen", by="somebody else"))
     name = f"somebody else (ada's {id_of(served, 'ada')} token)"
-    with served.store.read() as connection:
+    with served.store.read_transaction() as connection:
         who = connection.execute(select(audit.c.action, audit.c.actor)).all()
     assert {("acknowledge", name), ("annotate", name)} <= set(map(tuple, who))
 
@@ -445,7 +445,7 @@ def test_rows_are_stored_exactly_where_the_rules_say_so(sent):
     got = store_bodies(store, bodies, 1, principals=[principal for principal, _, _ in sent])
     assert expected == [stored[0].reply.code for stored in got]
     assert expected.count("") == num_stored(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert len(begun_by) == len(connection.execute(select(sources)).all())
     store.close()
 
@@ -466,7 +466,7 @@ def test_the_file_of_a_new_token_is_private_and_opens_what_it_says(served: Serve
     assert given.control == given.read != given.ingest == ""
     assert given.control not in done.output
     assert given.tls == served.tokens.tls
-    served.app.state.known_tokens.look()
+    served.app.state.known_tokens.reload()
     with client(served, given.control) as ada:
         assert () == ada.ask(RunsQuestion())
     raw = b"".join(path.read_bytes() for path in data.glob("vitals.db*"))
@@ -487,7 +487,7 @@ def test_without_a_file_the_secret_is_shown_once(served: Served):
     secret = done.stdout.strip()
     assert secret.startswith("vitals_")
     assert len(secret) >= 43
-    served.app.state.known_tokens.look()
+    served.app.state.known_tokens.reload()
     assert [""] == send(served, secret, Writer().steps([0]))
     assert secret not in vitals(data, "list", "--format", "json").output
 

@@ -33,7 +33,7 @@ from trainvitals.wire import decode_batch
 from vitals_agent.tailer import LastSeen
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Span, Window
+from vitals_collector.numbers.interface import RowSpan, StepWindow
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store, open_data_store, open_store
 
@@ -125,7 +125,7 @@ class Written:
             self.store.numbers.level(RUN, due.window, 0)
             self._forget(due.window)
 
-    def _forget(self, window: Window) -> None:
+    def _forget(self, window: StepWindow) -> None:
         def is_left(row: Row) -> bool:
             is_in = window.first_step <= row.at < window.end_step
             return not (is_in and row.attempt == window.attempt)
@@ -326,7 +326,7 @@ def test_an_update_that_was_not_applied_is_counted_wherever_skips_are_told(
             page.send(body)
             seen.observe(decode_batch(body))
         (summary,) = Query(store, clock=page.clock).ask(RunsQuestion())
-        rows = store.numbers.scan(Span(RUN, "steps"), ["skipped"])["skipped"].values
+        rows = store.numbers.scan(RowSpan(RUN, "steps"), ["skipped"])["skipped"].values
         lost = [
             page.value(f"train_{name}_total", run=RUN) for name in ("lost_steps", "dropped_batches")
         ]

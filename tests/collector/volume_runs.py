@@ -9,7 +9,7 @@ from sqlalchemy import select
 from tests.collector.rows import RUN, Writer
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.live_monitor import state_name
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import engine_state, streams
 from vitals_collector.storage.store import Store, insert
 
@@ -73,7 +73,7 @@ def steps_left(store: Store, source: str, run: str = RUN) -> list[int]:
 
 def ranks_of_steps(store: Store, run: str = RUN) -> dict[int, int]:
     """Return how many whole rows of ranks other than 0 each step has."""
-    rows = store.numbers.scan(Span(run, "steps"), ["step", "rank"])
+    rows = store.numbers.scan(RowSpan(run, "steps"), ["step", "rank"])
     return dict(Counter(rows["step"].values[rows["rank"].values > 0].tolist()))
 
 
@@ -81,7 +81,7 @@ def values_of(
     store: Store, stream: str, column: str, source: str = "", run: str = RUN
 ) -> list[float]:
     """Return the measured values of a column, by step, rank and time."""
-    span = Span(run, stream, (source,) if source else ())
+    span = RowSpan(run, stream, (source,) if source else ())
     values = store.numbers.scan(span, [column])[column]
     measured: list[float] = values.values[~values.is_missing].tolist()
     return measured

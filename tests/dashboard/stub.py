@@ -43,7 +43,7 @@ from trainvitals.views import (
     VerdictView,
 )
 from vitals_collector.numbers.interface import Points, smooth
-from vitals_collector.queries.difference import Curve, subtract
+from vitals_collector.queries.difference import SampledCurve, subtract
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"
 
@@ -161,13 +161,13 @@ def _verdict(run_id: str, sample: SampleRun | None) -> RunVerdict:
 def _difference(base: SampleRun, other: SampleRun, asked: DifferenceQuestion) -> DifferenceReply:
     """Return it at the points the stub has, by the collector's own arithmetic."""
 
-    def curve(sample: SampleRun) -> Curve:
+    def curve(sample: SampleRun) -> SampledCurve:
         reply = sample.series[asked.metric, "rank:0", "lineage"]
         x = np.array(reply.step, dtype=float)
         if asked.along == "tokens":
             counted = sample.series["steps.tokens_seen", "rank:0", "lineage"]
             x = np.interp(x, counted.step, np.array(counted.value, dtype=float))
-        return Curve(x, np.array(reply.value, dtype=float))
+        return SampledCurve(x, np.array(reply.value, dtype=float))
 
     found = subtract(curve(base), curve(other))
     return DifferenceReply(

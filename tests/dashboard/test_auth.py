@@ -18,9 +18,9 @@ from vitals_dashboard.auth import (
     MAX_SESSIONS,
     SESSION_SECONDS,
     Doors,
-    Gate,
     Session,
     Sessions,
+    TokenMiddleware,
     proof,
 )
 
@@ -53,7 +53,7 @@ class House:
 
     def __init__(self, doors: Doors = DOORS, **options: Any) -> None:
         self.doors, self.sessions, self.inside = doors, Sessions(), Inside()
-        self.gate = Gate(
+        self.gate = TokenMiddleware(
             self.inside, doors=doors, sessions=self.sessions, page=STREAMLIT, **options
         )
 

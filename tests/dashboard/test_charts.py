@@ -191,7 +191,7 @@ def test_steps_stand_at_their_time_or_at_their_tokens():
     assert 10 == scale.step_at(2.0)
     times = charts.time_scale(reply)
     assert [t / 1e6 for t in reply.time_unix_ns] == [x for x, _ in points(reply, scale=times)]
-    assert 10 == times.step_at(times.place([10])[0])
+    assert 10 == times.step_at(times.x_of([10])[0])
     chart = charts.step_chart(
         "Loss", [Line(name="loss", reply=reply)], scale=scale, extent=(0, 20),
         decisions=[decision(1, "skip_step", 10, "loss 9")],

@@ -18,7 +18,7 @@ from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store, open_store
 from vitals_dashboard.charts import Line
 from vitals_dashboard.feed import Feed
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 
 POINTS = 100
 ASKED = (("loss", SeriesRequest(metric="steps.loss", points=POINTS), "main"),)
@@ -31,7 +31,7 @@ class Growing:
         self._store, self._feed, self._writer = store, Feed(), Writer(world_size=1)
         query = Query(store, clock=ManualClock())
         client = SimpleNamespace(ask=query.ask, url=f"test:{id(self)}")
-        self._source = cast("Source", SimpleNamespace(client=client))
+        self._source = cast("DataSource", SimpleNamespace(client=client))
         self.num_steps = 0
         self._ingest(self._writer.events(RunStarted(info=RunInfo(name="long"))))
 

@@ -97,7 +97,7 @@ def test_an_incident_without_a_wait_says_nothing_of_one(stub: Stub, open_page: O
 
 def test_the_last_progress_is_reckoned_back_from_the_first_wait() -> None:
     (incident,) = hung().incidents
-    lines = hangs.told(incident)
+    lines = hangs.timeline_lines(incident)
     assert "The last progress, in step 240." == lines[0].split("  ")[1]
     assert 4 == len(lines)
 

@@ -42,4 +42,4 @@ def test_attempts_are_told_by_the_numbers_people_give_them():
 
 
 def test_an_unknown_time_is_no_time():
-    assert tables.moment(0) is None
+    assert tables.to_datetime(0) is None

@@ -17,7 +17,7 @@ from tests.agent.builders import RUN
 from tests.agent.conftest import world  # noqa: F401 - a fixture
 from tests.support.served import Served
 from trainvitals.identity import safe_node_id
-from trainvitals.io.client import Tokens
+from trainvitals.io.client import CollectorTokens
 from vitals_collector.api.app import CollectorSettings
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
@@ -119,7 +119,7 @@ def test_a_planted_target_speaks_for_nobody_else_and_gets_no_token_to_read_with(
         targets = [{"targets": [f"127.0.0.1:{planted.server_port}"], "labels": {}}]
         made = prometheus.files(collector="127.0.0.1:9", agents=targets)
         write_files(tmp_path, {n: t.replace("15s", "1s") for n, t in made.items()})
-        tokens = Tokens(read="r3ad")
+        tokens = CollectorTokens(read="r3ad")
         (tmp_path / prometheus.TOKEN_FILE).write_text(tokens.read)
         (tmp_path / prometheus.AGENTS_TOKEN_FILE).write_text(tokens.scrape)
         free.close()

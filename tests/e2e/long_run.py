@@ -20,7 +20,7 @@ from trainvitals.identity import Identity
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -239,9 +239,9 @@ class _Training:
         self.run_.ledger.append(said.decision)
         return said.decision if said.decision.action == "rollback" else None
 
-    def probe(self, ask: Ask) -> Reading:
+    def probe(self, ask: Ask) -> ProbeResult:
         """Answer as a probe does whose state is damaged: nine times the loss of before."""
-        return Reading(num_batches=8, then=2.2, now=19.8)
+        return ProbeResult(num_batches=8, then=2.2, now=19.8)
 
     def go_back(self, decision: Decision) -> int:
         target, parent = decision.rollback_to_step, self.attempt

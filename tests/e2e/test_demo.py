@@ -192,7 +192,7 @@ def test_a_narrow_terminal_gets_the_ledger_without_its_reasons():
     want = Expected("NaN gradient", "skip_step", "nonfinite", 1, 150)
     made = decision(action="skip_step", rule="nonfinite", rank=1, step=150, cost_steps=1)
     made = replace(made, reason="loss is nan on rank 1")
-    result = demo.Result("R", 1.0)
+    result = demo.DemoResult("R", 1.0)
     shown = {}
     for width in (80, 140):
         output = io.StringIO()

@@ -354,7 +354,7 @@ def test_a_part_of_a_checkpoint_that_another_user_planted_is_not_made_ours(
     assert [name] == again.store.folder.names()
     assert name == load_newest(again.store).id
     # The training writes its own parts where theirs lay.
-    again.ring.take(4, 7, {}, trusted=True)
+    again.ring.capture(4, 7, {}, trusted=True)
     again.ring.commit(4, True)
     assert again.store.write_alone(again.ring.newest_committed())
     assert ["step-00000004-7"] == a_run(other).store.folder.names()[1:]
@@ -365,7 +365,7 @@ def test_a_part_of_ours_that_is_not_signed_is_not_adopted_where_others_may_write
 ) -> None:
     run = a_run(other, key=b"")
     run.step = 2
-    run.ring.take(2, 7, {}, trusted=True)
+    run.ring.capture(2, 7, {}, trusted=True)
     run.ring.commit(2, True)
     assert run.store.write_alone(run.ring.newest_committed())
     home = run.store.folder.path / f".alone-{RUN}"

@@ -36,11 +36,11 @@ from trainvitals.io.journal_reader import JournalReader
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.io.sample_ids import samples_of
-from trainvitals.io.spool import Position, Spool, read_batches
+from trainvitals.io.spool import Spool, SpoolPosition, read_batches
 from trainvitals.io.spool_files import STATE_FILE, load_state
 from trainvitals.policy import load_judge_config
-from trainvitals.policy.plan import Window, plan_line
-from trainvitals.policy.state import LadderMemory
+from trainvitals.policy.plan import BatchWindow, plan_line
+from trainvitals.policy.state import DurablePolicyState
 from trainvitals.records import (
     EVENT_SCHEMA,
     Command,
@@ -247,7 +247,7 @@ def read_spool(folder: Path, raw: bytes) -> None:
     (folder / "000000.tvs").write_bytes(raw)
     (folder / "000001.tvs").write_bytes(whole)
     found = list(read_batches(folder))
-    assert found[-1] == (Position(1, len(whole)), whole)
+    assert found[-1] == (SpoolPosition(1, len(whole)), whole)
 
 
 def read_spool_state(folder: Path, raw: bytes) -> None:
@@ -449,7 +449,9 @@ SAMPLES = (
 )
 MARKER = HaltMarker(reason="XY", step=1, time_unix_ns=1)
 PLAN = b"".join(
-    msgspec.json.encode(plan_line(LadderMemory(attempt=number), window=Window(0, number, 2)))
+    msgspec.json.encode(
+        plan_line(DurablePolicyState(attempt=number), window=BatchWindow(0, number, 2))
+    )
     + b"\n"
     for number in range(3)
 )

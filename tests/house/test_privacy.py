@@ -11,7 +11,7 @@ from trainvitals import records
 from trainvitals.identity import Identity
 from trainvitals.records import RunInfo
 from trainvitals.rows import STREAMS
-from vitals_collector.api.auth import Tokens
+from vitals_collector.api.auth import ServerTokens
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "PRIVACY.md").read_text()
@@ -42,7 +42,7 @@ def test_what_is_recorded_is_listed(heading: str, expected: list[str]):
 
 def test_what_each_token_may_is_said_of_each():
     said = re.findall(r"^\| `(\w+)` \| ", (ROOT / "SECURITY.md").read_text(), re.M)
-    assert names_of(Tokens) == sorted(said, key=names_of(Tokens).index)
+    assert names_of(ServerTokens) == sorted(said, key=names_of(ServerTokens).index)
 
 
 def test_a_run_reads_no_more_of_the_environment_than_is_said():

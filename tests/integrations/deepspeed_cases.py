@@ -285,7 +285,7 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
             engine.backward(loss_of(batch))
             engine.step()
         probe = probe_of(attached)
-        num_batches = probe.read(ask(30)).num_batches if gives else 0
+        num_batches = probe.evaluate(ask(30)).num_batches if gives else 0
         kind = run_of(attached).judge.config.loss_kind
         found = {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
         return found | {"kind": kind}

@@ -294,7 +294,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     theirs, ours = train(Own()), Own()
     attached = ours.attach()
     train(ours, attached)
-    reading = probe_of(attached).read(ask(30))
+    reading = probe_of(attached).evaluate(ask(30))
     assert probe_of(attached).is_on
     assert 0 < reading.num_batches
     assert same(theirs.state(), ours.state())

@@ -328,7 +328,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     bare, ours = train(Loop(guarded=False)), Loop()
     with ours.attached:
         after = train(ours)
-        reading = probe_of(ours.attached).read(ask(30))
+        reading = probe_of(ours.attached).evaluate(ask(30))
         assert probe_of(ours.attached).is_on
     assert 0 < reading.num_batches
     assert all(map(torch.equal, bare, after))

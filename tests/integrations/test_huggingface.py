@@ -406,7 +406,9 @@ def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accum
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step in (18, 21):
-                self.readings.append(probe_of(callback.attached).read(ask(state.global_step + 8)))
+                self.readings.append(
+                    probe_of(callback.attached).evaluate(ask(state.global_step + 8))
+                )
                 self.is_on = probe_of(callback.attached).is_on
 
     arguments = {"gradient_accumulation_steps": accumulate, "model": model()}

@@ -266,7 +266,7 @@ class Gives(Lit):
             guard.attached.keep_batch(batch, lambda x: self.net(x).square().mean())
             self.probe = probe_of(guard.attached)
         if guard is not None and batch_idx == 24:
-            self.reading = self.probe.read(ask(30))
+            self.reading = self.probe.evaluate(ask(30))
             self.is_on = self.probe.is_on
         return super().training_step(batch, batch_idx)
 

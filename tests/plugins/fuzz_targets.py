@@ -15,7 +15,7 @@ from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
 from tests.plugins.bridges.wandb_files import call, framed
 from vitals_plugins.bridges.importers import ColumnChoice, read_history
 from vitals_plugins.bridges.mirrors.follow import Cursor
-from vitals_plugins.bridges.mirrors.worker import Saved, StateFile
+from vitals_plugins.bridges.mirrors.worker import MirrorState, StateFile
 from vitals_plugins.bridges.mirrors.worker import Target as MirrorTarget
 from vitals_plugins.bridges.otlp import decode
 
@@ -50,7 +50,7 @@ def otlp_request():
 
 OTLP = json.dumps(otlp_request()).encode()
 MIRROR = msgspec.json.encode(
-    Saved(target="wandb", run_id=RUN, cursor=Cursor(attempts={1: 7}, scalars={"x": {1: 3}}))
+    MirrorState(target="wandb", run_id=RUN, cursor=Cursor(attempts={1: 7}, scalars={"x": {1: 3}}))
 )
 
 

@@ -3,7 +3,7 @@
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.support.numbers import plain
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import AttemptRow, Curve, Numbers, Span
+from vitals_collector.numbers.interface import AttemptRow, CurveRequest, Numbers, RowSpan
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 
@@ -21,9 +21,9 @@ def sent() -> list[Batch]:
 
 def answers(numbers: Numbers, run: str) -> list[object]:
     """Return all that a run's losses are asked for."""
-    span = Span(run, "steps")
+    span = RowSpan(run, "steps")
     columns = numbers.scan(span, ["loss", "rank", "seq"])
-    curves = [Curve(span._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in (0, 1)]
+    curves = [CurveRequest(span._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in (0, 1)]
     drawn = numbers.curves(curves, ATTEMPTS, "lineage")
     ends = [(len(d.points), d.points.value[[0, -1]].tolist(), d.num_values) for d in drawn]
     return [{name: plain(column) for name, column in columns.items()}, [end[1:] for end in ends]]

@@ -93,7 +93,7 @@ def train(agent, ranks: list[Rank], until: float, *, start: float = 0.0) -> floa
     while now < until:
         for rank in ranks:
             rank.say(int(2 * now), step=int(2 * now))
-        agent.turn(now)
+        agent.run_once(now)
         now += 0.5
     return now
 

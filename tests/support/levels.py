@@ -8,13 +8,13 @@ import numpy as np
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.support.numbers import plain
 from trainvitals.rows import Value
-from vitals_collector.numbers.interface import Numbers, Span, Window
+from vitals_collector.numbers.interface import Numbers, RowSpan, StepWindow
 from vitals_collector.numbers.levels import STATISTICS
 
 SIZE = 256
 
 
-FIRST = Window(1, 0, SIZE)
+FIRST = StepWindow(1, 0, SIZE)
 
 
 KINDS = {"rank_loss": "f8", "step_duration_seconds": "f8", "tokens": "i8", "z": "f8", "host": "S8"}
@@ -23,7 +23,7 @@ KINDS = {"rank_loss": "f8", "step_duration_seconds": "f8", "tokens": "i8", "z": 
 NUMBERS = ("rank_loss", "step_duration_seconds", "tokens", "z")
 
 
-STEPS = Span(RUN, "steps")
+STEPS = RowSpan(RUN, "steps")
 
 
 def rows_of(rank: int, num: int) -> list[dict[str, Value]]:
@@ -62,5 +62,5 @@ def kept_rows(numbers: Numbers) -> dict[int, int]:
 def levels(numbers: Numbers) -> dict[str, list[Value | str]]:
     """Return the numbers over ranks."""
     names = [f"{name}:{what}" for name in NUMBERS for what in STATISTICS]
-    scanned = numbers.scan(Span(RUN, "ranks"), ["step", "attempt", "num_ranks", *names])
+    scanned = numbers.scan(RowSpan(RUN, "ranks"), ["step", "attempt", "num_ranks", *names])
     return {name: plain(column) for name, column in scanned.items()}

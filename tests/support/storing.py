@@ -6,20 +6,20 @@ import pytest
 from sqlalchemy import select
 
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store
 
 
 def stored_rows(store: Store) -> list[tuple[str, int]]:
     """Return every stored row as (stream, seq), in order."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         of_events = connection.execute(select(tables.events.c.seq)).scalars()
         seqs = [("events", seq) for seq in of_events]
         keys = connection.execute(select(tables.streams.c.run_id, tables.streams.c.stream)).all()
     for run_id, stream in {tuple(key) for key in keys}:
         if stream != "events":
-            of_stream = store.numbers.scan(Span(run_id, stream), ["seq"])["seq"].values
+            of_stream = store.numbers.scan(RowSpan(run_id, stream), ["seq"])["seq"].values
             seqs += [(stream, seq) for seq in of_stream.tolist()]
     return sorted(seqs)
 

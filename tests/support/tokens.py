@@ -18,5 +18,5 @@ def token(served: Served, owner: str, *scopes: str, **limits) -> str:
             now_unix_ns=time.time_ns(),
             **limits,
         )
-    served.app.state.known_tokens.look()
+    served.app.state.known_tokens.reload()
     return secret

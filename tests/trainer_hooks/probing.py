@@ -80,7 +80,7 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
             if (number + 1) % accumulate == 0:
                 monitor.step()
                 if probe and monitor.step_index % ask_every == 0:
-                    readings.append(probe_of(monitor).read(ask(monitor.step_index)))
+                    readings.append(probe_of(monitor).evaluate(ask(monitor.step_index)))
         faults = dict(monitor.swallowed_errors)
         is_on = probe_of(monitor).is_on
     numbers = {

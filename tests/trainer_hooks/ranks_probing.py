@@ -106,7 +106,7 @@ def switched_off(make, rank, change, *, at=12):
             monitor.step(loss)
             now["step"] = monitor.step_index
             if monitor.step_index in (22, 24):
-                readings.append(probe_of(monitor).read(ask(22)).num_batches)
+                readings.append(probe_of(monitor).evaluate(ask(22)).num_batches)
         is_on = probe_of(monitor).is_on
     return {
         "is_on": is_on,

@@ -86,7 +86,7 @@ class Trainee:
 
     def snapshot(self):
         ring = SnapshotRing(self.state, num_slots=2, interval=1, healthy_after=0)
-        ring.take(self.step, 7, {"by": self.ranks.rank}, trusted=True)
+        ring.capture(self.step, 7, {"by": self.ranks.rank}, trusted=True)
         ring.commit(self.step, True)
         return ring.newest_healthy()
 

@@ -45,7 +45,7 @@ def main(rank, folder):
     torch.manual_seed(100 + rank)
     train(ddp, optimizer, 2)
     ring = SnapshotRing(state, num_slots=2, interval=2, healthy_after=0)
-    ring.take(2, 7, {"rank": rank}, trusted=True)
+    ring.capture(2, 7, {"rank": rank}, trusted=True)
     ring.commit(2, True)
     store.save(ring.newest_healthy())
     expected = train(ddp, optimizer, 2)

@@ -240,7 +240,7 @@ def overwritten(rank, folder):
         if rank == 0:
             regions = [slot.region for slot in kept.ring.slots]
             (region,) = [region for region in regions if region.holds(last.generation)]
-            region.begin(last.generation + 1)
+            region.mark_incomplete(last.generation + 1)
         dist.barrier()
         home = kept.store.folder.path / f".alone-{kept.monitor.run_id}"
         names = sorted(p.name for p in home.glob(f"*/rank-{rank}-of-*"))

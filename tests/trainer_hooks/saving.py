@@ -32,7 +32,7 @@ class Run:
     def save(self, *, steps=2, healthy=True):
         self.training.run(steps)
         self.step += steps
-        self.ring.take(self.step, 7, {"batch": self.step}, trusted=healthy)
+        self.ring.capture(self.step, 7, {"batch": self.step}, trusted=healthy)
         self.ring.commit(self.step, True)
         name = self.store.save(self.ring.newest_committed())
         assert self.store.wait()

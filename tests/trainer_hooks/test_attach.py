@@ -138,7 +138,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without
             loop.scheduler.step()
             loop.optimizer.zero_grad()
             if loop.attached is not None and step == 40:
-                readings.append(probe_of(loop.attached).read(ask(step)))
+                readings.append(probe_of(loop.attached).evaluate(ask(step)))
         loop.rng = torch.get_rng_state()
         return readings
 

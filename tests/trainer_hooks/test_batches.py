@@ -23,9 +23,9 @@ from tests.trainer_hooks.loaders import (
     stream,
     uninterrupted,
 )
-from trainer_hooks.data.loader import Position
+from trainer_hooks.data.loader import BatchIndex
 from trainer_hooks.data.position import HandedOut
-from trainvitals.policy.plan import Window
+from trainvitals.policy.plan import BatchWindow
 
 # torchdata still calls what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -100,9 +100,9 @@ def test_moving_on_passes_over_the_window_without_loading_it():
     seen = []
     for batch in batches:
         seen.append(batch.tolist())
-        if batches.position == Position(0, 1):
+        if batches.position == BatchIndex(0, 1):
             torch.rand(100)  # a restore has changed the random state since
-            batches.move_to(Position(0, 4))
+            batches.move_to(BatchIndex(0, 4))
     assert seen == order[:2] + order[4:]
     assert sorted(data.loaded) == sorted(i for batch in seen for i in batch)
 
@@ -112,14 +112,14 @@ def test_a_move_past_the_end_goes_on_in_the_next_epoch():
     positions = []
     for _ in batches:
         positions.append(batches.position)
-        if batches.position == Position(0, 1):
-            batches.move_to(Position(0, 6))
-    assert positions == [Position(0, 0), Position(0, 1), Position(1, 2), Position(1, 3)]
+        if batches.position == BatchIndex(0, 1):
+            batches.move_to(BatchIndex(0, 6))
+    assert positions == [BatchIndex(0, 0), BatchIndex(0, 1), BatchIndex(1, 2), BatchIndex(1, 3)]
 
 
 def test_a_window_over_the_end_of_an_epoch_is_passed_over_on_both_sides():
     for loader in (DataLoader(Numbers(8), 2), [0, 1, 2, 3], DataLoader(Stream(), 3)):
-        batches, _ = stream(loader, epochs=2, windows=[Window(0, 3, 3)])
+        batches, _ = stream(loader, epochs=2, windows=[BatchWindow(0, 3, 3)])
         positions = []
         for _ in batches:
             positions.append(tuple(batches.position))
@@ -138,10 +138,10 @@ def test_windows_hold_in_every_replay_and_after_a_relaunch():
         seen.append(batches.position.batch)
         states.setdefault(seen[-1], batches.state_dict())
         if len(seen) == 6:
-            batches.pass_over(Window(0, 4, 3))
+            batches.pass_over(BatchWindow(0, 4, 3))
             assert batches.go_back(states[1]) == ""
         elif len(seen) == 10:
-            batches.pass_over(Window(0, 8, 2))
+            batches.pass_over(BatchWindow(0, 8, 2))
             assert batches.go_back(states[2]) == ""
     assert seen == [0, 1, 2, 3, 4, 5, 2, 3, 7, 8, 3, 7, 10, 11]
     again, _ = stream(DataLoader(Numbers(24), 2), state=saved(batches.state_dict()))
@@ -168,8 +168,8 @@ def test_persistent_workers_keep_their_order_after_a_move_in_a_later_epoch(worke
     seen = []
     for batch in batches:
         seen.append(batch.tolist())
-        if batches.position == Position(1, 1):
-            batches.move_to(Position(1, 4))
+        if batches.position == BatchIndex(1, 1):
+            batches.move_to(BatchIndex(1, 4))
     assert seen == order[0] + order[1][:2] + order[1][4:]
 
 
@@ -189,8 +189,8 @@ def test_other_loaders_move_on_as_well(loader):
     seen = []
     for batch in batches:
         seen.append(str(batch))
-        if batches.position == Position(0, 0):
-            batches.move_to(Position(0, 3))
+        if batches.position == BatchIndex(0, 0):
+            batches.move_to(BatchIndex(0, 3))
     assert seen == [order[0], *order[3:], *order]
 
 
@@ -200,7 +200,7 @@ def test_a_source_that_can_be_read_once_moves_on_from_where_it_is():
     for number in batches:
         seen.append(number)
         if number == 2:
-            batches.move_to(Position(0, 6))
+            batches.move_to(BatchIndex(0, 6))
     assert seen == [0, 1, 2, 6, 7, 8, 9]
 
 
@@ -276,8 +276,8 @@ def test_a_loader_of_another_class_stays_what_it_is():
     seen = []
     for batch in batches:
         seen.append(batch.tolist())
-        if batches.position == Position(0, 0):
-            batches.move_to(Position(0, 2))
+        if batches.position == BatchIndex(0, 0):
+            batches.move_to(BatchIndex(0, 2))
     assert seen == [[0, -1], [-4, -5], [-6, -7]]
 
 
@@ -297,10 +297,10 @@ def test_a_window_longer_than_the_loader_and_than_all_epochs_ends_the_loop():
     for _ in batches:
         seen.append(batches.position)
         if len(seen) == 2:
-            batches.move_to(Position(0, 9))
+            batches.move_to(BatchIndex(0, 9))
         if len(seen) == 3:
-            batches.move_to(Position(0, 1000))
-    assert seen == [Position(0, 0), Position(0, 1), Position(2, 1)]
+            batches.move_to(BatchIndex(0, 1000))
+    assert seen == [BatchIndex(0, 0), BatchIndex(0, 1), BatchIndex(2, 1)]
 
 
 def test_a_source_longer_than_it_knows_of_is_not_waited_for_after_its_end():
@@ -315,7 +315,7 @@ def test_the_samples_of_each_batch_are_known_without_loading(workers):
     out, loader = HandedOut(), DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers)
     batches, _ = stream(loader, epochs=2, handed_out=out.add)
     for batch in batches:
-        (taken,), num_samples = out.take()
+        (taken,), num_samples = out.pop_batches()
         assert (tuple(batch.tolist()), batches.position) == (taken.indices, taken.position)
         assert len(batch) == num_samples
 
@@ -325,7 +325,7 @@ def test_workers_that_hand_out_in_any_order_tell_no_samples_and_are_not_exact():
     loader = DataLoader(Numbers(10), 2, num_workers=2, in_order=False)
     batches, _ = stream(loader, handed_out=out.add)
     for _ in batches:
-        assert [None] == [batch.indices for batch in out.take()[0]]
+        assert [None] == [batch.indices for batch in out.pop_batches()[0]]
     assert "in_order" in batches.why_not_exact(batches.state_dict())
 
 
@@ -375,7 +375,7 @@ def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, acti
         there, state, kept = states[which % len(states)]
         state = saved(state)
         onset = max(0, pointer - 1 - size // 2)
-        window = Window(*divmod(onset, length), size)
+        window = BatchWindow(*divmod(onset, length), size)
         if size:
             passed |= set(range(onset, onset + size))
             batches.pass_over(window)
@@ -390,7 +390,7 @@ def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, acti
             else:
                 assert name == "sampler with state"
         elif action == "move on" and size:
-            batches.move_to(Position(*divmod(onset + size, length)))
+            batches.move_to(BatchIndex(*divmod(onset + size, length)))
             pointer = max(pointer, onset + size)
         elif action == "relaunch":
             seed(which)

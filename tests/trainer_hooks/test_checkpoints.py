@@ -66,7 +66,7 @@ def test_a_relaunch_takes_over_scaler_average_and_registered_state(tmp_path):
 def test_a_checkpoint_is_written_from_the_snapshot_not_from_what_is_live(run):
     run.training.run(2)
     saved = run.training.bits()
-    run.ring.take(2, 7, trusted=True)
+    run.ring.capture(2, 7, trusted=True)
     run.ring.commit(2, True)
     run.training.run(3)
     run.store.save(run.ring.newest_healthy())

@@ -28,7 +28,7 @@ def ring_of(training, side, *, overlap):
 def taken(ring, training, step):
     """Take a snapshot; return it, and what it has to hold."""
     expected = {k: t.clone() for k, t in training.state.tensors().items()}
-    ring.take(step, 1)
+    ring.capture(step, 1)
     ring.commit(step, True)
     return ring.newest_committed(), expected
 
@@ -143,7 +143,7 @@ def test_what_is_counted_is_what_was_copied(side):
     training.run(3)
     ring = ring_of(training, side, overlap=True)
     training.state.tensors()["model.0.weight"][0, 0] = float("inf")
-    wrong = ring.take(3, 1)
+    wrong = ring.capture(3, 1)
     ring.before_update()
     assert 1.0 == wrong.item()
     ring.commit(3, False)

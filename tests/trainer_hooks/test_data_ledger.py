@@ -12,7 +12,7 @@ import trainer_hooks
 from tests.support.inside import events_of
 from tests.support.watched import until
 from trainer_hooks.data.files import BadStep, DataWriter
-from trainer_hooks.data.loader import Batch, Position
+from trainer_hooks.data.loader import BatchIndex, LoadedBatch
 from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.manager import CheckpointSettings
@@ -39,7 +39,7 @@ class Held:
     def __init__(self):
         self.put_things = []
 
-    def put(self, what):
+    def enqueue(self, what):
         self.put_things.append(what)
         return True
 
@@ -53,7 +53,7 @@ def ledger(**keywords):
 
 
 def batch(number, indices=(1, 2), content=None):
-    return Batch(Position(2, number), indices, content, None)
+    return LoadedBatch(BatchIndex(2, number), indices, content, None)
 
 
 def line(step, ids=(1, 2, 3)):
@@ -157,7 +157,7 @@ def writer(path, **keywords):
 def test_lines_are_private_and_found_again_by_their_step(tmp_path):
     made, faults = writer(tmp_path)
     for step in (1, 11, 1):
-        assert made.put(line(step))
+        assert made.enqueue(line(step))
     made.close()
     (path,) = (tmp_path / FOLDER).iterdir()
     assert ("rank-3.abc.jsonl", 0o600) == (path.name, stat.S_IMODE(path.stat().st_mode))
@@ -192,8 +192,8 @@ def test_capsules_are_private_whole_and_within_their_bytes(tmp_path):
     made, faults = writer(tmp_path, batch_bytes=30_000)
     for step in range(8):
         one = bad_step(step, torch.rand(2000))
-        until(lambda one=one: made.put(one))
-    until(lambda: made.put(bad_step(9, torch.rand(20_000))))
+        until(lambda one=one: made.enqueue(one))
+    until(lambda: made.enqueue(bad_step(9, torch.rand(20_000))))
     made.close()
     files = find_capsules(tmp_path)
     assert [5, 6, 7] == [file.step for file in files]
@@ -205,18 +205,18 @@ def test_capsules_are_private_whole_and_within_their_bytes(tmp_path):
 def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(tmp_path, monkeypatch):
     made, faults = writer(tmp_path)
     monkeypatch.setattr(made, "_run", lambda: None)  # a disk that hangs
-    taken = [made.put(line(step)) for step in range(1030)]
+    taken = [made.enqueue(line(step)) for step in range(1030)]
     assert ([True] * 1024 + [False] * 6, 6) == (taken, faults.counts["data.full"])
-    assert [made.put(bad_step(1, torch.ones(1))) for _ in range(5)] == [True] * 4 + [False]
+    assert [made.enqueue(bad_step(1, torch.ones(1))) for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_a_disk_that_takes_nothing_is_counted(tmp_path):
     (tmp_path / FOLDER).write_text("no folder")
     made, faults = writer(tmp_path)
-    made.put(line(1))
+    made.enqueue(line(1))
     made.close()
     assert {"data.write": 1} == faults.counts
-    assert not made.put(line(2))
+    assert not made.enqueue(line(2))
 
 
 # -------------------------------------------------------------------------------- in a whole loop

@@ -429,7 +429,7 @@ def test_the_slot_beside_the_ring_is_in_the_bytes_and_in_the_words():
     )
     assert 3 * plain.bytes() == 2 * with_it.bytes()
     with pytest.raises(CheckpointError, match="2 slots and one for the state that was evaluated"):
-        with_it.check_memory(left=2 * plain.bytes())
+        with_it.check_memory(free=2 * plain.bytes())
 
 
 def test_a_ring_without_that_slot_says_so():

@@ -191,7 +191,7 @@ def test_something_else_than_settings_is_refused():
 def test_a_state_that_is_saved_as_the_best_and_then_as_healthy_has_both_marks(tmp_path):
     run = Run(tmp_path)
     run.training.run(2)
-    run.ring.take(2, 7, {}, trusted=True)
+    run.ring.capture(2, 7, {}, trusted=True)
     run.ring.commit(2, True)
     snapshot = run.ring.newest_committed()
     snapshot.state, snapshot.best = "verified", ("loss", 0.5)

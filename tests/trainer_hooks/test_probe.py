@@ -15,7 +15,7 @@ from tests.support.inside import events_of, probe_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
 from trainer_hooks.probe.bank import Bank
-from trainer_hooks.probe.untouched import untouched
+from trainer_hooks.probe.untouched import isolated_forward
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import NONFINITE_GRADIENT
 
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_is_read_though_the_loss_is_as_before():
     def after(step):
         for is_broken in (False, True) if step == 50 else ():
             broken[:] = [is_broken] * is_broken
-            readings.append(loop.probe.read(ask(50)))
+            readings.append(loop.probe.evaluate(ask(50)))
 
     loop.run(probe, after=after)
     sound, damaged = readings
@@ -114,7 +114,7 @@ def test_a_reading_compares_batches_of_16_to_40_steps_before_with_their_loss_the
 
     def after(step):
         if step == 55:
-            readings.append(loop.probe.read(ask(50)))
+            readings.append(loop.probe.evaluate(ask(50)))
 
     loop = Regression()
     loop.run(after=after)
@@ -130,7 +130,7 @@ def test_older_batches_are_in_the_record_beside_the_ones_that_decide():
 
     def after(step):
         if step == 300:
-            readings.append(loop.probe.read(ask(298)))
+            readings.append(loop.probe.evaluate(ask(298)))
 
     loop = Regression(steps=300)
     loop.run(after=after)
@@ -145,13 +145,13 @@ def test_damage_of_the_state_is_read_as_such_and_a_state_of_nan_too():
 
     def after(step):
         if step == 50:
-            ratios.append(loop.probe.read(ask(50)).ratio(0.01))
+            ratios.append(loop.probe.evaluate(ask(50)).ratio(0.01))
             for factor in (10.0, NAN):
                 kept = [p.detach().clone() for p in loop.model.parameters()]
                 with torch.no_grad():
                     loop.model[0].weight.mul_(factor)
                     loop.model[3].weight.mul_(factor)
-                ratios.append(loop.probe.read(ask(50)).ratio(0.01))
+                ratios.append(loop.probe.evaluate(ask(50)).ratio(0.01))
                 with torch.no_grad():
                     for param, value in zip(loop.model.parameters(), kept, strict=True):
                         param.copy_(value)
@@ -174,7 +174,7 @@ def test_what_the_loop_does_to_its_batch_in_place_is_not_in_the_kept_copy():
                     x.fill_(1e3)
                 monitor.step(loss)
                 if monitor.step_index == 55:
-                    numbers.append(loop.probe.read(ask(50)))
+                    numbers.append(loop.probe.evaluate(ask(50)))
         return numbers
 
     assert steps(spoil=False) == steps(spoil=True)
@@ -193,7 +193,7 @@ def test_what_loss_of_does_to_its_batch_does_not_last():
             loss.backward()
             monitor.step(loss)
             if monitor.step_index == 50:
-                readings += [loop.probe.read(ask(50)) for _ in range(2)]
+                readings += [loop.probe.evaluate(ask(50)) for _ in range(2)]
     assert readings[0].num_batches == 8
     assert readings[0] == readings[1]
 
@@ -329,7 +329,7 @@ def test_a_probe_that_fails_later_is_off_and_the_training_goes_on():
 
     def after(step):
         if step in (50, 51):
-            readings.append(loop.probe.read(ask(50)))
+            readings.append(loop.probe.evaluate(ask(50)))
 
     loop = Regression()
     loop.run(probe=fails, after=after)
@@ -360,7 +360,7 @@ def test_a_probe_that_draws_from_every_generator_changes_none():
 def test_a_loop_that_ends_asks_nothing_any_more_and_lets_go_of_its_batches():
     loop = Regression().run()
     loop.monitor.close()
-    assert 0 == loop.probe.read(ask(50)).num_batches
+    assert 0 == loop.probe.evaluate(ask(50)).num_batches
     assert 0 == loop.probe.bank.num_bytes
 
 
@@ -432,7 +432,7 @@ def test_the_bank_keeps_to_its_bytes_and_keeps_fewer_where_they_are_short(kib, n
         held.append(loop.probe.bank.num_bytes)
         if step == 150:
             held.append(0)
-            near.append(loop.probe.read(ask(148)).num_batches)
+            near.append(loop.probe.evaluate(ask(148)).num_batches)
 
     near, loop = [], Regression(steps=160)
     loop.probe.bank = Bank(kib << 10)  # a batch has half a KiB
@@ -513,7 +513,7 @@ def test_what_a_forward_writes_is_put_back_in_its_place():
     values = [None if g is None else g.clone() for g in grads]
     tensors = [*model.parameters(), *model.buffers()]
     modes = [module.training for module in model.modules()]
-    with untouched(model, [optimizer]) as check:
+    with isolated_forward(model, [optimizer]) as check:
         model.train()
         model(batches()[1]["x"])
         model.momentum[0].weight.data = torch.zeros(8, 6)
@@ -538,7 +538,7 @@ def test_no_cast_of_a_forward_without_gradients_is_left_for_the_loop():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 if loss is not None:  # so what the step leaves in the cache is what forward finds
                     monitor.step(loss)
-                    read.append(loop.probe.read(ask(monitor.step_index)).num_batches)
+                    read.append(loop.probe.evaluate(ask(monitor.step_index)).num_batches)
                 loss = loop.loss(x)
             loss.backward()
             assert loop.model[0].weight.grad is not None

@@ -109,14 +109,14 @@ def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_th
 
 def test_what_a_snapshot_takes_from_the_loop_is_its_own_part_of_the_next_step(loop, monkeypatch):
     """The parts still add up to the step."""
-    take, seconds, num_steps = SnapshotRing.take, 0.05, 14
+    take, seconds, num_steps = SnapshotRing.capture, 0.05, 14
 
     def slow(self, *args, **options):
         time.sleep(seconds)
         return take(self, *args, **options)
 
     with loop.monitor:
-        monkeypatch.setattr(SnapshotRing, "take", slow)
+        monkeypatch.setattr(SnapshotRing, "capture", slow)
         for _ in range(num_steps):
             loop.monitor.step(loop.forward())
     rows = Journal(Path(os.environ["VITALS_SHM"]))

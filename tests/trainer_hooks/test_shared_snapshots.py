@@ -179,7 +179,7 @@ class TwoRanks:
 
     def take(self, step):
         """Return what is wrong on each, and whether they are equal."""
-        wrong = [ring.take(step, 1).item() for ring in self.rings]
+        wrong = [ring.capture(step, 1).item() for ring in self.rings]
         for ring in self.rings:
             ring.before_update()
         words = [ring.word().item() for ring in self.rings]
@@ -249,7 +249,7 @@ def test_a_slot_that_is_being_saved_is_left_until_all_know_that_it_is_over(pair)
     for step in range(2, 6):
         pair.train()
         wrong, _ = (
-            pair.take(step) if step < 3 else ([r.take(step, 1).item() for r in pair.rings], ())
+            pair.take(step) if step < 3 else ([r.capture(step, 1).item() for r in pair.rings], ())
         )
         pair.commit(step, ok=not any(wrong))
     for entry in saved:
@@ -265,11 +265,11 @@ def test_whole_copies_that_do_not_fit_are_missed_and_the_last_equal_one_stays(pa
     for ring in pair.rings:
         ring.stop_sharing()
     monkeypatch.setattr(manager, "host_memory_left", lambda: 1000)
-    assert [1.0, 1.0] == [ring.take(1, 1).item() for ring in pair.rings]
+    assert [1.0, 1.0] == [ring.capture(1, 1).item() for ring in pair.rings]
     assert "half of the memory" in pair.rings[0].failure
     pair.commit(1, ok=False)
     monkeypatch.setattr(manager, "host_memory_left", lambda: None)
-    assert [0.0, 0.0] == [ring.take(2, 1).item() for ring in pair.rings]
+    assert [0.0, 0.0] == [ring.capture(2, 1).item() for ring in pair.rings]
     pair.commit(2)
     assert [None, None] == [ring.word() for ring in pair.rings]
     assert [0, 2] == [ref.step for ref in pair.rings[0].refs()]

@@ -205,7 +205,7 @@ def handed_out(loader, epochs=1):
     batches = Batches(
         loader, epochs=epochs, clock=ManualClock(), waited=lambda _: None, handed_out=out.add
     )
-    return [out.take()[1] for _ in batches]
+    return [out.pop_batches()[1] for _ in batches]
 
 
 def test_samples_are_those_of_the_batches_the_short_last_one_too():

@@ -43,7 +43,7 @@ def make_ring(training, *, slots=2, interval=4, healthy_after=3):
 
 def started(training, **options):
     ring = make_ring(training, **options)
-    ring.take(0, 1, {"batch": 0}, trusted=True)
+    ring.capture(0, 1, {"batch": 0}, trusted=True)
     ring.commit(0, True)
     return ring
 
@@ -55,7 +55,7 @@ def states(ring):
 def test_the_state_before_the_first_step_is_healthy_as_soon_as_it_is_committed():
     training = Training()
     ring = make_ring(training)
-    ring.take(0, 1, trusted=True)
+    ring.capture(0, 1, trusted=True)
     assert {0: "candidate"} == states(ring)
     ring.commit(0, True)
     assert {0: "healthy"} == states(ring)
@@ -64,7 +64,7 @@ def test_the_state_before_the_first_step_is_healthy_as_soon_as_it_is_committed()
 def test_a_snapshot_becomes_verified_by_the_ranks_and_healthy_by_the_steps_after_it():
     training = Training()
     ring = started(training)
-    ring.take(4, 1)
+    ring.capture(4, 1)
     ring.promote(9, -1)
     assert {0: "healthy", 4: "candidate"} == states(ring)
     ring.commit(4, True)
@@ -91,7 +91,7 @@ def test_a_snapshot_that_a_rank_refuses_is_dropped_as_bad():
     ring = started(training)
     training.run(1)
     training.state.tensors()["model.0.weight"][0, 0] = float("nan")
-    assert 1.0 == ring.take(4, 1).item()
+    assert 1.0 == ring.capture(4, 1).item()
     ring.commit(4, False)
     assert {0: "healthy"} == states(ring)
     assert "bad" == ring.take_changes()[-1].state
@@ -102,10 +102,10 @@ def test_a_restore_is_exact_hands_back_the_meta_and_drops_what_is_newer():
     training = Training()
     ring = started(training, slots=3)
     training.run(4)
-    ring.take(4, 1, {"batch": 4})
+    ring.capture(4, 1, {"batch": 4})
     ring.commit(4, True)
     before, losses = training.bits(), training.run(4)
-    ring.take(8, 1, {"batch": 8})
+    ring.capture(8, 1, {"batch": 8})
     restored = ring.restore("memory-00000004-1")
     assert (4, 1, {"batch": 4}, True) == (
         restored.step,
@@ -132,7 +132,7 @@ def test_the_same_snapshot_can_be_restored_again_and_again():
 def test_after_a_restore_the_next_snapshot_is_due_an_interval_later():
     ring = started(Training())
     assert [False, True] == [ring.due(3), ring.due(4)]
-    ring.take(4, 1)
+    ring.capture(4, 1)
     ring.commit(4, True)
     assert [False, True] == [ring.due(7), ring.due(8)]
     ring.restore("memory-00000000-1")
@@ -145,7 +145,7 @@ def test_what_took_a_tensor_s_place_is_what_the_next_snapshot_holds():
     ring = started(training, slots=2)
     training.run(2)
     for step in (1, 2, 3, 4):
-        ring.take(step, 1)
+        ring.capture(step, 1)
         ring.before_update()
         ring.commit(step, True)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_what_took_a_tensor_s_place_is_what_the_next_snapshot_holds():
         training.model[0].mask = torch.zeros(3, 3)
     expected = {k: t.clone() for k, t in training.state.tensors().items()}
     for step in (5, 6):
-        ring.take(step, 1)
+        ring.capture(step, 1)
         ring.commit(step, True)
         copied = ring.newest_committed().tensors()
         assert expected.keys() == copied.keys()
@@ -172,7 +172,7 @@ def test_how_to_copy_is_worked_out_once(monkeypatch):
     ring = make_ring(training)
     for step in range(8):
         training.run(1)
-        ring.take(step, 1)
+        ring.capture(step, 1)
         ring.commit(step, True)
     assert len(made) == (2 if _side[0]() is None else 0)
 
@@ -186,7 +186,7 @@ def test_a_snapshot_that_is_not_there_is_refused_with_those_that_are(name):
 
 def test_a_candidate_is_not_restored():
     ring = started(Training())
-    ring.take(4, 1)
+    ring.capture(4, 1)
     with pytest.raises(CheckpointError, match="not in memory"):
         ring.restore("memory-00000004-1")
 
@@ -195,7 +195,7 @@ def test_a_held_snapshot_is_not_overwritten_and_the_rank_that_has_no_room_says_s
     training = Training()
     ring = started(training)
     snapshot = ring.newest_committed()
-    ring.take(4, 1)
+    ring.capture(4, 1)
     ring.commit(4, True)
     ring.promote(6, -1)
     held = ring.refs()[0].id
@@ -203,13 +203,13 @@ def test_a_held_snapshot_is_not_overwritten_and_the_rank_that_has_no_room_says_s
     before = {k: t.clone() for k, t in snapshot.tensors().items()}
     snapshot.hold()
     training.run(3)
-    assert 1.0 == ring.take(8, 1).item()
+    assert 1.0 == ring.capture(8, 1).item()
     assert held not in [ref.id for ref in ring.refs()]
     assert all(torch.equal(t, before[k]) for k, t in snapshot.tensors().items())
     ring.commit(8, False)
     assert (1, {4: "healthy"}) == (ring.num_missed, states(ring))
     snapshot.release()
-    assert 0.0 == ring.take(9, 1).item()
+    assert 0.0 == ring.capture(9, 1).item()
 
 
 class Broken:
@@ -223,7 +223,7 @@ class Broken:
 def test_state_that_cannot_be_read_becomes_a_flag_never_an_exception():
     training = Training(extra=lambda model: {"data": Broken()})
     ring = make_ring(training)
-    assert 1.0 == ring.take(0, 1).item()
+    assert 1.0 == ring.capture(0, 1).item()
     ring.commit(0, False)
     assert "the loader's worker died" in ring.take_changes()[-1].detail
 
@@ -257,12 +257,12 @@ def test_the_bytes_asked_for_before_the_first_step_are_those_in_use_later():
 
 def test_a_ring_above_half_of_what_is_left_is_refused_with_a_way_out():
     ring = make_ring(Training())
-    ring.check_memory(left=2 * ring.bytes())
+    ring.check_memory(free=2 * ring.bytes())
     with pytest.raises(CheckpointError, match="half of the memory left") as caught:
-        ring.check_memory(left=2 * ring.bytes() - 2)
+        ring.check_memory(free=2 * ring.bytes() - 2)
     assert "interval" in caught.value.hint
     with pytest.raises(CheckpointError, match="2 ranks"):
-        ring.check_memory(left=2 * ring.bytes(), ranks_on_node=2)
+        ring.check_memory(free=2 * ring.bytes(), ranks_on_node=2)
 
 
 def write(root, files):
@@ -334,7 +334,7 @@ class Life(RuleBasedStateMachine):
     def take(self, trusted=False):
         with torch.no_grad():
             self.weight.weight.fill_(self.step + self.attempt / 100)
-        self.ring.take(self.step, self.attempt, trusted=trusted)
+        self.ring.capture(self.step, self.attempt, trusted=trusted)
         self.best = max(self.healthy(), default=(0, 0))
 
     def healthy(self):

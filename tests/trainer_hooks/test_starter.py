@@ -63,7 +63,7 @@ class Node:
         """Look once the present child has ended; return the number of starts so far."""
         if ended and self.agent.pid is not None:
             os.waitid(os.P_PID, self.agent.pid, os.WEXITED | os.WNOWAIT)
-        self.agent.look(round(seconds * SECOND), step=7, attempt=3)
+        self.agent.restart_if_ended(round(seconds * SECOND), step=7, attempt=3)
         return len(self.children.pids)
 
     def close(self, seconds):

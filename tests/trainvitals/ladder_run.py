@@ -5,7 +5,7 @@ from typing import Any
 
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import CheckpointRef, LadderConfig, LadderState, Mode, Proposal, decide
-from trainvitals.policy.rungs import Course
+from trainvitals.policy.rungs import LossTrend
 from trainvitals.policy.state import max_row
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 
@@ -84,7 +84,7 @@ class Run:
                 probe=self.probe,
                 evaluation=evaluation,
                 loss_kind=self.loss_kind,
-                course=lambda: Course(2.0, 0.1, 3.0),
+                course=lambda: LossTrend(2.0, 0.1, 3.0),
             )
             self.told += verdict.findings
             self.readings += verdict.readings

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from trainvitals.policy import CheckpointRef, Judge, Mode
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, Finding, StateRead, StepRecord
 
 
-def reads(ratio: float, num_batches: int = 8) -> Callable[[Ask], Reading]:
+def reads(ratio: float, num_batches: int = 8) -> Callable[[Ask], ProbeResult]:
     """Return a probe whose batches lost 2.0 then, and read this many times as much now."""
 
-    def probe(ask: Ask) -> Reading:
+    def probe(ask: Ask) -> ProbeResult:
         then = 2.0
         now = ratio * (then + ask.floor) - ask.floor
-        return Reading(num_batches=num_batches, then=then, now=now)
+        return ProbeResult(num_batches=num_batches, then=then, now=now)
 
     return probe
 
@@ -36,7 +36,7 @@ class Played:
         mode: Mode = "heal",
         clips: bool = True,
         lag: int = 1,
-        probe: Callable[[Ask], Reading] | None = None,
+        probe: Callable[[Ask], ProbeResult] | None = None,
         checkpoints: tuple[int, ...] = (),
     ) -> None:
         self.judge = Judge(mode=mode)

@@ -6,12 +6,12 @@ import pytest
 from tests.trainvitals.ladder_run import STORM, Run
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.policy import LadderState, Proposal
-from trainvitals.policy.state import LadderMemory
+from trainvitals.policy.state import DurablePolicyState
 
 
 def asking(*what: str, **config) -> Run:
     run = Run(ask=what or ("rollback",), ask_steps=5, **config)
-    run.state = LadderState(facts=LadderMemory(attempt=1))
+    run.state = LadderState(facts=DurablePolicyState(attempt=1))
     return run
 
 
@@ -146,5 +146,5 @@ def test_what_waits_pages_once_and_by_what_asks_for_it() -> None:
 def test_what_waits_is_in_the_plan_and_comes_back_from_it() -> None:
     run = asking()
     run.feed(*STORM)
-    facts = msgspec.convert(msgspec.to_builtins(run.state.facts), LadderMemory)
+    facts = msgspec.convert(msgspec.to_builtins(run.state.facts), DurablePolicyState)
     assert facts == run.state.facts

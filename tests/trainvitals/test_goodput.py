@@ -9,10 +9,10 @@ from trainvitals.goodput import (
     BUCKETS,
     PRECEDENCE,
     Bucket,
+    EndedSteps,
     Goodput,
     Launch,
-    Span,
-    StepTimes,
+    TimeSpan,
     goodput,
 )
 
@@ -20,14 +20,14 @@ S = 1_000_000_000
 T0 = 1_700_000_000 * S
 
 
-def steps(ends: list[float], seconds: list[float] | float = 1.0, **columns: object) -> StepTimes:
+def steps(ends: list[float], seconds: list[float] | float = 1.0, **columns: object) -> EndedSteps:
     """Return steps that ended so many seconds after the start; what is not given is 0."""
     num = len(ends)
 
     def column(name: str, kind: type, default: object = 0) -> np.ndarray:
         return np.broadcast_to(np.array(columns.get(name, default), kind), num).copy()
 
-    return StepTimes(
+    return EndedSteps(
         end_unix_ns=T0 + np.array([round(end * S) for end in ends], np.int64),
         launch=column("launch", np.int64),
         attempt=column("attempt", np.int64, 1),
@@ -49,8 +49,8 @@ def launch(
     return Launch(begin, at, until, ended, num_gpus)  # type: ignore[arg-type]
 
 
-def span(begin: float, end: float) -> Span:
-    return Span(T0 + round(begin * S), T0 + round(end * S))
+def span(begin: float, end: float) -> TimeSpan:
+    return TimeSpan(T0 + round(begin * S), T0 + round(end * S))
 
 
 def told(sums: Goodput) -> dict[Bucket, float]:
@@ -209,7 +209,7 @@ def test_buckets_always_add_up_to_the_nanosecond(seed: int):
         odd = draw.choice([np.nan, np.inf, -np.inf, 0.0, -5.0], num)
         return np.where(draw.random(num) < 0.2, odd, draw.uniform(0, 1e4, num))
 
-    own = StepTimes(
+    own = EndedSteps(
         end_unix_ns=when(num),
         launch=np.sort(draw.integers(0, num_launches, num)),
         attempt=draw.integers(1, 4, num),
@@ -227,7 +227,7 @@ def test_buckets_always_add_up_to_the_nanosecond(seed: int):
         Launch(int(when()), int(when()), int(when()), str(draw.choice(ended)), 2)  # type: ignore[arg-type]
         for _ in range(num_launches)
     ]
-    hangs = [Span(*sorted(when(2).tolist())) for _ in range(draw.integers(0, 4))]
+    hangs = [TimeSpan(*sorted(when(2).tolist())) for _ in range(draw.integers(0, 4))]
     sums = goodput(launches, own, hangs=hangs)
     assert sum(sums.nanoseconds.values()) == sums.wall_ns
     assert sum(sum(a.nanoseconds.values()) for a in sums.attempts) == sums.wall_ns

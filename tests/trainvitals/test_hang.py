@@ -200,7 +200,7 @@ def test_each_level_is_told_once_and_again_when_it_comes_again():
 
     def at(seconds: float, **fields: Any) -> list[str]:
         ranks = [a_rank(0, still_seconds=seconds), a_rank(1, 9, still_seconds=seconds, **fields)]
-        return [finding.kind for finding in follower.look(ranks, world_size=2)]
+        return [finding.kind for finding in follower.new_findings(ranks, world_size=2)]
 
     assert [] == at(1.0)
     assert ["waiting"] == at(4.0)
@@ -212,11 +212,13 @@ def test_each_level_is_told_once_and_again_when_it_comes_again():
 
 def test_a_wait_that_ended_by_itself_is_learnt_from():
     follower = HangFollower()
-    follower.look(
+    follower.new_findings(
         [a_rank(0, still_seconds=90.0), a_rank(1, 9, still_seconds=90.0, is_active=True)],
         world_size=2,
     )
-    follower.look([a_rank(0, still_seconds=0.1), a_rank(1, still_seconds=0.1)], world_size=2)
+    follower.new_findings(
+        [a_rank(0, still_seconds=0.1), a_rank(1, still_seconds=0.1)], world_size=2
+    )
     assert 450.0 == follower.history.limits(follower.config).computing
 
 

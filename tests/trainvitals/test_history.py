@@ -18,7 +18,7 @@ from trainvitals.judged_log import (
     judge_history,
 )
 from trainvitals.policy import Judge, JudgeConfig, Mode
-from trainvitals.policy.evidence import NO_READING, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.records import Decision, Finding
 from trainvitals.testing import judgements, series
 
@@ -49,7 +49,7 @@ def actions(said: Sequence[JudgedStep]) -> list[tuple[int, str]]:
     return [(j.row, j.judgement.decision.action) for j in said if j.judgement.decision is not None]
 
 
-def cannot_say(ask: Ask) -> Reading:
+def cannot_say(ask: Ask) -> ProbeResult:
     """Answer as a log does, in place of a probe."""
     return NO_READING
 

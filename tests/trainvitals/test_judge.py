@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS
-from trainvitals.policy import Judge, Judgement, LadderMemory, Mode
+from trainvitals.policy import DurablePolicyState, Judge, Judgement, Mode
 from trainvitals.records import StepRecord
 from trainvitals.testing import decisions, series
 
@@ -51,7 +51,7 @@ def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:
         bad = StepRecord(step=step, attempt=1, nonfinite_params=1, skipped=True)
         judge.judge(bad, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
         judge.rolled_back(detector_state=None, attempt=1)
-    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=LadderMemory)
+    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=DurablePolicyState)
     relaunched = Judge(mode="heal", facts=facts)
     bad = StepRecord(step=150, attempt=1, nonfinite_params=1, skipped=True)
     decision = relaunched.judge(bad, decided_at_step=151, checkpoints=[FIRST]).decision

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from trainvitals.policy import Judge, JudgeConfig, Proposal
-from trainvitals.policy.state import DeviceRule, LadderMemory
+from trainvitals.policy.state import DeviceRule, DurablePolicyState
 from trainvitals.records import StepRecord
 
 D, G = 1, 2
@@ -97,7 +97,7 @@ def test_a_level_that_one_was_granted_is_not_granted_to_the_other():
 
 def test_what_was_granted_and_learnt_outlives_a_restart():
     played = accepted()
-    facts = msgspec.json.decode(msgspec.json.encode(played.judge.facts), type=LadderMemory)
+    facts = msgspec.json.decode(msgspec.json.encode(played.judge.facts), type=DurablePolicyState)
     state = msgspec.json.decode(msgspec.json.encode(played.judge.detector_state()))
     again = Judge(JudgeConfig(loss_kind="adversarial"), "guard", facts=facts)
     again.rolled_back(detector_state=state, attempt=2, step=played.step)

@@ -9,9 +9,9 @@ from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (
     CheckpointRef,
+    DurablePolicyState,
     Judge,
     LadderConfig,
-    LadderMemory,
     LadderState,
     Mode,
     Proposal,
@@ -305,7 +305,7 @@ def test_observe_falls_silent_after_its_halt_and_speaks_again_after_a_recovery()
 def test_observe_leaves_the_learning_rate_alone() -> None:
     judge = Judge(
         mode="observe",
-        facts=LadderMemory(lr_factor=0.5, lr_hold_until=100, lr_full_from=200),
+        facts=DurablePolicyState(lr_factor=0.5, lr_hold_until=100, lr_full_from=200),
     )
     assert 1.0 == judge.lr_factor_at(50)
 
@@ -314,14 +314,14 @@ def test_observe_leaves_the_learning_rate_alone() -> None:
 
 
 def test_a_lowered_rate_is_held_then_climbs_back() -> None:
-    facts = LadderMemory(lr_factor=0.5, lr_hold_until=100, lr_full_from=200)
+    facts = DurablePolicyState(lr_factor=0.5, lr_hold_until=100, lr_full_from=200)
     assert [0.5, 0.5, 0.75, 1.0, 1.0] == [
         lr_factor_at(facts, step) for step in (0, 99, 150, 200, 999)
     ]
 
 
 def test_an_untouched_rate_is_whole() -> None:
-    assert 1.0 == lr_factor_at(LadderMemory(), 0)
+    assert 1.0 == lr_factor_at(DurablePolicyState(), 0)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
 from trainvitals.alerting import alerts_for_finding
-from trainvitals.policy.evidence import NONFINITE_GRADIENT, Reading, of_reading
-from trainvitals.policy.state import LadderMemory, lr_factor_at, max_row
+from trainvitals.policy.evidence import NONFINITE_GRADIENT, ProbeResult, of_reading
+from trainvitals.policy.state import DurablePolicyState, lr_factor_at, max_row
 
 
 def test_a_damaged_state_goes_back_at_the_first_outlier_without_three_batches_on_either_side():
@@ -34,7 +34,7 @@ def test_it_takes_lost_progress_or_a_multiple_of_the_loss_and_three_batches(
 
 
 def test_a_gradient_that_is_not_finite_on_a_kept_batch_is_damage_whatever_the_loss():
-    run = Run(probe=lambda ask: Reading(
+    run = Run(probe=lambda ask: ProbeResult(
         num_batches=8, then=2.0, now=2.0, has_gradient=False,
         detail=f"{NONFINITE_GRADIENT} (rank 0); steps 160 to 184",
     ))  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_budget_comes_back_with_time():
 
 
 def test_a_held_rate_is_what_it_was_before_its_jump_while_the_schedule_asks_for_thrice_it():
-    facts = LadderMemory(lr_cap=0.001, lr_cap_from=350)
+    facts = DurablePolicyState(lr_cap=0.001, lr_cap_from=350)
     assert [1.0, 1.0, pytest.approx(1 / 3), pytest.approx(1 / 30)] == [
         lr_factor_at(facts, 400, rate) for rate in (0.001, 0.0029, 0.003, 0.03)
     ]

@@ -13,8 +13,8 @@ from trainvitals.alerting import alerts_for_finding
 from trainvitals.detect.user_alerts import (
     MAX_NAMES,
     RENEW_STEPS,
-    Condition,
     Rule,
+    RuleCondition,
     RuleSet,
     UserAlerts,
     WatchedRule,
@@ -34,14 +34,14 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("loss > 2", Condition("last", "loss", 1, ">", 2.0)),
-        ("last(loss) >= -1e3", Condition("last", "loss", 1, ">=", -1000.0)),
-        ("  mean( reward ,50 )>0.9 ", Condition("mean", "reward", 50, ">", 0.9)),
-        ("min(eval/loss, 1) < .5", Condition("min", "eval/loss", 1, "<", 0.5)),
-        ("max(steps.grad_norm, 1000) <= 1", Condition("max", "grad_norm", 1000, "<=", 1.0)),
-        ("rate(scalars.kl.mean, 2) > 0", Condition("rate", "kl.mean", 2, ">", 0.0)),
-        ("nonfinite(loss, 100) > 3", Condition("nonfinite", "loss", 100, ">", 3.0)),
-        ("max > 1", Condition("last", "max", 1, ">", 1.0)),
+        ("loss > 2", RuleCondition("last", "loss", 1, ">", 2.0)),
+        ("last(loss) >= -1e3", RuleCondition("last", "loss", 1, ">=", -1000.0)),
+        ("  mean( reward ,50 )>0.9 ", RuleCondition("mean", "reward", 50, ">", 0.9)),
+        ("min(eval/loss, 1) < .5", RuleCondition("min", "eval/loss", 1, "<", 0.5)),
+        ("max(steps.grad_norm, 1000) <= 1", RuleCondition("max", "grad_norm", 1000, "<=", 1.0)),
+        ("rate(scalars.kl.mean, 2) > 0", RuleCondition("rate", "kl.mean", 2, ">", 0.0)),
+        ("nonfinite(loss, 100) > 3", RuleCondition("nonfinite", "loss", 100, ">", 3.0)),
+        ("max > 1", RuleCondition("last", "max", 1, ">", 1.0)),
     ],
 )
 def test_a_condition_is_a_function_of_one_series_against_a_number(text, expected):
@@ -247,7 +247,7 @@ def finding(name="a", step=0, severity="notify") -> Finding:
 def steps_told(alerts: UserAlerts, conditions) -> list[int]:
     told = []
     for step, is_true in conditions:
-        said = alerts.tell(finding(step=step), holds=True) if is_true else alerts.end("a")
+        said = alerts.record_breach(finding(step=step), holds=True) if is_true else alerts.end("a")
         told += [f.step for f in (said, *alerts.due(step)) if f is not None]
     return told
 
@@ -259,7 +259,7 @@ def test_what_holds_is_told_at_its_beginning_and_renewed_before_it_would_resolve
 
 def test_what_is_said_now_and_then_holds_until_it_is_said_to_be_over():
     alerts = UserAlerts()
-    alerts.tell(finding(step=0), holds=True)
+    alerts.record_breach(finding(step=0), holds=True)
     renewed = [f.step for step in range(1, 201) for f in alerts.due(step)]
     assert [50, 100, 150, 200] == renewed
     alerts.end("a")
@@ -277,34 +277,34 @@ def test_what_comes_and_goes_all_the_time_is_no_flood():
 
 def test_an_event_ends_by_itself():
     alerts = UserAlerts()
-    assert alerts.tell(finding(step=5), holds=False) is not None
+    assert alerts.record_breach(finding(step=5), holds=False) is not None
     assert [] == [f for step in range(6, 500) for f in alerts.due(step)]
 
 
 def test_the_onset_is_where_it_began_to_hold():
     alerts = UserAlerts()
-    alerts.tell(finding(step=7), holds=True)
-    alerts.tell(finding(step=20), holds=True)
+    alerts.record_breach(finding(step=7), holds=True)
+    alerts.record_breach(finding(step=20), holds=True)
     (renewed,) = alerts.due(80)
     assert (7, 80) == (renewed.onset_step, renewed.step)
 
 
 def test_a_branch_that_was_left_is_forgotten():
     alerts = UserAlerts()
-    assert alerts.tell(finding(step=40), holds=True) is not None
+    assert alerts.record_breach(finding(step=40), holds=True) is not None
     alerts.went_back(30)
     assert [] == list(alerts.due(200))
-    assert alerts.tell(finding(step=41), holds=True) is not None
+    assert alerts.record_breach(finding(step=41), holds=True) is not None
 
 
 def test_names_are_bounded_and_the_first_level_of_a_name_stays():
     alerts = UserAlerts()
     for i in range(MAX_NAMES):
-        alerts.tell(finding(f"a {i}"), holds=True)
+        alerts.record_breach(finding(f"a {i}"), holds=True)
     with pytest.raises(UsageError, match="at most 100 alert names") as caught:
-        alerts.tell(finding("one more"), holds=True)
+        alerts.record_breach(finding("one more"), holds=True)
     assert "message=" in (caught.value.hint or "")
-    said = alerts.tell(finding("a 0", step=100, severity="page"), holds=True)
+    said = alerts.record_breach(finding("a 0", step=100, severity="page"), holds=True)
     assert said is not None
     assert "notify" == said.severity
 

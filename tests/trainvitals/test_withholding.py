@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from trainvitals.policy import Judge, JudgeConfig, Mode
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import StateRead, StepRecord
 from trainvitals.testing import judgements, series
@@ -17,8 +17,8 @@ from trainvitals.testing import judgements, series
 START = "loss 3x20 2.5x20 2..2.01x80"
 """120 steps that are trained, with progress to undo."""
 BAD = " 90"
-HEALTHY = Reading(num_batches=5, then=2.0, now=2.0)
-DAMAGED = Reading(num_batches=5, then=2.0, now=9.0)
+HEALTHY = ProbeResult(num_batches=5, then=2.0, now=2.0)
+DAMAGED = ProbeResult(num_batches=5, then=2.0, now=9.0)
 
 
 def played(text: str, *, lag=1, mode: Mode = "guard", clips=True, judge=None, probe=None):
@@ -121,7 +121,7 @@ def test_observe_reports_what_would_be_withheld_and_applies_it() -> None:
 # --------------------------------------------------------------- the question before the action
 
 
-def asked(text: str, answer: Reading, **options) -> tuple[list[int], list[StateRead]]:
+def asked(text: str, answer: ProbeResult, **options) -> tuple[list[int], list[StateRead]]:
     """Return which steps are withheld, and what was read."""
     pairs = played(text, probe=lambda ask: answer, **options)
     steps = [record.step for record, _ in pairs if record.withheld]
@@ -129,7 +129,7 @@ def asked(text: str, answer: Reading, **options) -> tuple[list[int], list[StateR
 
 
 @pytest.mark.parametrize("answer", [HEALTHY, DAMAGED])
-def test_an_answer_ends_the_hold_at_once_whichever_it_is(answer: Reading) -> None:
+def test_an_answer_ends_the_hold_at_once_whichever_it_is(answer: ProbeResult) -> None:
     steps, readings = asked(START + " 90x12 2x20", answer, lag=0)
     assert [120] == steps, "asked at the first, before anything is withheld twice"
     assert [("spike", 120)] == [(read.trigger, read.onset_step) for read in readings]
@@ -141,7 +141,7 @@ def test_the_second_in_a_row_is_on_its_way_where_the_host_lags_one_step() -> Non
 
 
 def test_a_probe_that_abstains_ends_no_hold() -> None:
-    few = Reading(num_batches=2, then=2.0, now=2.0)
+    few = ProbeResult(num_batches=2, then=2.0, now=2.0)
     assert [120, 121, 123, 124] == asked(START + " 90x5 2x20", few)[0]
 
 
@@ -154,7 +154,7 @@ def test_questions_are_at_most_six_in_1000_steps() -> None:
     numbers: list[int] = []
     judge = Judge()
 
-    def probe(ask: Ask) -> Reading:
+    def probe(ask: Ask) -> ProbeResult:
         numbers.append(ask.step)
         return HEALTHY
 

@@ -27,13 +27,13 @@ class Late:
         self._buffers: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
 
-    def begin(self, bad: Tensor, *, due: bool) -> None:
+    def send_verdict(self, bad: Tensor, *, due: bool) -> None:
         """Send the verdict; ``due`` says whether weights will follow."""
         self.pending, self._due, self._taken = True, due, {}
         self._bad = _sent(bad, self._bad)
         self._note(bad.device)
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def send_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Send weights, if they are due; the next update comes after them on their stream."""
         if self._due:
             for name, weight in weights.items():

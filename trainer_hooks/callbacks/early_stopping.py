@@ -129,8 +129,12 @@ class Evaluations:
 
     def root_value(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0's words carry with ``step``; None where there is none."""
-        given = self._given
-        return given.value if given is not None and given[:2] == (step, attempt) else None
+        evaluation = self._given
+        return (
+            evaluation.value
+            if evaluation is not None and evaluation[:2] == (step, attempt)
+            else None
+        )
 
     def holds(self, step: int, attempt: int) -> bool:
         """Return whether this rank has a copy of the state that was evaluated before ``step``."""
@@ -229,10 +233,12 @@ class Evaluations:
         store.wait(None)  # a save talks to the other ranks over the same group
         if self._asked == (step, attempt) and not self.holds(step, attempt):
             self._take_copy(ring, step, attempt, meta)  # there is room by now; no step came between
-        words = self._ranks.gather((self.root_value(step, attempt), self.holds(step, attempt)))
-        holders = sum(holds for _, holds in words)
-        if words[0][0] is not None or holders:
-            self._take_in(words[0][0], holders, step, attempt)
+        rank_values = self._ranks.gather(
+            (self.root_value(step, attempt), self.holds(step, attempt))
+        )
+        holders = sum(holds for _, holds in rank_values)
+        if rank_values[0][0] is not None or holders:
+            self._take_in(rank_values[0][0], holders, step, attempt)
             store.wait(None)
         self._given = None
         marks: list[tuple[str, BestMark] | None] = []

@@ -123,7 +123,7 @@ class EMA(nn.Module):
             self._settle()
             due = (int(self._steps) + 1) % self.every == 0
             self._late = self._late or Late()
-            self._late.begin(bad, due=due)
+            self._late.send_verdict(bad, due=due)
         else:
             self._rates = {self._steps.device: self._advance(bad.to(self._steps.device))}
 
@@ -134,7 +134,9 @@ class EMA(nn.Module):
         For the monitor. Without a trace where the step was bad: not one element is written.
         """
         if self._late is not None and self._late.pending:
-            self._late.take({name: local_tensor(self._weights[name].detach()) for name in names})
+            self._late.send_weights(
+                {name: local_tensor(self._weights[name].detach()) for name in names}
+            )
             return
         weights = {name: self._weights[name] for name in names}
         self._average(weights)
@@ -201,7 +203,7 @@ class EMA(nn.Module):
         with torch.no_grad():
             self._settle()
             parts = self._parts()
-            kept = [w.to(a.device, copy=True) for a, w in parts]
+            live_weights = [w.to(a.device, copy=True) for a, w in parts]
             wait_for_copies()
         self._swapped = True
         try:
@@ -211,7 +213,7 @@ class EMA(nn.Module):
         finally:
             with torch.no_grad():
                 wait_for_copies()  # of what was evaluated within
-                _copy([(k, w) for k, (_, w) in zip(kept, self._parts(), strict=True)])
+                _copy([(k, w) for k, (_, w) in zip(live_weights, self._parts(), strict=True)])
                 reshard(self._of[0])
             self._swapped = False
 
@@ -283,9 +285,11 @@ class EMA(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load as a part of another module's state."""
-        mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        own_entries = {
+            k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
+        }
         try:
-            self.load_state_dict(mine)
+            self.load_state_dict(own_entries)
         except CheckpointError as error:
             error_msgs.append(str(error))
 

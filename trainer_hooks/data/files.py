@@ -60,7 +60,7 @@ class DataWriter:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def put(self, what: StepSamples | BadStep) -> bool:
+    def enqueue(self, what: StepSamples | BadStep) -> bool:
         """Queue something to be written; False where there is no room for it."""
         most = _MOST_BATCHES if isinstance(what, BadStep) else _MOST_LINES
         if self._closing or os.getpid() != self._pid:  # a forked child has no such thread

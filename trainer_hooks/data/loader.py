@@ -29,22 +29,22 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
 from trainer_hooks.stateful import Stateful
 from trainvitals.clock import Clock
-from trainvitals.policy.plan import Window
+from trainvitals.policy.plan import BatchWindow
 
 MAX_WINDOWS = 1000
 """The newest are kept: a run goes back ten times at most, and each time by a window or two."""
 
 
-def holds(windows: Iterable[Window], epoch: int, batch: int) -> bool:
+def holds(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
     """Return whether a batch lies in one of the windows, as far as they lie in its epoch."""
     return any(
         w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
     )
 
 
-def carry_over(windows: Iterable[Window], epoch: int, length: int) -> list[Window]:
+def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[BatchWindow]:
     """Return the windows with what lies beyond the end of an epoch moved into the next."""
-    carried: list[Window] = []
+    carried: list[BatchWindow] = []
     for window in windows:
         end = window.first_batch + window.num_batches
         if window.epoch != epoch or end <= length:
@@ -59,7 +59,7 @@ def carry_over(windows: Iterable[Window], epoch: int, length: int) -> list[Windo
     return carried
 
 
-def among(window: Window, num_ranks: int) -> Window:
+def among(window: BatchWindow, num_ranks: int) -> BatchWindow:
     """Return the window where another number of ranks shares the data; it covers no less."""
     if window.num_ranks in (0, num_ranks):
         return window
@@ -78,14 +78,14 @@ _Found = tuple[int, tuple[Any, ...] | None, Any]
 """A batch with its index in the epoch, and the indices of its samples where they are known."""
 
 
-class Position(NamedTuple):
+class BatchIndex(NamedTuple):
     """A batch: its epoch and its index there, both from 0."""
 
     epoch: int
     batch: int
 
 
-class Fed(NamedTuple):
+class BatchPosition(NamedTuple):
     """What fed a step: its last batch, and how many there were."""
 
     epoch: int
@@ -93,10 +93,10 @@ class Fed(NamedTuple):
     num_batches: int
 
 
-class Batch(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch that was handed out."""
 
-    position: Position
+    position: BatchIndex
     indices: tuple[Any, ...] | None
     """Of its samples in the dataset, where the loader's sampler tells them."""
     content: Any
@@ -140,7 +140,7 @@ class Batches:
         clock: Clock,
         waited: Callable[[int], None],
         waits: Callable[[], None] = lambda: None,
-        windows: Iterable[Window] = (),
+        windows: Iterable[BatchWindow] = (),
         state: DataState | None = None,
         loop: int = 0,
         num_ranks: int = 1,
@@ -149,7 +149,7 @@ class Batches:
         keeps_content: bool = False,
         keeps_rng: bool = False,
         seen: Callable[[Any], None] | None = None,
-        handed_out: Callable[[Batch], None] | None = None,
+        handed_out: Callable[[LoadedBatch], None] | None = None,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
@@ -169,17 +169,21 @@ class Batches:
         """Batches of the epoch up to now, those passed over included."""
         self._opening: Opening | None = None
         self._sampler_state: dict[str, Any] | None = None
-        self._next = Position(0, 0)
+        self._next = BatchIndex(0, 0)
         self._back: DataState | None = None
         self._beginning = state
         self.resumes = state is not None
         """Whether it goes on from an earlier start's place."""
         self._keeps_beginning = goes_back
-        self.windows: list[Window] = []
-        saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
+        self.windows: list[BatchWindow] = []
+        saved_windows = (
+            []
+            if state is None
+            else [BatchWindow(*saved_window) for saved_window in state["windows"]]
+        )
         for window in (*saved_windows, *windows):
             self.pass_over(window)
-        self.position: Position | None = None
+        self.position: BatchIndex | None = None
         """The batch that was last handed out."""
         self.ended = False
         """Whether nobody iterates any more."""
@@ -191,7 +195,7 @@ class Batches:
     # --------------------------------------------------------------------------- where it goes on
 
     @property
-    def next_position(self) -> Position:
+    def next_position(self) -> BatchIndex:
         """The batch that comes next, but for windows."""
         return self._next
 
@@ -205,14 +209,14 @@ class Batches:
         """The seed and the epoch by which torch's sampler shares the data out; else minus ones."""
         return shared_by(self._loader)
 
-    def move_to(self, target: Position) -> Position:
+    def move_to(self, target: BatchIndex) -> BatchIndex:
         """Go on at ``target``, which is ahead; an index past the epoch goes on in the next."""
         while self._length and target.batch >= self._length:
-            target = Position(target.epoch + 1, target.batch - self._length)
+            target = BatchIndex(target.epoch + 1, target.batch - self._length)
         self._next = max(self._next, target)
         return target
 
-    def pass_over(self, window: Window) -> list[Window]:
+    def pass_over(self, window: BatchWindow) -> list[BatchWindow]:
         """Never hand out these batches (again); return the window's part in each epoch."""
         parts = [window]
         if self._length:
@@ -224,22 +228,22 @@ class Batches:
 
     def why_not_exact(self, state: DataState | None) -> str:
         """Return why the data cannot go on exactly where ``state`` was kept; empty if it can."""
-        loader, kept = self._loader, state or self._beginning
-        if kept is None:
+        loader, saved_state = self._loader, state or self._beginning
+        if saved_state is None:
             return "the checkpoint holds no position"
-        if kept["loop"] != self.loop:
+        if saved_state["loop"] != self.loop:
             return "the checkpoint belongs to another loop over data"
-        if self.beside or kept.get("beside"):
+        if self.beside or saved_state.get("beside"):
             return "another loop over data feeds the same steps"
-        if self._epochs == 1 and kept.get("sampler_epoch") != sampler_epoch(loader):
-            was, now = kept.get("sampler_epoch"), sampler_epoch(loader)
+        if self._epochs == 1 and saved_state.get("sampler_epoch") != sampler_epoch(loader):
+            was, now = saved_state.get("sampler_epoch"), sampler_epoch(loader)
             return f"the sampler was at epoch {was}, and is set to {now}"
-        if kept["num_ranks"] != self._num_ranks:
-            return f"{kept['num_ranks']} ranks shared the data, now {self._num_ranks} do"
-        if kept["length"] != self._length:
-            return f"the loader had {kept['length']} batches, now it has {self._length}"
+        if saved_state["num_ranks"] != self._num_ranks:
+            return f"{saved_state['num_ranks']} ranks shared the data, now {self._num_ranks} do"
+        if saved_state["length"] != self._length:
+            return f"the loader had {saved_state['length']} batches, now it has {self._length}"
         if isinstance(loader, DataLoader) and is_seekable(loader):
-            if kept["opening"] is None and sampler_with_state(loader) is not None:
+            if saved_state["opening"] is None and sampler_with_state(loader) is not None:
                 return "the sampler's state before its first batch cannot be resumed from"
             return (
                 "" if comes_in_order(loader) else "workers return batches in any order (in_order)"
@@ -248,7 +252,7 @@ class Batches:
             return ""
         if not isinstance(loader, Stateful):
             return "the loader has no state_dict"
-        if kept["loader"] is None:
+        if saved_state["loader"] is None:
             return "the loader's state_dict could not be kept as plain values and tensors"
         return ""
 
@@ -259,15 +263,15 @@ class Batches:
         exact.
         """
         reason = self.why_not_exact(state)
-        kept = state or self._beginning
-        if not reason and kept is not None:
-            self._take(kept)
+        saved_state = state or self._beginning
+        if not reason and saved_state is not None:
+            self._take(saved_state)
         return reason
 
     def _take(self, state: DataState) -> None:
         # Each rank then took a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
-        self._next, self._back = Position(state["epoch"], batch), state
+        self._next, self._back = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
         """Return all that says which batches come next; None before the first was handed out.
@@ -297,8 +301,8 @@ class Batches:
         loader = self._loader
         if isinstance(loader, Stateful) and not is_seekable(loader):
             with self._faults.fail_open("data.state_dict"):
-                own = deepcopy(loader.state_dict())
-                state["loader"] = own if is_plain(own) else None
+                loader_state = deepcopy(loader.state_dict())
+                state["loader"] = loader_state if is_plain(loader_state) else None
         return state
 
     # ---------------------------------------------------------------------------------- iterating
@@ -323,15 +327,15 @@ class Batches:
             if self._passes_over(epoch, index):
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
-            self.position = Position(epoch, index)
-            self._next = Position(epoch, index + 1)
+            self.position = BatchIndex(epoch, index)
+            self._next = BatchIndex(epoch, index + 1)
             content = batch if self._keeps_content else None
             if self._seen is not None:
                 self._seen(batch)
             if self._handed_out is not None:
                 rng = self._rng() if self._keeps_rng else None
                 num_samples = self._size_of(index, indices)
-                self._handed_out(Batch(self.position, indices, content, num_samples, rng))
+                self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):
@@ -349,10 +353,10 @@ class Batches:
         """Go on in the next epoch, and pass over there what is left to be passed over."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
         if self._next.epoch == epoch:
-            self._next = Position(epoch + 1, max(0, self._next.batch - self._num_seen))
+            self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
 
     def _passes_over(self, epoch: int, index: int) -> bool:
-        return Position(epoch, index) < self._next or holds(self.windows, epoch, index)
+        return BatchIndex(epoch, index) < self._next or holds(self.windows, epoch, index)
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
         """Return the samples of a batch where they are known; the last of an epoch has fewer."""
@@ -380,23 +384,23 @@ class Batches:
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
             draws = Draws(self._loader, lambda index: self._passes_over(epoch, index))
             return self._drawn(draws.open(self._loader), draws)
-        made = iter(self._loader)
+        iterator = iter(self._loader)
         if state is not None:
             set_own_states(self._loader, state["own"])
         elif begins and self._beginning is not None:
             self._beginning["own"] = own_states(self._loader)
-        return self._counted(made, 0)
+        return self._counted(iterator, 0)
 
-    def _counted(self, made: Iterator[Any], start: int) -> Iterator[_Found]:
+    def _counted(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
         self._num_seen = start
-        for batch in made:
+        for batch in iterator:
             self._num_seen += 1
             yield self._num_seen - 1, None, batch
 
-    def _drawn(self, made: Iterator[Any], draws: Draws) -> Iterator[_Found]:
+    def _drawn(self, iterator: Iterator[Any], draws: Draws) -> Iterator[_Found]:
         in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
-            for batch in made:
+            for batch in iterator:
                 drawn = draws.given.popleft()
                 self._sampler_state = drawn.sampler_state
                 yield drawn.number, drawn.indices if in_order else None, batch
@@ -429,12 +433,12 @@ class Batches:
         if isinstance(loader, DataLoader) and is_seekable(loader):
             draws = Draws(loader, lambda index: self._passes_over(epoch, index))
             sampler = state["sampler"] if start == state["batch"] else None
-            made = draws.reopen(loader, state["opening"], start, sampler)
-            source = self._drawn(made, draws)
+            iterator = draws.reopen(loader, state["opening"], start, sampler)
+            source = self._drawn(iterator, draws)
         else:
             with _kept_rng():
-                made = self._at_state(state) or self._dropped(state["opening"], start)
-            source = self._counted(made, start)
+                iterator = self._at_state(state) or self._dropped(state["opening"], start)
+            source = self._counted(iterator, start)
         set_own_states(loader, state["own"])
         return source
 
@@ -451,10 +455,10 @@ class Batches:
         """Return the iterator once ``start`` batches were drawn from it."""
         restore_rng(opening["rng"])
         set_own_states(self._loader, opening["own"])
-        made = iter(self._loader)
-        for _ in islice(made, start):
+        iterator = iter(self._loader)
+        for _ in islice(iterator, start):
             pass
-        return made
+        return iterator
 
 
 @contextmanager

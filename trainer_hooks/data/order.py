@@ -77,12 +77,12 @@ def opening_of(loader: Iterable[Any]) -> Opening:
     """Return what the epoch that is opened next is drawn from; call before ``iter(loader)``."""
     rng = capture_rng()
     rng.pop("cuda", None)  # no sampler draws there
-    kept = isinstance(loader, DataLoader) and loader.persistent_workers
+    is_persistent = isinstance(loader, DataLoader) and loader.persistent_workers
     return {
         "rng": rng,
         "own": own_states(loader),
         # Persistent workers are seeded once: later their iterator is only reset.
-        "fresh": not (kept and loader._iterator is not None),  # type: ignore[attr-defined]
+        "fresh": not (is_persistent and loader._iterator is not None),  # type: ignore[attr-defined]
     }
 
 
@@ -105,7 +105,7 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
     return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
-class Drawn(NamedTuple):
+class PlannedBatch(NamedTuple):
     """A batch before it is loaded."""
 
     number: int
@@ -129,19 +129,19 @@ class Draws:
         self._source: Iterator[Any] | None = None
         self._reopened = False
         self._stateful = sampler_with_state(loader)
-        self.given: deque[Drawn] = deque()
+        self.given: deque[PlannedBatch] = deque()
         self.num_drawn = 0
         """Batches of the epoch that were drawn, those passed over included."""
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return the loader's iterator, which draws through this."""
-        kept = loader._iterator if loader.persistent_workers else None
+        persistent_iterator = loader._iterator if loader.persistent_workers else None
         with _in_place(loader, self._key, self):
-            if kept is not None:
-                kept._index_sampler = self
-            made = iter(loader)
-        made._index_sampler = self._sampler
-        return made
+            if persistent_iterator is not None:
+                persistent_iterator._index_sampler = self
+            iterator = iter(loader)
+        iterator._index_sampler = self._sampler
+        return iterator
 
     def reopen(
         self,
@@ -159,7 +159,7 @@ class Draws:
         try:
             restore_rng(opening["rng"])
             set_own_states(loader, opening["own"])
-            self._begin(loader, opening, num_drawn, sampler_state)
+            self._redraw(loader, opening, num_drawn, sampler_state)
         finally:
             restore_rng(now)
         seeds = torch.Generator()
@@ -167,7 +167,7 @@ class Draws:
         with _in_place(loader, "generator", seeds):
             return self.open(loader)
 
-    def _begin(
+    def _redraw(
         self,
         loader: DataLoader[Any],
         opening: Opening,
@@ -210,16 +210,16 @@ class Draws:
                 break
         ids = tuple(indices) if isinstance(indices, list | tuple) else (indices,)
         state = None if self._stateful is None else deepcopy(self._stateful.state_dict())
-        self.given.append(Drawn(index, ids, state))
+        self.given.append(PlannedBatch(index, ids, state))
         return indices
 
 
 @contextmanager
 def _in_place(loader: DataLoader[Any], key: str, stand_in: object) -> Iterator[None]:
     """Put ``stand_in`` in an attribute's place; torch guards them against a plain assignment."""
-    own = loader.__dict__[key]
+    attribute = loader.__dict__[key]
     loader.__dict__[key] = stand_in
     try:
         yield
     finally:
-        loader.__dict__[key] = own
+        loader.__dict__[key] = attribute

@@ -16,7 +16,14 @@ from typing import Any, Literal, SupportsIndex
 import torch
 
 from trainer_hooks.data.files import BadStep, DataWriter
-from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
+from trainer_hooks.data.loader import (
+    Batches,
+    BatchIndex,
+    BatchPosition,
+    DataState,
+    LoadedBatch,
+    among,
+)
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.replicas import ReplicasFeature
@@ -32,7 +39,7 @@ from trainvitals.identity import new_incarnation
 from trainvitals.io.capsules import FOLDER
 from trainvitals.io.sample_ids import StepSamples
 from trainvitals.policy import Judgement
-from trainvitals.policy.plan import Window
+from trainvitals.policy.plan import BatchWindow
 from trainvitals.printable import name_type
 from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 
@@ -50,10 +57,10 @@ class HandedOut:
     """What a loop over data gave out since the last step took it."""
 
     def __init__(self) -> None:
-        self._batches: deque[Batch] = deque(maxlen=_MOST_WAITING)
+        self._batches: deque[LoadedBatch] = deque(maxlen=_MOST_WAITING)
         self._num_samples: int | None = 0
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: LoadedBatch) -> None:
         """Note a batch."""
         self._batches.append(batch)
         if self._num_samples is not None and batch.num_samples is not None:
@@ -61,7 +68,7 @@ class HandedOut:
         else:
             self._num_samples = None
 
-    def take(self) -> tuple[list[Batch], int | None]:
+    def pop_batches(self) -> tuple[list[LoadedBatch], int | None]:
         """Return the batches since the last call, and their samples where those are known."""
         taken = list(self._batches), self._num_samples
         self._batches.clear()
@@ -104,7 +111,7 @@ class DataPosition:
         self._outer: tuple[Batches, HandedOut] | None = None
         """The loop around the present one."""
         self._replays = False
-        self._firsts: dict[int, tuple[Position, int]] = {}
+        self._firsts: dict[int, tuple[BatchIndex, int]] = {}
         """The first batch of each step, and how many it took."""
         self._last_bad = -2
         """The newest step that a capsule is about, or follows one that it is about."""
@@ -122,7 +129,7 @@ class DataPosition:
         return NO_ORDER if self._stream is None else self._stream.shared_by
 
     @property
-    def position(self) -> Position | None:
+    def position(self) -> BatchIndex | None:
         """The batch that was handed out last."""
         return None if self._stream is None else self._stream.position
 
@@ -218,7 +225,7 @@ class DataPosition:
 
     # ----------------------------------------------------------------------------------- a step
 
-    def take(self, step: int, attempt: int) -> tuple[Fed | None, int | None]:
+    def record_step(self, step: int, attempt: int) -> tuple[BatchPosition | None, int | None]:
         """Return what fed the step and its samples, as far as they are known; remember it.
 
         It is kept for a rollback and for whoever asks. Call before the step's update.
@@ -226,8 +233,8 @@ class DataPosition:
         stream = self._stream
         if stream is None or stream.position is None:
             return None, None if stream is None else 0
-        taken, num_samples = self._handed_out.take()
-        if self._outer is not None and self._outer[1].take()[0]:
+        taken, num_samples = self._handed_out.pop_batches()
+        if self._outer is not None and self._outer[1].pop_batches()[0]:
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
         if self._probe.has_loss:
@@ -235,7 +242,7 @@ class DataPosition:
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
-        return Fed(*stream.position, len(taken)), num_samples
+        return BatchPosition(*stream.position, len(taken)), num_samples
 
     def judged(self, step: int, judgement: Judgement) -> None:
         """Tell what fed a step that something was found in, or that was skipped."""
@@ -292,7 +299,7 @@ class DataPosition:
 
     # ------------------------------------------------------------------------------- a rollback
 
-    def window_of(self, decision: Decision | None) -> Window | None:
+    def window_of(self, decision: Decision | None) -> BatchWindow | None:
         """Return the batches that a decided rollback passes over; None where there are none."""
         if decision is None or decision.action != "rollback" or not decision.acted:
             return None
@@ -304,7 +311,7 @@ class DataPosition:
         # Where optimizers take turns, several steps are of one batch.
         steps_a_batch = sum(position == first for position, _ in self._firsts.values()) or 1
         num_batches = -(-decision.skip_batches // steps_a_batch) * num_a_step
-        return Window(*first, num_batches, stream.loop, self._num_ranks)
+        return BatchWindow(*first, num_batches, stream.loop, self._num_ranks)
 
     def can_go_again(self) -> bool:
         """Return whether this rank could hand out once more, exactly, what followed the resume."""
@@ -317,10 +324,10 @@ class DataPosition:
         """Do so, where it can."""
         if self._stream is not None:
             self._stream.go_back(self._resumed)
-            self._handed_out.take()
+            self._handed_out.pop_batches()
 
     def rolled_back(
-        self, decision: Decision, state: DataState | None, window: Window | None, *, step: int
+        self, decision: Decision, state: DataState | None, window: BatchWindow | None, *, step: int
     ) -> bool:
         """Hand out again what followed the checkpoint, or move on; past the window either way.
 
@@ -342,8 +349,8 @@ class DataPosition:
         reason = stream.go_back(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
-            stream.move_to(Position(window.epoch, past))
-        self._handed_out.take()
+            stream.move_to(BatchIndex(window.epoch, past))
+        self._handed_out.pop_batches()
         self._say(reason, stream, step)
         return not reason
 
@@ -420,15 +427,15 @@ SampleIds = Callable[[Any], Iterable[Any]]
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepBatches:
     """What fed a step."""
 
     step: int
     attempt: int
-    batches: list[Batch]
+    batches: list[LoadedBatch]
     ids: list[Sequence[Any] | None]
     """Of each batch; None where they are not known."""
-    kept: list[Batch]
+    kept: list[LoadedBatch]
     autocast: Autocast | None = None
     loss_scale: torch.Tensor | None = None
 
@@ -452,7 +459,7 @@ class DataLedger:
         self._faults = faults
         self._rank = rank
         self._lag = lag
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._steps: OrderedDict[int, _StepBatches] = OrderedDict()
         self.sample_ids: SampleIds | bool | None = None
         """Where given, the ids of every step are kept in a file; True keeps the indices."""
         self.keep_batches = False
@@ -461,16 +468,18 @@ class DataLedger:
         self._good: Any = None
         """The first batch of the newest step that was well."""
 
-    def fed(self, step: int, attempt: int, batches: Sequence[Batch]) -> None:
+    def fed(self, step: int, attempt: int, batches: Sequence[LoadedBatch]) -> None:
         """Note what fed a step; call before its update."""
         if not batches:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            kept = [batch for batch in batches if self.keep_batches and batch.content is not None]
+            kept_batches = [
+                batch for batch in batches if self.keep_batches and batch.content is not None
+            ]
             light = [batch._replace(content=None, rng=None) for batch in batches]
             self._steps.pop(step, None)  # of a branch that was left
-            entry = self._steps[step] = _Step(step, attempt, light, ids, kept)
+            entry = self._steps[step] = _StepBatches(step, attempt, light, ids, kept_batches)
             if self.surroundings is not None:
                 entry.autocast = self.surroundings.autocast
                 entry.loss_scale = self.surroundings.loss_scale()
@@ -483,7 +492,7 @@ class DataLedger:
             if self.sample_ids:
                 self._write(self._steps[step])
 
-    def _ids(self, batch: Batch) -> Sequence[Any] | None:
+    def _ids(self, batch: LoadedBatch) -> Sequence[Any] | None:
         """Return the batch's ids; the user's own function has to read them now, from the batch."""
         if callable(self.sample_ids) and batch.content is not None:
             with self._faults.fail_open("sample_ids"):
@@ -491,11 +500,11 @@ class DataLedger:
             return None
         return batch.indices
 
-    def _write(self, entry: _Step) -> None:
+    def _write(self, entry: _StepBatches) -> None:
         if all(ids is None for ids in entry.ids):
             return
         first = entry.batches[0].position
-        self._writer.put(
+        self._writer.enqueue(
             StepSamples(
                 step=entry.step,
                 attempt=entry.attempt,
@@ -518,13 +527,15 @@ class DataLedger:
             entry = self._steps.get(step)
             if entry is None:
                 return
-            kept, entry.kept = entry.kept, []
+            kept_batches, entry.kept = entry.kept, []
             if bad:
-                self._tell(entry, kept, facts)
-            elif kept:
-                self._good = kept[0].content
+                self._tell(entry, kept_batches, facts)
+            elif kept_batches:
+                self._good = kept_batches[0].content
 
-    def _tell(self, entry: _Step, kept: list[Batch], facts: dict[str, Any] | None) -> None:
+    def _tell(
+        self, entry: _StepBatches, kept_batches: list[LoadedBatch], facts: dict[str, Any] | None
+    ) -> None:
         first, file = entry.batches[0].position, ""
         reported = [ids for ids in entry.ids if ids is not None]
         sample_ids = _as_many_as_fit(plain_id(i) for ids in reported for i in ids)
@@ -541,11 +552,11 @@ class DataLedger:
             }
             content = Content(
                 facts=facts,
-                batches=[batch.content for batch in kept],
-                rng=[batch.rng for batch in kept],
+                batches=[batch.content for batch in kept_batches],
+                rng=[batch.rng for batch in kept_batches],
                 good=self._good,
             )
-            file = name if self._writer.put(BadStep(name, content)) else ""
+            file = name if self._writer.enqueue(BadStep(name, content)) else ""
         event = BatchNoted(
             epoch=first.epoch,
             first_batch=first.batch,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.io.rundir import RunDir
-from trainvitals.io.spool_files import Position, read_batches, spool_files
+from trainvitals.io.spool_files import SpoolPosition, read_batches, spool_files
 from trainvitals.records import StepRecord
 from trainvitals.rows import column_of, rows_of
 from trainvitals.wire import decode_batch
@@ -45,10 +45,10 @@ def read_earlier_losses(run_dir: RunDir) -> EarlierLosses | None:
         OSError: the directory cannot be read.
         FormatError: rows are damaged, or of a newer version.
     """
-    firsts: list[_Loss] = []
-    latest: list[_Loss] = []
+    firsts: list[_EarlierLoss] = []
+    latest: list[_EarlierLoss] = []
     for spool in run_dir.spool_dirs().values():
-        firsts += islice(_losses(spool, Position()), _NUM_FIRST)
+        firsts += islice(_losses(spool, SpoolPosition()), _NUM_FIRST)
         latest += deque(_losses(spool, _latest_files(spool)), _NUM_LATEST)
     first = [of.loss for of in sorted(firsts)[:_NUM_FIRST]]
     latest = sorted(latest)[-_NUM_LATEST:]
@@ -60,13 +60,13 @@ def read_earlier_losses(run_dir: RunDir) -> EarlierLosses | None:
     )
 
 
-class _Loss(NamedTuple):
+class _EarlierLoss(NamedTuple):
     time_unix_ns: int
     step: int
     loss: float
 
 
-def _losses(spool: Path, start: Position) -> Iterator[_Loss]:
+def _losses(spool: Path, start: SpoolPosition) -> Iterator[_EarlierLoss]:
     """Yield the finite losses of rank 0."""
     for _, raw in read_batches(spool, start):
         batch = decode_batch(raw)
@@ -78,17 +78,17 @@ def _losses(spool: Path, start: Position) -> Iterator[_Loss]:
         losses, is_known = column_of(schema, rows, "loss")
         for time_unix_ns, step, loss, known in zip(*columns, losses, is_known, strict=True):
             if known and math.isfinite(loss):
-                yield _Loss(int(time_unix_ns), int(step), float(loss))
+                yield _EarlierLoss(int(time_unix_ns), int(step), float(loss))
 
 
-def _latest_files(spool: Path) -> Position:
+def _latest_files(spool: Path) -> SpoolPosition:
     """Return the start of the spool's latest files."""
-    start, num_bytes = Position(), 0
+    start, num_bytes = SpoolPosition(), 0
     for number, path in reversed(spool_files(spool)):
         num_bytes += path.stat().st_size
         if num_bytes > _MAX_BYTES:
             break
-        start = Position(number)
+        start = SpoolPosition(number)
     return start
 
 

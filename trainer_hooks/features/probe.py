@@ -60,7 +60,7 @@ class ProbeFeature(StepFeature):
         """Let the step be judged with the probe, if all ranks can run it."""
         if self.probe.has_loss:
             self.probe.returned(step.reduced.total("probe_ready"))
-        step.probe = self.probe.read if self.probe.is_on else None
+        step.probe = self.probe.evaluate if self.probe.is_on else None
         step.evaluation = step.reduced.root["evaluation_ratio"] or None
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:

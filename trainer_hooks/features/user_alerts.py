@@ -135,7 +135,7 @@ class RankAlerts:
             cause=call.name,
             severity=call.level,
         )
-        self._say(self._alerts.tell(finding, holds=not call.is_event))
+        self._say(self._alerts.record_breach(finding, holds=not call.is_event))
 
     def _take_late(self) -> None:
         while self._late and self._late[0].is_there:
@@ -174,7 +174,7 @@ class RankAlerts:
             if self._unseen:
                 self._unseen.discard(rule.condition.series)
             if rule.update(step, value):
-                self._say(self._alerts.tell(rule.finding(step, rank), holds=True))
+                self._say(self._alerts.record_breach(rule.finding(step, rank), holds=True))
             elif rule.rule.name in self._alerts.held:
                 self._say(self._alerts.end(rule.rule.name))
 

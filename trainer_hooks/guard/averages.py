@@ -155,9 +155,9 @@ class _GuardedUpdate:
             return
         with torch.no_grad():
             live = [true_elements(t) for t in _tensors_of(self._average)]
-            kept = [tensor.clone() for tensor in live]
+            copies = [tensor.clone() for tensor in live]
             plain(self._average, model)
-            for tensor, before in zip(live, kept, strict=True):
+            for tensor, before in zip(live, copies, strict=True):
                 if is_far_counter(tensor, verdict):
                     self._settle_later(tensor, before, verdict)
                 else:
@@ -171,7 +171,11 @@ class _GuardedUpdate:
         """
         if model not in self._owners:
             params = {id(param) for param in model.parameters()}
-            owners = {one for one, held in self._held.items() if not held.isdisjoint(params)}
+            owners = {
+                one
+                for one, held_verdict in self._held.items()
+                if not held_verdict.isdisjoint(params)
+            }
             self._owners[model] = owners or {*self._held}
         owners = self._owners[model]
         return next((bad for one, bad in reversed(self._bad.items()) if one in owners), None)

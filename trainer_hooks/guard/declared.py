@@ -85,18 +85,20 @@ class DeclaredSchedule:
             self._peaks = [float(group.get("initial_lr", group["lr"])) for group in groups]
             name = f"{shape.kind} schedule"
         else:
-            given = _listed(shape)
-            by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in given}
-            chosen = [by_optimizer.pop(id(optimizer), None) for optimizer in optimizers]
+            shapes = _listed(shape)
+            by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in shapes}
+            schedulers_by_optimizer = [
+                by_optimizer.pop(id(optimizer), None) for optimizer in optimizers
+            ]
             if by_optimizer:
                 other = next(iter(by_optimizer.values()))
                 raise UsageError(
                     f"schedule has {described(other)}, whose optimizer was not given to watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
-            self._played = [None if s is None else _Played(s) for s in chosen]
-            self._is_ours = all(any(s is own for own in schedulers) for s in given)
-            name = " and ".join(described(scheduler) for scheduler in given)
+            self._played = [None if s is None else _Played(s) for s in schedulers_by_optimizer]
+            self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
+            name = " and ".join(described(scheduler) for scheduler in shapes)
         self.name = name
         self.follower = ScheduleFollower(name, tolerance=_SHAPED if self._shape else _EXACT)
 
@@ -132,8 +134,10 @@ class DeclaredSchedule:
             return [factors.times(peak) for peak in self._peaks]
         bands: list[Band | None] = []
         for played, size in zip(self._played, self._sizes, strict=True):
-            own = None if played is None or count is None else played.at(count, back, ahead)
-            bands += own or [None] * size
+            scheduler_band = (
+                None if played is None or count is None else played.at(count, back, ahead)
+            )
+            bands += scheduler_band or [None] * size
         return bands
 
     def _near(self) -> tuple[int, int]:
@@ -147,8 +151,8 @@ class DeclaredSchedule:
 
 def _listed(declared: object) -> list[LRScheduler]:
     """Return the schedulers, after a check that each of them can be simulated ahead."""
-    given: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
-    for scheduler in given:
+    listed: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
+    for scheduler in listed:
         if not isinstance(scheduler, LRScheduler):
             raise UsageError(
                 f"schedule is {name_type(scheduler)}; it must be a scheduler of torch, an "
@@ -163,7 +167,7 @@ def _listed(declared: object) -> list[LRScheduler]:
                     "cannot be declared ahead",
                     hint="leave schedule= out; jumps of the learning rate are reported anyway",
                 )
-    return given
+    return listed
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
@@ -195,7 +199,7 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 
-class _State(NamedTuple):
+class _SchedulerState(NamedTuple):
     scheduler: Any
     rates: _Rates
 
@@ -219,9 +223,9 @@ class _Played:
     def _restart(self) -> None:
         self._now = _copied(self._begin.scheduler, self._begin.rates)
         self._count = self._first
-        self._kept: deque[tuple[float, ...]] = deque([self._read()], maxlen=_KEPT)
+        self._kept: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
 
-    def _read(self) -> tuple[float, ...]:
+    def _current_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
 
     def at(self, step: int, before: int, after: int) -> list[Band] | None:
@@ -240,7 +244,7 @@ class _Played:
                 break
             self._now.scheduler.step()
             self._count += 1
-            self._kept.append(self._read())
+            self._kept.append(self._current_rates())
         if self._count < high:
             return None
         newest = self._count
@@ -248,7 +252,7 @@ class _Played:
         return [Band(min(of_group), max(of_group)) for of_group in zip(*rows, strict=True)]
 
 
-def _copied(scheduler: Any, optimizer: Optimizer) -> _State:
+def _copied(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
     """Return a copy whose optimizer is replaced, so that no parameters are copied.
 
     Functions are shared: the object of a method may be a complete trainer.
@@ -259,7 +263,7 @@ def _copied(scheduler: Any, optimizer: Optimizer) -> _State:
         for function in getattr(part, "lr_lambdas", ()):
             if isinstance(function, FunctionType | MethodType):
                 memo[id(function)] = function
-    return _State(copy.deepcopy(scheduler, memo), rates)
+    return _SchedulerState(copy.deepcopy(scheduler, memo), rates)
 
 
 __all__ = ["Declared", "DeclaredSchedule"]

@@ -80,14 +80,14 @@ class HookMemory:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the memory; call after the update, before the next backward."""
-        kept = {}
-        for place, live in self._live():
-            before = self._kept.get(place)
+        copies = {}
+        for key, live in self._live():
+            before = self._kept.get(key)
             if before is not None and alike(before, live):
-                kept[place] = before.copy_(live)
+                copies[key] = before.copy_(live)
             else:
-                kept[place] = live.clone()
-        self._kept = kept
+                copies[key] = live.clone()
+        self._kept = copies
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
@@ -97,10 +97,10 @@ class HookMemory:
         PowerSGD random numbers, equal on all ranks (Q would never leave zero).
         """
         self._has_stepped = True
-        for place, live in self._live():
-            before = self._kept.get(place)
+        for key, live in self._live():
+            before = self._kept.get(key)
             if before is None or not alike(before, live):
-                before = _fresh(place[0], live)
+                before = _fresh(key[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
     def settle(self, bad: Tensor) -> None:

@@ -93,13 +93,15 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
 
     Third-party wrappers may hold copies of them.
     """
-    own = {id(param) for param in model.parameters()}
+    model_params = {id(param) for param in model.parameters()}
     return [
         f"{type(optimizer).__name__} holds none of the model's parameters: create it from "
         "model.parameters() after the model was moved, wrapped and sharded"
         for optimizer in optimizers
         if type(optimizer).__module__.startswith("torch.optim")
-        and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        and not any(
+            id(p) in model_params for group in optimizer.param_groups for p in group["params"]
+        )
     ]
 
 
@@ -110,9 +112,13 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
     """
     if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
         return []
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if not held or not names:
+    optimizer_params = {
+        id(p) for o in optimizers for group in o.param_groups for p in group["params"]
+    }
+    names = [
+        n for n, p in model.named_parameters() if p.requires_grad and id(p) not in optimizer_params
+    ]
+    if not optimizer_params or not names:
         return []
     more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
     return [
@@ -123,7 +129,7 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
 
 def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> list[str]:
     """Return a warning about each scheduler whose optimizer shares no group with the given ones."""
-    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    group_ids = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     pairs = [(scheduler, getattr(scheduler, "optimizer", None)) for scheduler in schedulers]
     others = [(scheduler, other) for scheduler, other in pairs if isinstance(other, Optimizer)]
     return [
@@ -132,5 +138,5 @@ def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer
         f"{type(scheduler).__name__}"
         "(optimizer, ...)"
         for scheduler, other in others
-        if not any(id(group) in own for group in other.param_groups)
+        if not any(id(group) in group_ids for group in other.param_groups)
     ]

@@ -65,7 +65,7 @@ def _has_own_step(optimizer: Optimizer) -> bool:
     return file == lr_scheduler.__file__ and step.__wrapped__ is type(optimizer).step
 
 
-class Kept(Protocol):
+class RestorableData(Protocol):
     """Data that forward or backward writes."""
 
     def keep(self) -> None:
@@ -81,7 +81,7 @@ class Kept(Protocol):
 class Shadows:
     """Everything that forward and backward write except gradients, as one object."""
 
-    def __init__(self, *parts: Kept) -> None:
+    def __init__(self, *parts: RestorableData) -> None:
         self._parts = parts
 
     def keep(self) -> None:
@@ -100,7 +100,7 @@ class Shadows:
             part.settle(bad)
 
     @property
-    def buffers(self) -> Kept:
+    def buffers(self) -> RestorableData:
         """The part for the model's buffers."""
         return self._parts[0]
 
@@ -108,7 +108,7 @@ class Shadows:
 class AfterLoad:
     """Keeps the values of a ``load_state_dict`` of the model: a skip must not undo it."""
 
-    def __init__(self, model: nn.Module, shadow: Kept) -> None:
+    def __init__(self, model: nn.Module, shadow: RestorableData) -> None:
         self._shadow = shadow
         modules = (
             model.unwrapped()[0].values() if isinstance(model, Models) else (unwrap(model)[0],)
@@ -167,7 +167,7 @@ class BufferShadow:
         """Places of the buffers in each of the flat copies."""
         self.keep()
 
-    def _look(self) -> dict[int, Tensor]:
+    def _live_buffers(self) -> dict[int, Tensor]:
         """Return the buffers by place, each as its true elements; looked up again if one moved.
 
         A buffer moved if its place holds another tensor, or that tensor has another memory.
@@ -199,7 +199,7 @@ class BufferShadow:
 
     @torch.no_grad()
     def _keep(self, *, is_kept: bool = False) -> None:
-        live = self._look()
+        live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
                 self._lay_flat(live)
@@ -244,8 +244,8 @@ class BufferShadow:
         self._flat, self._placed, self._one_by_one = [], [], {}
 
     def _fits(self, live: dict[int, Tensor]) -> bool:
-        kept = self._kept
-        return live.keys() == kept.keys() and all(alike(kept[i], live[i]) for i in live)
+        copies = self._kept
+        return live.keys() == copies.keys() and all(alike(copies[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the buffers that may differ from their copies."""
@@ -266,7 +266,7 @@ class BufferShadow:
     @torch.no_grad()
     def _put_back(self, bad: Tensor) -> bool:
         """Restore, and return whether the flat copies already equal the buffers."""
-        live = self._look()
+        live = self._live_buffers()
         if reads_are_free(bad.device) and not bad.item():
             return False
         flags: dict[torch.device, Tensor] = {}
@@ -278,12 +278,12 @@ class BufferShadow:
                 flat.put_back(_flag_on(flat.device, bad, flags))
             live = self._written(self._one_by_one if lies_flat else live)
         for i, buffer in live.items():
-            kept = self._kept.get(i)
-            if kept is not None and alike(kept, buffer):
+            saved_copy = self._kept.get(i)
+            if saved_copy is not None and alike(saved_copy, buffer):
                 # Through .data, which raises no version: the backward of another optimizer's loss
                 # may still need the buffer, and would refuse one with a newer version.
                 flag = _flag_on(buffer.device, bad, flags)
-                buffer.data.copy_(torch.where(flag, kept, buffer))
+                buffer.data.copy_(torch.where(flag, saved_copy, buffer))
         return lies_flat
 
 
@@ -453,7 +453,7 @@ class OptimizerGuard:
             self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
 
 
-class Turn(NamedTuple):
+class OptimizerGroup(NamedTuple):
     """Optimizers that a step moves: all of them (turn 0), or one alone."""
 
     number: int

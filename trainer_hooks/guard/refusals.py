@@ -130,10 +130,10 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
             yield f"{type(optimizer).__name__}(overlap_with_ddp=True)"
     if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
         yield "a DDP communication hook"
-    own = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
-    held = (p for o in optimizers for group in o.param_groups for p in group["params"])
-    for param in (*model.parameters(), *held):
-        name = own.get(id(param), "a parameter")
+    param_names = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
+    optimizer_params = (p for o in optimizers for group in o.param_groups for p in group["params"])
+    for param in (*model.parameters(), *optimizer_params):
+        name = param_names.get(id(param), "a parameter")
         if getattr(param, "_in_backward_optimizers", None):
             yield f"_apply_optimizer_in_backward on {name}"
         hooks: Mapping[int, Callable[..., Any]] = (
@@ -149,29 +149,29 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
 
     Hooks that only read gradients, or an optimizer's rate, are accepted.
     """
-    held: list[object] = []
+    referenced: list[object] = []
     while isinstance(hook, functools.partial):
-        held += [*hook.args, *hook.keywords.values()]
+        referenced += [*hook.args, *hook.keywords.values()]
         hook = hook.func
     owner = getattr(hook, "__self__", None)
     if not inspect.isroutine(hook):
         owner, hook = hook, type(hook).__call__
     if owner is not None:
-        held += [owner, *getattr(owner, "__dict__", {}).values()]
+        referenced += [owner, *getattr(owner, "__dict__", {}).values()]
     function = inspect.unwrap(getattr(hook, "__func__", hook))
     code = getattr(function, "__code__", None)
     if code is None:
         return False
     named = _names(code)
-    held += [function.__globals__[name] for name in named if name in function.__globals__]
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    referenced += [function.__globals__[name] for name in named if name in function.__globals__]
+    referenced += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
-            held.append(cell.cell_contents)
+            referenced.append(cell.cell_contents)
         except ValueError:  # an empty cell: it holds nothing
             continue
     steps = bool({"step", "step_param"} & named)
-    return steps and any(_is_or_holds_optimizer(value) for value in held)
+    return steps and any(_is_or_holds_optimizer(value) for value in referenced)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -43,7 +43,7 @@ def not_compiled(function: Function) -> Function:
     return cast(Function, disable(function, **keywords))
 
 
-class Route:
+class StepInterception:
     """Replaces ``step`` until it is closed; ``guarded`` still calls the real one.
 
     A round ends when an optimizer is stepped a second time.
@@ -129,13 +129,13 @@ class Route:
         self._undo.append(put_back)
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        if self.runs_closures and len(given) == 1 and callable(given[0]):
+        present = [value for value in (*args, *kwargs.values()) if value is not None]
+        if self.runs_closures and len(present) == 1 and callable(present[0]):
             with torch.enable_grad():
-                result = given[0]()
+                result = present[0]()
             self._call(index, (), {})
             return result
-        if given:
+        if present:
             raise UsageError(
                 "optimizer.step() was given a closure or other arguments, which attach() does not "
                 "support",

@@ -37,8 +37,9 @@ _LOOK_EVERY = 16
 class Schedules:
     """Steps the schedulers, and detects whether the loop steps them too.
 
-    Call ``look`` before each update and ``stepped`` after it. With ``every="epoch"`` the epochs of
-    the data step them: ``over`` yields a loader's batches and detects the end of an epoch.
+    Call ``check_double_stepping`` before each update and ``stepped`` after it. With
+    ``every="epoch"`` the epochs of the data step them: ``over`` yields a loader's batches and
+    detects the end of an epoch.
 
     Args:
         schedulers: at least one.
@@ -67,7 +68,7 @@ class Schedules:
 
     # -------------------------------------------------------------------- stepped by the loop
 
-    def look(self, step: int) -> UsageError | None:
+    def check_double_stepping(self, step: int) -> UsageError | None:
         """Return the error if the loop steps a scheduler too: visible at the second update.
 
         Before the first update a loop may move the schedulers to its resume position. Later it is
@@ -94,11 +95,11 @@ class Schedules:
         """Return the error; a single jump may be a ``load_state_dict`` of the loop."""
         if self._is_told:
             return None
-        for scheduler, count, left in zip(self._schedulers, now, self._left, strict=True):
-            if count is None or left is None or count == left:
+        for scheduler, count, pending in zip(self._schedulers, now, self._left, strict=True):
+            if count is None or pending is None or count == pending:
                 continue
-            self._num_moves += count != left + 1
-            if count == left + 1 or self._num_moves > 1:
+            self._num_moves += count != pending + 1
+            if count == pending + 1 or self._num_moves > 1:
                 return stepped_twice(type(scheduler).__name__, self.every, step)
         return None
 
@@ -144,11 +145,11 @@ class Schedules:
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
                 continue
-            before, left = count_of(scheduler), self._left[i]
+            before, pending = count_of(scheduler), self._left[i]
             scheduler.step()
             after = count_of(scheduler)
-            if None not in (before, after, left):
-                self._left[i] = left + after - before  # type: ignore[operator]
+            if None not in (before, after, pending):
+                self._left[i] = pending + after - before  # type: ignore[operator]
 
     def over(self, batches: Batches) -> Iterator[Any]:
         """Yield the batches; each completed epoch steps the schedulers, if it contained training.
@@ -182,9 +183,9 @@ class Schedules:
         """
         counts = self._counts()
         undone = [
-            left - now
-            for now, left in zip(counts, self._left, strict=True)
-            if now is not None and left is not None
+            pending - now
+            for now, pending in zip(counts, self._left, strict=True)
+            if now is not None and pending is not None
         ]
         self._left = counts
         if self.every == "step":
@@ -223,11 +224,11 @@ class Schedules:
                 text += f"update ({per_epoch} an epoch); {way_out}"
                 self._warn("epoch_scheduler", text, step=step)
                 return
-            left = end - (count_of(scheduler) or 0)
-            if 0 < left < per_epoch - 1:
+            remaining = end - (count_of(scheduler) or 0)
+            if 0 < remaining < per_epoch - 1:
                 self._is_over_told = True
                 text = f"{name} is at its end after {end} updates, within the first epoch of "
-                self._ended = step + left + 1, f"{text}{per_epoch}; {way_out}"
+                self._ended = step + remaining + 1, f"{text}{per_epoch}; {way_out}"
                 return
 
 

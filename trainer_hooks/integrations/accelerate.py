@@ -257,8 +257,8 @@ class Hooks:
             clipped = _as_parameters(parameters)
             norm_type = args[0] if args else kwargs.get("norm_type", 2)
             self._before_clip(clipped, float(max_norm) if norm_type == 2 else None)
-            given = parameters if isinstance(parameters, Tensor) else clipped
-            return real(given, max_norm, *args, **kwargs)
+            clipped_params = parameters if isinstance(parameters, Tensor) else clipped
+            return real(clipped_params, max_norm, *args, **kwargs)
 
         return clip_grad_norm_
 
@@ -267,8 +267,8 @@ class Hooks:
             clipped = _as_parameters(parameters)
             # It would make an Inf a number like others, and nobody could see it any more.
             self._before_clip(clipped, None)
-            given = parameters if isinstance(parameters, Tensor) else clipped
-            return real(given, *args, **kwargs)
+            clipped_params = parameters if isinstance(parameters, Tensor) else clipped
+            return real(clipped_params, *args, **kwargs)
 
         return clip_grad_value_
 
@@ -323,9 +323,11 @@ class Hooks:
 
         def unscale_gradients(optimizer: Any = None) -> Any:
             states = accelerator.scaler._per_optimizer_states
-            chosen = accelerator._optimizers if optimizer is None else as_list(optimizer)
-            left = [o for o in chosen if states[id(plain(o))]["stage"] is OptState.READY]
-            return real(left)
+            optimizers = accelerator._optimizers if optimizer is None else as_list(optimizer)
+            still_scaled = [
+                o for o in optimizers if states[id(plain(o))]["stage"] is OptState.READY
+            ]
+            return real(still_scaled)
 
         return unscale_gradients
 
@@ -410,8 +412,8 @@ def _is_number(value: Any) -> bool:
 def _state_file(accelerator: Any, optimizer: Any) -> str:
     """Return where the state lies in a folder of ``save_state``: each guard has its own."""
     first = plain(as_list(optimizer)[0])
-    place = [plain(o) for o in accelerator._optimizers].index(first)
-    return f"vitals_{place}.json" if place else "vitals.json"
+    index = [plain(o) for o in accelerator._optimizers].index(first)
+    return f"vitals_{index}.json" if index else "vitals.json"
 
 
 def _as_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_hooks._attach import Attached, Judged
-from trainer_hooks._watch import Made, set_up
+from trainer_hooks._watch import MonitorParts, set_up
 from trainer_hooks.arguments import Arguments
 from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.guard.route import not_compiled
@@ -49,7 +49,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _seat_of(engine)
-    given = Arguments(
+    arguments = Arguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
         scaler=None if seat is None else seat.scaler,
@@ -66,17 +66,19 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )
-    made = set_up(given)
-    if made is None or seat is None:
+    parts = set_up(arguments)
+    if parts is None or seat is None:
         return cast(Attached, Unattached([], None, None))
-    return DeepSpeedAttached(made, engine, seat)
+    return DeepSpeedAttached(parts, engine, seat)
 
 
 class DeepSpeedAttached(Attached):
     """An engine under guard. Made by ``attach``; closing it gives all back."""
 
-    def __init__(self, made: Made, engine: Any, seat: _Seat) -> None:
-        super().__init__(made.device, made.run, tokens_per_step=made.tokens_per_step, max_norm=None)
+    def __init__(self, parts: MonitorParts, engine: Any, seat: _Seat) -> None:
+        super().__init__(
+            parts.device, parts.run, tokens_per_step=parts.tokens_per_step, max_norm=None
+        )
         clip = float(engine.gradient_clipping() or 0.0)
         self._clips_to = clip if clip > 0 else math.inf
         self.holder = seat.holder
@@ -150,7 +152,7 @@ class DeepSpeedAttached(Attached):
         if self._closed:
             return overflowed
         assert self.holder is not None, "only an engine with a place of its own asks"
-        self.holder.look(overflowed=overflowed)
+        self.holder.read_overflow_flag(overflowed=overflowed)
         self.before_clip(self._clips_to if self.holder.clips_as_told else None)
         assert self._judged is not None, "it was judged just now"
         orders = self._judged.orders
@@ -277,8 +279,8 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
 
     def has_overflow(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> bool:
-            own = bool(real(*args, **kwargs))
-            skip = attached.must_skip(own) or attached.engine_keeps_back()
+            has_overflow_here = bool(real(*args, **kwargs))
+            skip = attached.must_skip(has_overflow_here) or attached.engine_keeps_back()
             skipped_by["ours"] = skip and not attached.overflow_agreed
             return skip
 

@@ -130,32 +130,34 @@ def _judge_before_clips(
     clipped: set[int] = set()
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Tensor | None:
-        given = arguments_of.bind(*args, **kwargs).arguments
-        optimizer = given["optimizer"]
-        place = places.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if place is not None:
+        bound_arguments = arguments_of.bind(*args, **kwargs).arguments
+        optimizer = bound_arguments["optimizer"]
+        index = places.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if index is not None:
             if refused:
                 raise UsageError(
                     "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
                     hint="remove one of them; without max_norm the guard reads the loop's own clip",
                 )
             stepped = attached.route._round  # once for several, which may be stepped in between
-            is_next = not stepped or place in stepped
-            if is_next and (attached._judged is None or place in clipped):
+            is_next = not stepped or index in stepped
+            if is_next and (attached._judged is None or index in clipped):
                 clipped.clear()
-                attached.before_clip(_norm_of(given) if len(optimizers) == 1 else None)
-            clipped.add(place)
-        if "error_if_nonfinite" not in given and attached._run.mode == "guard":
+                attached.before_clip(_norm_of(bound_arguments) if len(optimizers) == 1 else None)
+            clipped.add(index)
+        if "error_if_nonfinite" not in bound_arguments and attached._run.mode == "guard":
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 
     replace(attached, fabric, "clip_gradients", clip_gradients)
 
 
-def _norm_of(given: Mapping[str, Any]) -> float | None:
+def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
     """Return the norm that a clip aims at; None for one by value, or to another kind of norm."""
-    max_norm = given.get("max_norm")
-    return None if max_norm is None or given.get("norm_type", 2.0) != 2 else float(max_norm)
+    max_norm = bound_arguments.get("max_norm")
+    return (
+        None if max_norm is None or bound_arguments.get("norm_type", 2.0) != 2 else float(max_norm)
+    )
 
 
 def _unscale_once(precision: Any, attached: Attached) -> None:

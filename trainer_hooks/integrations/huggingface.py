@@ -55,8 +55,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what protects a resumed run; the trainer puts it into ``trainer_state.json``."""
-        kept = {} if self.attached is None else self.attached.state_dict()
-        return {"args": {}, "attributes": {"kept": kept}}
+        attached_state = {} if self.attached is None else self.attached.state_dict()
+        return {"args": {}, "attributes": {"kept": attached_state}}
 
     # ------------------------------------------------------------------------ begin and end
 

@@ -31,8 +31,8 @@ _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 def _callback_class() -> Any:
     """Return the base class of the package in use; of both, as a list of callbacks takes either."""
     present = [name for name in _PACKAGES if find_spec(name) is not None]
-    chosen = next((name for name in present if _PACKAGES[name] in sys.modules), None)
-    package = chosen or (present[0] if present else "lightning")
+    package_name = next((name for name in present if _PACKAGES[name] in sys.modules), None)
+    package = package_name or (present[0] if present else "lightning")
     require(package.replace("_", "-"), "2.4", extra="lightning")
     return import_module(_PACKAGES[package]).Callback
 

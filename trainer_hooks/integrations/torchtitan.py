@@ -102,7 +102,7 @@ def _refuse(trainer: Any) -> None:
 
 def _follow(trainer: Any, attached: Attached) -> None:
     """Stand in for the trainer's methods until the loop is closed."""
-    steps = _Steps(trainer, attached)
+    steps = _StepJudge(trainer, attached)
     replace(attached, trainer, "forward_backward_step", steps.forward_backward_step)
     train = trainer.train
 
@@ -116,7 +116,7 @@ def _follow(trainer: Any, attached: Attached) -> None:
     _keep_state(trainer.checkpointer, attached)
 
 
-class _Steps:
+class _StepJudge:
     """Gives the losses on, and has the gradients judged after the last backward of a step."""
 
     def __init__(self, trainer: Any, attached: Attached) -> None:
@@ -139,16 +139,16 @@ class _Steps:
             return loss
         at = (trainer.step, attached.step_index)
         self._at, self._calls = at, 1 + (self._calls if at == self._at else 0)
-        given = False
+        is_given = False
         with attached._run.faults.fail_open("loss"):
             self._give(loss, **kwargs)
-            given = True
+            is_given = True
         if self._calls == trainer.gradient_accumulation_steps:
             config = getattr(trainer, "job_config", None) or trainer.config
             attached.before_clip(config.training.max_norm)
         elif self._calls > trainer.gradient_accumulation_steps:
             self._judge_anew()
-        if self._hide and given:
+        if self._hide and is_given:
             self._hide_from_torchtitan(loss)
         return loss
 
@@ -225,7 +225,7 @@ def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
     replace(attached, logger, "log", log)
 
 
-class _State:
+class _LoopState:
     """The loop's state as one text: a checkpoint is loaded into the keys that there are now."""
 
     def __init__(self, attached: Attached) -> None:
@@ -245,7 +245,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
     states = getattr(checkpointer, "states", None)  # none in 0.3 where it makes no checkpoints
     if states is None or not hasattr(checkpointer, "dcp_load"):
         return
-    states[STATE] = _State(attached)
+    states[STATE] = _LoopState(attached)
     real = checkpointer.dcp_load
 
     def dcp_load(state_dict: dict[str, Any], checkpoint_id: str, *rest: Any, **how: Any) -> Any:

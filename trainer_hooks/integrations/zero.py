@@ -23,7 +23,7 @@ _NOTHING: Piece = ((-1,), (0,))
 """What a rank holds of a parameter whose updates are all made elsewhere."""
 
 
-class Held(NamedTuple):
+class ParamPartition(NamedTuple):
     """A rank's part of one parameter."""
 
     name: str
@@ -52,7 +52,7 @@ class Holder(ABC):
         """Return the names of all trained parameters, in one order on all ranks."""
 
     @abstractmethod
-    def held(self) -> Iterator[Held]:
+    def partitions(self) -> Iterator[ParamPartition]:
         """Yield this rank's parts as they are now, in that order; empty ones may be left out."""
 
     @property
@@ -87,7 +87,7 @@ class Holder(ABC):
         """Whether the engine clips to the norm that its config says."""
         return True
 
-    def look(self, *, overflowed: bool) -> None:
+    def read_overflow_flag(self, *, overflowed: bool) -> None:
         """Take the engine's own flag and its scale, as they are when the gradients are measured."""
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
@@ -131,7 +131,7 @@ class HeldNorms(GradNorms):
         nothing = torch.empty(0, device=holder.device)
         params: dict[str, Tensor] = {name: nothing.clone() for name in holder.everything()}
         pieces = {id(tensor): _NOTHING for tensor in params.values()}
-        for part in holder.held():
+        for part in holder.partitions():
             params[part.name] = part.weight.detach()
             pieces[id(params[part.name])] = part.place, tuple(part.weight.shape)
         super().__init__(params, ranks, pieces)
@@ -147,7 +147,7 @@ class HeldNorms(GradNorms):
         """
         parts = [
             (self._at[part.name], part.gradient.detach())
-            for part in self._holder.held()
+            for part in self._holder.partitions()
             if part.gradient is not None and part.gradient.numel()
         ]
         return [at for at, _ in parts], [gradient for _, gradient in parts]
@@ -156,7 +156,7 @@ class HeldNorms(GradNorms):
     def local_parameters(self) -> list[Tensor]:
         """Return this rank's part of each parameter; empty where it has none."""
         parts = list(self.params)
-        for part in self._holder.held():
+        for part in self._holder.partitions():
             parts[self._at[part.name]] = part.weight.detach()
         return parts
 
@@ -195,7 +195,7 @@ class ZeroTwo(Holder):
             for j, param in enumerate(group)
         ]
 
-    def held(self) -> Iterator[Held]:
+    def partitions(self) -> Iterator[ParamPartition]:
         """Yield the parts of this rank's partitions, with their averaged gradients."""
         zero = self.zero
         for i, params in enumerate(zero.params_in_partition):
@@ -210,7 +210,7 @@ class ZeroTwo(Holder):
                 size = min(param.numel() - begin, flat.numel() - at)
                 name = self.name_of(param, i, index[id(param)])
                 grad = grads[n] if n < len(grads) else None
-                yield Held(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
+                yield ParamPartition(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
 
     def _indices(self, group: int) -> dict[int, int]:
         return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
@@ -229,7 +229,7 @@ class ZeroThree(Holder):
         """Return the names of all trained parameters, in the optimizer's order."""
         return [name for name, _, _, _ in self._params()]
 
-    def held(self) -> Iterator[Held]:
+    def partitions(self) -> Iterator[ParamPartition]:
         """Yield this rank's piece of each parameter, without what it is padded with."""
         zero = self.zero
         rank = dist.get_rank(zero.dp_process_group)
@@ -240,7 +240,7 @@ class ZeroThree(Holder):
             _, at, _ = zero.grad_position[zero.get_param_id(param)]
             weight = zero.fp32_partitioned_groups_flat[i].narrow(0, at, real)
             grad = None if averaged is None else averaged[j].reshape(-1).narrow(0, 0, real)
-            yield Held(name, (rank * size,), grad, weight)
+            yield ParamPartition(name, (rank * size,), grad, weight)
 
     def _params(self) -> Iterator[tuple[str, int, int, Any]]:
         for i, group in enumerate(self.zero.fp16_groups):
@@ -258,12 +258,12 @@ class _Replicated(Holder):
 
     def everything(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
-        return [part.name for part in self.held()]
+        return [part.name for part in self.partitions()]
 
-    def held(self) -> Iterator[Held]:
+    def partitions(self) -> Iterator[ParamPartition]:
         """Yield every parameter as the model has it."""
         for index, (param, grad) in enumerate(self.grouped()):
-            yield Held(self.name_of(param, 0, index), (), grad, param)
+            yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
 
 class HalfHeld(_Replicated):

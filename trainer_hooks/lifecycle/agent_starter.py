@@ -53,16 +53,19 @@ class Starter:
     disk that hangs must not keep a later start, and with it a step.
     """
 
-    def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
-        assert place.folder is not None, "without journals there is nothing to ship"
-        variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
-        self._away, self._notice = place.folder / AWAY_FILE, place.folder / NOTICE_FILE
+    def __init__(self, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
+        assert run_paths.folder is not None, "without journals there is nothing to ship"
+        variables = {
+            "VITALS_NODE": run_paths.node,
+            "VITALS_SHM": str(run_paths.folder.parent.parent),
+        }
+        self._away, self._notice = run_paths.folder / AWAY_FILE, run_paths.folder / NOTICE_FILE
         # A later start of it may find the training in another working directory.
         self._environ = {**with_absolute_paths(environ), **variables}
-        self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
+        self._run_id, self.directory = run_paths.run_dir.run_id, str(run_paths.run_dir.path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            path = place.run_dir.agent_dir(place.node) / "agent.log"
+            path = run_paths.run_dir.agent_dir(run_paths.node) / "agent.log"
             self._log = open_own(path, flags, mode=0o600)
         except OSError as error:
             if not is_full(error):
@@ -136,7 +139,7 @@ class NodeAgent:
         self.pid: int | None = start()
         """None while there is no child."""
 
-    def look(self, now_ns: int, *, step: int, attempt: int) -> None:
+    def restart_if_ended(self, now_ns: int, *, step: int, attempt: int) -> None:
         """Start the agent again where it is gone and its time has come. Fails open, never waits.
 
         Args:
@@ -148,7 +151,7 @@ class NodeAgent:
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS
         with self._faults.fail_open("agent.look"):
-            self._look(now_ns, step, attempt)
+            self._restart_if_ended(now_ns, step, attempt)
 
     def close(self, now_ns: int, *, step: int, attempt: int) -> str:
         """Look a last time: without an agent the last rows would stay where they are.
@@ -157,12 +160,14 @@ class NodeAgent:
             The collector that does not answer; nothing where all is well.
         """
         with self._faults.fail_open("agent.look"):
-            self._look(now_ns, step, attempt, last=True)
+            self._restart_if_ended(now_ns, step, attempt, last=True)
             self._start.close()
             return self._start.away()
         return ""
 
-    def _look(self, now_ns: int, step: int, attempt: int, *, last: bool = False) -> None:
+    def _restart_if_ended(
+        self, now_ns: int, step: int, attempt: int, *, last: bool = False
+    ) -> None:
         # A forked child has no children of ours, and must not start any.
         if os.getpid() != self._owner:
             return

@@ -42,12 +42,12 @@ def run_info(
     schedule: str = "",
 ) -> RunInfo:
     """Return the run's attributes, without what ``redaction`` takes for secrets."""
-    words = [tags] if isinstance(tags, str) else tags
+    tag_list = [tags] if isinstance(tags, str) else tags
     return RunInfo(
         name=_text(name or environ.get("VITALS_NAME", ""))[:300],
         project=_text(environ.get("VITALS_PROJECT", ""))[:300],
         user=_user(),
-        tags=tuple(_text(tag) for tag in words),
+        tags=tuple(_text(tag) for tag in tag_list),
         config=flat(config),
         git_commit=_git_commit(),
         mode=mode,
@@ -89,15 +89,15 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
 
     Bounded in every direction: what does not fit into one record would take the run's name with it.
     """
-    kept: dict[str, Plain] = {}
+    flattened: dict[str, Plain] = {}
     num_characters = 0
     for name, value in _pairs(config, "", 0):
         num_characters += len(name) + len(str(value))
         if num_characters > _MAX_CHARACTERS:
-            kept["..."] = "more settings were left out"
+            flattened["..."] = "more settings were left out"
             break
-        kept[name] = value
-    return kept
+        flattened[name] = value
+    return flattened
 
 
 def _pairs(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:

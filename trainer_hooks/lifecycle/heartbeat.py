@@ -158,17 +158,17 @@ class HeartbeatThread:
     def _place(self) -> tuple[str, bool]:
         """Return where the training thread is in the user's code, and whether a debugger has it."""
         frame: FrameType | None = sys._current_frames().get(self._ident)
-        innermost, own, is_debugged = "", "", False
+        innermost, user_frame, is_debugged = "", "", False
         while frame is not None:
             file = frame.f_code.co_filename
             is_debugged = is_debugged or _is_of_debugger(file)
-            if not (innermost and (own or file.startswith(_FOREIGN))):
+            if not (innermost and (user_frame or file.startswith(_FOREIGN))):
                 text = f"{_short(file)}:{frame.f_lineno} ({frame.f_code.co_name})"[:_MAX_TEXT]
                 innermost = innermost or text
-                if not own and not file.startswith(_FOREIGN):
-                    own = text
+                if not user_frame and not file.startswith(_FOREIGN):
+                    user_frame = text
             frame = frame.f_back
-        return own or innermost, is_debugged
+        return user_frame or innermost, is_debugged
 
 
 def _foreign() -> tuple[str, ...]:
@@ -269,23 +269,23 @@ class FlightRecorder:
             return
         raw: bytes | str = dump(True, False)
         entries = msgspec.json.decode(raw, type=_Trace).entries
-        last: dict[str, list[_Entry]] = {}
+        last: dict[str, list[_RecorderEntry]] = {}
         for entry in entries:
             if entry.process_group and entry.process_group[0] in sequences and not entry.is_p2p:
                 last.setdefault(entry.process_group[0], []).append(entry)
         if not last:
             self.why_not = "torch's flight recorder is empty (TORCH_FR_BUFFER_SIZE=0?)"
             return
-        kept = {group: of_group[-NUM_COLLECTIVES:] for group, of_group in last.items()}
+        recent = {group: of_group[-NUM_COLLECTIVES:] for group, of_group in last.items()}
         self.newest = {
             group: {entry.collective_seq_id: entry.text for entry in of_group[-_NUM_TOLD:]}
-            for group, of_group in list(kept.items())[:_MAX_TOLD_GROUPS]
+            for group, of_group in list(recent.items())[:_MAX_TOLD_GROUPS]
         }
-        lines = [entry.told for of_group in kept.values() for entry in of_group]
+        lines = [entry.told for of_group in recent.values() for entry in of_group]
         replace_file(directory / COLLECTIVES_FILE, msgspec.json.encode(lines), mode=0o600)
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _RecorderEntry(msgspec.Struct, frozen=True):
     """What is taken of one entry of the recorder."""
 
     process_group: tuple[str, ...] = ()
@@ -316,7 +316,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class _Trace(msgspec.Struct, frozen=True):
-    entries: list[_Entry] = []
+    entries: list[_RecorderEntry] = []
 
 
 def _recorder_of(backend: str) -> tuple[Callable[[bool, bool], bytes | str] | None, str]:

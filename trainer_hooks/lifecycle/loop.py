@@ -48,7 +48,7 @@ class Loop:
         self._parts = StepPhases(device, run, tokens_per_step=tokens_per_step)
         self._first_step = self._step = first_step
         if device.sampler is not None:
-            device.sampler.begin(first_step)
+            device.sampler.start_step(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
         self.shutdown = Shutdown(run)
@@ -136,7 +136,7 @@ class Loop:
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
         with self._run.faults.fail_open("evaluate"):
             if self._run.is_rank0:
-                self._run.features[ProbeFeature].loss_evaluations.given(values)
+                self._run.features[ProbeFeature].loss_evaluations.add(values)
             stopping = self._run.features.get(EarlyStoppingFeature)
             if stopping is not None:
                 with self._run.times.checkpoint():  # copies the best state
@@ -303,21 +303,21 @@ class Loop:
                 hint="call it before the first step; a run that resumed from its own checkpoint "
                 "already has its limits",
             )
-        kept = read_loop_state(state, run.judge.config)
-        if kept is None:
+        loop_state = read_loop_state(state, run.judge.config)
+        if loop_state is None:
             return
         attempt = AttemptStarted(
             id=self.attempt + 1,
-            parent=kept.attempt if kept.run_id == self.run_id else self.attempt,
-            fork_step=kept.step,
-            reason=f"resumed at step {kept.step} from the loop's own checkpoint",
+            parent=loop_state.attempt if loop_state.run_id == self.run_id else self.attempt,
+            fork_step=loop_state.step,
+            reason=f"resumed at step {loop_state.step} from the loop's own checkpoint",
         )
-        self._first_step = self._step = run.first_step = kept.step
-        self._parts.clock.step = kept.step
-        resume(run, attempt, kept.detectors, kept.tokens, kept.features)
+        self._first_step = self._step = run.first_step = loop_state.step
+        self._parts.clock.step = loop_state.step
+        resume(run, attempt, loop_state.detectors, loop_state.tokens, loop_state.features)
         self._device.shadow.keep()
         if self._device.sampler is not None:
-            self._device.sampler.begin(self._step)
+            self._device.sampler.start_step(self._step)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -388,10 +388,10 @@ class Loop:
         """Judge and write down the steps whose numbers are still on their way."""
         run, readback = self._run, self._device.readback
         while run.halted is None:
-            left = readback.pop(patience_seconds=patience_seconds)
-            if left is None:
+            remaining = readback.pop(patience_seconds=patience_seconds)
+            if remaining is None:
                 return
-            carry_out_at_end(run, judge_returned(run, *left, now_step=self._step))
+            carry_out_at_end(run, judge_returned(run, *remaining, now_step=self._step))
 
     def _release(self) -> None:
         self._parts.close()

@@ -191,10 +191,10 @@ def read_earlier_plan(run_dir: RunDir) -> Plan:
 
 
 def open_journal(
-    place: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
+    run_paths: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
     """Open this rank's journal; without one training continues, and the fault is counted."""
-    if place.folder is None:
+    if run_paths.folder is None:
         return None
     uuid = ""
     if device.type == "cuda":
@@ -202,10 +202,10 @@ def open_journal(
     journal = None
     with faults.fail_open("journal.open"):
         identity = Identity(
-            run_id=place.run_dir.run_id,
+            run_id=run_paths.run_dir.run_id,
             incarnation=new_incarnation(),
             source=f"rank:{ranks.rank}",
-            node=place.node,
+            node=run_paths.node,
             pid=os.getpid(),
             rank=ranks.rank,
             local_rank=ranks.local_rank,
@@ -215,12 +215,12 @@ def open_journal(
             boot_id=_boot_id(),
             gpu_uuid=uuid,
         )
-        journal = JournalWriter(journal_directory(place.folder, identity), identity)
+        journal = JournalWriter(journal_directory(run_paths.folder, identity), identity)
     return journal  # noqa: RET504 - the assignment may not have happened
 
 
 def open_inbox(
-    place: RunPaths,
+    run_paths: RunPaths,
     ranks: Ranks,
     environ: Mapping[str, str],
     clock: Clock,
@@ -235,10 +235,10 @@ def open_inbox(
 
     def at_root() -> None:
         if ranks.rank == 0:
-            key = place.run_dir.command_key()
-            if place.folder is None:
+            key = run_paths.run_dir.command_key()
+            if run_paths.folder is None:
                 return
-            path = place.folder / "mailbox"
+            path = run_paths.folder / "mailbox"
             try:
                 mailbox = Mailbox.create(path)
             except (OSError, VitalsError) as error:
@@ -249,9 +249,9 @@ def open_inbox(
                 mailbox=mailbox,
                 key=key,
                 keys=control_folder(environ),
-                run_id=place.run_dir.run_id,
+                run_id=run_paths.run_dir.run_id,
                 clock=clock,
-                last_number=max(place.plan.facts.last_command, place.plan.expired),
+                last_number=max(run_paths.plan.facts.last_command, run_paths.plan.expired),
             )
             opened.append(inbox)
 

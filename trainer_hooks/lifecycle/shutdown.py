@@ -77,7 +77,7 @@ class Shutdown:
         """Whether SIGTERM is to be answered with a checkpoint."""
         return self._grace is not None
 
-    def told_to_stop(self) -> None:
+    def on_sigterm(self) -> None:
         """Let the next step tell all ranks that this one was sent SIGTERM."""
         self._sigterm.is_received = True
 
@@ -180,7 +180,7 @@ def close_earlier(optimizers: Sequence[object]) -> None:
     if not is_interactive():
         return
     for monitor in [m for m in open_monitors if m.shutdown.is_ours]:
-        if any(own is other for own in monitor.optimizers for other in optimizers):
+        if any(optimizer is other for optimizer in monitor.optimizers for other in optimizers):
             _LOG.warning(
                 "vitals: closed the earlier monitor of this optimizer, because watch() made a new "
                 "one"
@@ -231,7 +231,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     default = _previous in (None, signal.SIG_DFL)
     saving = [monitor for monitor in ours if monitor.shutdown.saves]
     for monitor in saving:
-        monitor.shutdown.told_to_stop()
+        monitor.shutdown.on_sigterm()
     dying = default and not saving
     if dying:
         signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short

@@ -44,7 +44,7 @@ def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     for name, module in unwrap(model)[0].named_modules():
         modules.setdefault(clean_name(name), module)  # the wrapper, not what it lies around
     modules.pop("")
-    chosen: dict[str, nn.Module] = {}
+    selected: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
         if not matching:
@@ -52,8 +52,8 @@ def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
                 f"SignalSettings.activations: no module is named {pattern!r}",
                 hint=f"the model has {', '.join(list(modules)[:8])}",
             )
-        chosen.update(matching)
-    return chosen
+        selected.update(matching)
+    return selected
 
 
 class Activations:
@@ -81,7 +81,7 @@ class Activations:
         """Numbers that are read back."""
         return self._figures.numel()
 
-    def begin(self, *, sampled: bool) -> None:
+    def reset(self, *, sampled: bool) -> None:
         """Begin a step: forget the last one's figures."""
         if self._seen:
             self._figures.fill_(_NOT_MEASURED)
@@ -96,7 +96,7 @@ class Activations:
         """Return of each module 1 where its output is not finite, else 0."""
         return (~torch.isfinite(self._figures[:, 0])).to(torch.float64)
 
-    def read(self, numbers: list[float]) -> dict[str, Activation]:
+    def unpack(self, numbers: list[float]) -> dict[str, Activation]:
         """Return, of what came to the host, the modules that were measured."""
         width = len(Activation._fields)
         rows = (numbers[i : i + width] for i in range(0, len(numbers), width))

@@ -245,22 +245,22 @@ class StepClock:
 
     def finish(self) -> StepTimes:
         """Return the step's times, and begin the next step."""
-        timeline = None if self.sections is None else self.sections.take()
+        timeline = None if self.sections is None else self.sections.pop_timeline()
         now = self.clock.monotonic_ns()
-        last, waited, kept = self._last_end, self._data_wait_ns, self._checkpoint_ns
-        before_ns = (waited or 0) + (kept or 0)
+        last, waited, checkpoint_ns = self._last_end, self._data_wait_ns, self._checkpoint_ns
+        before_ns = (waited or 0) + (checkpoint_ns or 0)
         times = StepTimes(
             duration=None if last is None else (now - last) / 1e9,
             data_wait=None if waited is None else waited / 1e9,
             forward_backward=None if last is None else (self._entered - last - before_ns) / 1e9,
-            checkpoint=None if last is None or kept is None else kept / 1e9,
+            checkpoint=None if last is None or checkpoint_ns is None else checkpoint_ns / 1e9,
             evaluation=None if self._evaluation_ns is None else self._evaluation_ns / 1e9,
             optimizer=self._optimizer_ns / 1e9,
             monitor=(now - self._entered - self._optimizer_ns - self._exchange_ns) / 1e9,
             timeline=None if last is None else timeline,
         )
         if self.sections is not None:
-            self.sections.begin(now)
+            self.sections.start_step(now)
         self._last_end = now
         self._data_wait_ns = self._checkpoint_ns = self._evaluation_ns = None
         self._optimizer_ns = self._exchange_ns = 0
@@ -345,10 +345,10 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type != "cuda":
         return DeviceMemory()
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    held = stats["allocated_bytes"]["all"]
+    allocated = stats["allocated_bytes"]["all"]
     return DeviceMemory(
-        float(held["current"]),
-        float(held["peak"]),
+        float(allocated["current"]),
+        float(allocated["peak"]),
         int(stats["num_alloc_retries"]),
         int(stats["num_ooms"]),
     )
@@ -435,22 +435,22 @@ class MemoryEstimate:
         self._optimizers = tuple(optimizers)
         self._device = device
         self._calls = 0
-        self._bytes = self._take()
+        self._bytes = self._estimate()
 
     def count_step(self) -> int:
         """Count a step, and return the bytes."""
         self._calls += 1
         if self._calls & (self._calls - 1) == 0:
-            self._bytes = self._take()
+            self._bytes = self._estimate()
         return self._bytes
 
-    def _take(self) -> int:
+    def _estimate(self) -> int:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         trained = [param for group in groups for param in group["params"]]
         states = [state for o in self._optimizers for state in o.state.values()]
-        kept = [*trained, *self._model.parameters(), *self._model.buffers(), *_tensors(states)]
+        tensors = [*trained, *self._model.parameters(), *self._model.buffers(), *_tensors(states)]
         gradients = sum(size for _, size in self._sizes(p for p in trained if p.requires_grad))
-        return sum(dict(self._sizes(kept)).values()) + gradients
+        return sum(dict(self._sizes(tensors)).values()) + gradients
 
     def _sizes(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
         """Yield address and bytes of what lies on the device."""

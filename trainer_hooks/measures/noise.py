@@ -180,7 +180,7 @@ class OwnGradients:
 
     @classmethod
     def _hooked(
-        cls, ddp: DistributedDataParallel, made: "OwnGradients", setting: str
+        cls, ddp: DistributedDataParallel, gradients: "OwnGradients", setting: str
     ) -> "OwnGradients":
         for hook, state in ddp._comm_hooks:
             if hook is vitals_noise_hook:  # of an earlier monitor: none can be taken off
@@ -193,12 +193,12 @@ class OwnGradients:
         if ddp._comm_hooks:
             raise taken
         try:
-            ddp.register_comm_hook(_HookState(made, ddp.process_group), vitals_noise_hook)
+            ddp.register_comm_hook(_HookState(gradients, ddp.process_group), vitals_noise_hook)
         except RuntimeError as error:  # one of torch's built-in hooks, or mixed precision's
             raise taken from error
-        return made
+        return gradients
 
-    def begin(self, *, square: bool, turn: int | None = None) -> None:
+    def start_step(self, *, square: bool, turn: int | None = None) -> None:
         """Begin a step.
 
         Args:

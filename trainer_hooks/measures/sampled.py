@@ -241,18 +241,18 @@ class Sampler:
 
     # ------------------------------------------------------------------------------ in a step
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Get ready for a step; call at the start, and at the end of the step before."""
         sampled = self.settings.due(step)
         with self._faults.fail_open("signals"):
             if self._own_gradients is not None:
                 checked = sampled and self.settings.reduction
-                self._own_gradients.begin(
+                self._own_gradients.start_step(
                     square=sampled and self.settings.noise_scale,
                     turn=step // self.settings.every if checked else None,
                 )
             if self._activations is not None:
-                self._activations.begin(sampled=sampled)
+                self._activations.reset(sampled=sampled)
 
     def fill(self, step: int, out: Tensor, loss_scale: Tensor | None) -> None:
         """Write what is measured of a step into this part of the pack, which is zero."""
@@ -314,19 +314,19 @@ class Sampler:
         if self._activations is not None:
             self._activations.release()
         if self._own_gradients is not None:
-            self._own_gradients.begin(square=False)
+            self._own_gradients.start_step(square=False)
 
     # ------------------------------------------------------------------------------ on the host
 
-    def read(self, summed: list[float], own: list[float]) -> Samples:
+    def unpack(self, summed: list[float], rank_values: list[float]) -> Samples:
         """Return what a step's numbers say: the pack's part, and this rank's own."""
         norm, came_out = None, 0.0
         if self.settings.reduction:
-            *own, came_out = own
+            *rank_values, came_out = rank_values
         if self.settings.noise_scale:
-            *own, square = own
+            *rank_values, square = rank_values
             norm = math.sqrt(square) if square >= 0.0 else None if square < 0.0 else math.nan
-        activations = {} if self._activations is None else self._activations.read(own)
+        activations = {} if self._activations is None else self._activations.unpack(rank_values)
         if not summed:
             return Samples(activations=activations)
         weights, updates, noise, writes = (n == self._world_size for n in summed[: _HEAD - 1])

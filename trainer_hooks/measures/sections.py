@@ -60,18 +60,18 @@ class Timeline:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each section."""
-        spent: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
+        seconds_by_section: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
         before = self.begin
         for section, instant in self.marks:
-            spent[section] += _between(before, instant)
+            seconds_by_section[section] += _between(before, instant)
             before = instant
         for section, began, ended in self.waits:
             waited = _between(began, ended)
-            spent[section] -= waited
-            spent["gradient_wait"] += waited
+            seconds_by_section[section] -= waited
+            seconds_by_section["gradient_wait"] += waited
         for aside, nanoseconds in self.asides.items():
-            spent[aside] -= nanoseconds / 1e9
-        return {section: max(0.0, seconds) for section, seconds in spent.items()}
+            seconds_by_section[aside] -= nanoseconds / 1e9
+        return {section: max(0.0, seconds) for section, seconds in seconds_by_section.items()}
 
     def since(self, instant: Instant) -> float | None:
         """Return the seconds of the device from an instant to the step's end; None on the CPU."""
@@ -139,7 +139,7 @@ class Sections:
 
     # ------------------------------------------------------------------------ by the step's clock
 
-    def begin(self, now_ns: int) -> None:
+    def start_step(self, now_ns: int) -> None:
         """Note that a step ended, so by the step's clock: the next one begins."""
         self._drop()
         with self._faults.fail_open("sections"):
@@ -157,7 +157,7 @@ class Sections:
                 instant = self._now() if self._is_cuda else now_ns
                 self._marks.append((self._section, instant))
 
-    def take(self) -> Timeline | None:
+    def pop_timeline(self) -> Timeline | None:
         """Return the step's times; None where forward or backward were not seen."""
         end = queued = None
         with self._faults.fail_open("sections"):

@@ -131,12 +131,14 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, A
         return value
     if id(value) in memo:
         return memo[id(value)][1]
-    made = _made(value, leaf, memo)
-    memo[id(value)] = value, made  # the value too: its id must stay its own
-    return made
+    copied_value = _copy_container(value, leaf, memo)
+    memo[id(value)] = value, copied_value  # the value too: its id must stay its own
+    return copied_value
 
 
-def _made(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
+def _copy_container(
+    value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]
+) -> Any:
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor | OnHost):
         return leaf(value)
@@ -148,16 +150,16 @@ def _made(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any
     if _is_sequence(value):
         return type(value)(again)
     try:
-        made = copy.copy(value)
+        shallow_copy = copy.copy(value)
     except TypeError:  # a handle of some library: nobody writes to it in place
         return value
     if isinstance(value, dict):
         for key, inner in value.items():
-            made[key] = _mapped(inner, leaf, memo)
+            shallow_copy[key] = _mapped(inner, leaf, memo)
     for name, inner in vars(value).items() if hasattr(value, "__dict__") else ():
         if not isinstance(value, dict) or name not in value:
-            object.__setattr__(made, name, _mapped(inner, leaf, memo))
-    return made
+            object.__setattr__(shallow_copy, name, _mapped(inner, leaf, memo))
+    return shallow_copy
 
 
 def _is_sequence(value: Any) -> bool:
@@ -165,7 +167,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Kept:
+class BankedBatches:
     """The batches of one step, and the loss that the step saw."""
 
     step: int
@@ -191,8 +193,8 @@ class Bank:
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[int, Kept] = {}
-        self._waiting: dict[int, Kept] = {}
+        self._kept: dict[int, BankedBatches] = {}
+        self._waiting: dict[int, BankedBatches] = {}
         """By step, until their verdict is there."""
         self._level = 0
         self._copies: list[Any] = []
@@ -202,8 +204,8 @@ class Bank:
     def max_bytes(self) -> int:
         """The bound."""
         if self._max_bytes is None:
-            left = host_memory_left()
-            share = _MAX_BYTES if left is None else int(left * _MAX_SHARE)
+            free_bytes = host_memory_left()
+            share = _MAX_BYTES if free_bytes is None else int(free_bytes * _MAX_SHARE)
             self._max_bytes = min(_MAX_BYTES, share)
         return self._max_bytes
 
@@ -215,29 +217,29 @@ class Bank:
     @property
     def num_bytes(self) -> int:
         """Of all copies that are held."""
-        held = (*self._kept.values(), *self._waiting.values())
-        return self._copied_bytes + sum(kept.num_bytes for kept in held)
+        banked = (*self._kept.values(), *self._waiting.values())
+        return self._copied_bytes + sum(batches.num_bytes for batches in banked)
 
     def num_batches(self) -> dict[int, int]:
         """Return how many batches are kept of each step that was accepted."""
-        return {step: len(kept.batches) for step, kept in self._kept.items()}
+        return {step: len(batches.batches) for step, batches in self._kept.items()}
 
-    def __getitem__(self, step: int) -> Kept:
+    def __getitem__(self, step: int) -> BankedBatches:
         return self._kept[step]
 
-    def waiting(self, step: int) -> Kept | None:
+    def waiting(self, step: int) -> BankedBatches | None:
         """Return what was kept of a step whose verdict is not there yet."""
         return self._waiting.get(step)
 
     def expected_bytes(self) -> int:
         """Return what the bank will come to hold, by what it holds now."""
-        held = [*self._kept.values(), *self._waiting.values()]
-        if not held or self.is_full:
+        banked = [*self._kept.values(), *self._waiting.values()]
+        if not banked or self.is_full:
             return 0
         far = sum((end - begin) // every for begin, end, every in _far_parts())
         stride = EVERY * _LEVELS[self._level].stride
         steps = _NEAR_STEPS // stride + (far if _LEVELS[self._level].far else 0)
-        return min(self.max_bytes, steps * max(kept.num_bytes for kept in held))
+        return min(self.max_bytes, steps * max(batches.num_bytes for batches in banked))
 
     # ------------------------------------------------------------------------- what comes in
 
@@ -252,11 +254,11 @@ class Bank:
         """Copy a batch of the step to come, where there is room for it."""
         while not self.is_full:
             try:
-                made, size = copied(batch, self.max_bytes - self.num_bytes)
+                batch_copy, size = copied(batch, self.max_bytes - self.num_bytes)
             except TooLargeError:
                 self._thin_out()
                 continue
-            self._copies.append(made)
+            self._copies.append(batch_copy)
             self._copied_bytes += size
             return
 
@@ -267,10 +269,10 @@ class Bank:
             self.clear()
             return
         most = _LEVELS[self._level].batches
-        for kept in (*self._kept.values(), *self._waiting.values()):
-            if len(kept.batches) > most:
-                kept.num_bytes = kept.num_bytes * most // len(kept.batches)
-                del kept.batches[most:]
+        for batches in (*self._kept.values(), *self._waiting.values()):
+            if len(batches.batches) > most:
+                batches.num_bytes = batches.num_bytes * most // len(batches.batches)
+                del batches.batches[most:]
         if len(self._copies) > most:
             self._copied_bytes = self._copied_bytes * most // len(self._copies)
             del self._copies[most:]
@@ -282,16 +284,16 @@ class Bank:
         size, self._copied_bytes = self._copied_bytes, 0
         self._waiting.pop(step, None)  # of a branch that was left
         if copies:
-            self._waiting[step] = Kept(step, copies, num_batches, loss_of, size)
+            self._waiting[step] = BankedBatches(step, copies, num_batches, loss_of, size)
         while len(self._waiting) > _MOST_WAITING:
             del self._waiting[min(self._waiting)]
 
     def accepted(self, step: int, loss: float) -> None:
         """Keep the step's batches with its loss."""
-        kept = self._waiting.pop(step, None)
-        if kept is not None:
-            kept.loss = loss
-            self._kept[step] = kept
+        batches = self._waiting.pop(step, None)
+        if batches is not None:
+            batches.loss = loss
+            self._kept[step] = batches
             self._let_go()
 
     def dropped(self, step: int) -> None:
@@ -300,9 +302,9 @@ class Bank:
 
     def rolled_back(self, step: int) -> None:
         """Forget all from this step on."""
-        for held in (self._kept, self._waiting):
-            for later in [s for s in held if s >= step]:
-                del held[later]
+        for banked in (self._kept, self._waiting):
+            for later in [s for s in banked if s >= step]:
+                del banked[later]
         self._copies.clear()
         self._copied_bytes = 0
 

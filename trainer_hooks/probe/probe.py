@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.probe.bank import EVERY, Bank, Kept, given_out, same_content
-from trainer_hooks.probe.untouched import RefusedError, is_sharded, seed_all, untouched
+from trainer_hooks.probe.bank import EVERY, Bank, BankedBatches, given_out, same_content
+from trainer_hooks.probe.untouched import RefusedError, is_sharded, isolated_forward, seed_all
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.emit import Emitter
-from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, Reading
+from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
 
@@ -59,7 +59,7 @@ class Probe:
 
     The order of a step: ``keep`` each batch as it is handed out; ``fed``; ``rehearse`` before the
     update; ``returned`` and ``accepted`` or ``dropped`` with the step's verdict, a step later
-    perhaps; ``read`` after the update, where the ladder asks.
+    perhaps; ``evaluate`` after the update, where the ladder asks.
 
     Args:
         model: the watched one; each of its forwards is a point where ranks agree to go on.
@@ -97,7 +97,7 @@ class Probe:
         self._was_fed = False
         self._why_not = ""
         """Why this rank keeps no batches any more."""
-        self._earlier: Kept | None = None
+        self._earlier: BankedBatches | None = None
         """A step's batches from before the rehearsal: a loss of other batches is another one."""
         self._all_ready = False
         self._is_over = False
@@ -191,31 +191,33 @@ class Probe:
         if self._pause:
             self._pause -= 1
             return
-        kept, earlier = self.bank.waiting(step), self._earlier
-        self._earlier = earlier or kept
+        saved, earlier = self.bank.waiting(step), self._earlier
+        self._earlier = earlier or saved
         loss = own_loss()
-        can = kept is not None and earlier is not None and loss is not None and math.isfinite(loss)
-        counts = (len(kept.batches), len(earlier.batches)) if kept and earlier and can else (0, 0)
+        can = saved is not None and earlier is not None and loss is not None and math.isfinite(loss)
+        counts = (len(saved.batches), len(earlier.batches)) if saved and earlier and can else (0, 0)
         everywhere = self._ranks.gather(counts)
         fewest = min(c[0] for c in everywhere), min(c[1] for c in everywhere)
         if not all(fewest):
             self._try_again("no step has a kept batch on every rank")
             return
-        assert kept is not None and earlier is not None and loss is not None, "just looked at"
-        self._judge(kept, earlier, fewest, loss)
+        assert saved is not None and earlier is not None and loss is not None, "just looked at"
+        self._judge(saved, earlier, fewest, loss)
 
-    def _judge(self, kept: Kept, earlier: Kept, fewest: tuple[int, int], loss: float) -> None:
-        now, before = kept.batches[: fewest[0]], earlier.batches[: fewest[1]]
-        present = _Task(kept, now, rewind=self._rewind)
+    def _judge(
+        self, saved: BankedBatches, earlier: BankedBatches, fewest: tuple[int, int], loss: float
+    ) -> None:
+        now, before = saved.batches[: fewest[0]], earlier.batches[: fewest[1]]
+        present = _Task(saved, now, rewind=self._rewind)
         tasks = (present, present._replace(seed=1), _Task(earlier, before))
         results = self._forwards(tasks)
         if results is None:
             return
-        verdict = _verdict(results, kept, len(now), loss)
+        verdict = _verdict(results, saved, len(now), loss)
         if (
             verdict == ""
             and _stands_still(results)
-            and not same_content(kept.batches, earlier.batches)
+            and not same_content(saved.batches, earlier.batches)
         ):
             verdict = "again"
         verdicts = self._ranks.gather(verdict)
@@ -231,7 +233,7 @@ class Probe:
         expected = self.bank.expected_bytes() / (1 << 20)
         self._tell(
             "probe_bank",
-            f"the probe is on: loss_of gave {results[0].loss:.6g} where step {kept.step} saw "
+            f"the probe is on: loss_of gave {results[0].loss:.6g} where step {saved.step} saw "
             f"{loss:.6g} on rank {self._ranks.rank}; each rank keeps batches of past steps, up to "
             f"{expected:.3g} MiB of at most {self.bank.max_bytes / (1 << 20):.3g} MiB",
         )
@@ -244,7 +246,7 @@ class Probe:
 
     # -------------------------------------------------------------------------------- an answer
 
-    def read(self, ask: Ask) -> Reading:
+    def evaluate(self, ask: Ask) -> ProbeResult:
         """Return what the present state makes of batches from before the onset. Collective.
 
         Call after the update, the schedulers and ``zero_grad``, on all ranks alike.
@@ -252,11 +254,11 @@ class Probe:
         if not self.is_on:
             return _nothing("the probe is off")
         everywhere = self._ranks.gather(self.bank.num_batches())
-        near, far = _chosen(everywhere, ask.onset_step)
+        near, far = _select_batches(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
             return _nothing(f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}")
         # As many of each step as every rank has: its forwards may hold collectives.
-        fewest = [(step, min(kept[step] for kept in everywhere)) for step in (*near, *far)]
+        fewest = [(step, min(saved[step] for saved in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self.bank[step], self.bank[step].batches[:n]) for step, n in fewest]
         latest = len(near) - 1
         tasks[latest] = tasks[latest]._replace(with_gradient=True)
@@ -271,10 +273,10 @@ class Probe:
 
     # ---------------------------------------------------------------------------- its forwards
 
-    def _forwards(self, tasks: Iterable[_Task]) -> list[_Result] | None:
+    def _forwards(self, tasks: Iterable[_Task]) -> list[_TaskResult] | None:
         """Read the losses, on all ranks in step. None: some rank could not, and all know."""
         meeting = _Meeting(self._ranks)
-        results: list[_Result] = []
+        results: list[_TaskResult] = []
         with meeting.at_each_forward(self._model):
             for task in tasks:
                 try:
@@ -294,11 +296,11 @@ class Probe:
         self._switch_off(f"loss_of {reason}" if rank >= 0 else reason, rank)
         return None
 
-    def _losses(self, task: _Task) -> _Result:
+    def _losses(self, task: _Task) -> _TaskResult:
         losses = []
         has_gradient = True
         for i, batch in enumerate(task.batches):
-            with untouched(self._model, self._optimizers) as check:
+            with isolated_forward(self._model, self._optimizers) as check:
                 if task.rewind is not None:
                     task.rewind()
                 seed_all(task.seed)
@@ -308,7 +310,7 @@ class Probe:
                 if task.with_gradient and not i:
                     seed_all(task.seed)
                     has_gradient = self._has_gradient(task.kept.loss_of, batch)
-        return _Result(sum(losses) / len(losses), losses, has_gradient)
+        return _TaskResult(sum(losses) / len(losses), losses, has_gradient)
 
     def _has_gradient(self, loss_of: LossOf, batch: Any) -> bool:
         """Return whether the gradient of a batch is finite; True where it cannot be known.
@@ -358,17 +360,17 @@ class Probe:
 class _Task(NamedTuple):
     """Batches of one step, to be read."""
 
-    kept: Kept
+    kept: BankedBatches
     batches: list[Any]
     """Of those that were kept, as many as every rank has."""
     seed: int = 0
     rewind: Callable[[], None] | None = None
-    """Brings what forward writes back to where the step began; within ``untouched``."""
+    """Brings what forward writes back to where the step began; within ``isolated_forward``."""
     with_gradient: bool = False
     """Whether the gradient of the first batch is looked at too."""
 
 
-class _Result(NamedTuple):
+class _TaskResult(NamedTuple):
     """What was read of a task on this rank."""
 
     loss: float
@@ -453,32 +455,34 @@ def _number(value: object) -> float:
 # ------------------------------------------------------------------------------ pure functions
 
 
-def _verdict(results: Sequence[_Result], kept: Kept, num_read: int, loss: float) -> str:
+def _verdict(
+    results: Sequence[_TaskResult], saved: BankedBatches, num_read: int, loss: float
+) -> str:
     """Return what is wrong with a rehearsal, or nothing."""
     first, second = results[0], results[1]
     read = (first.loss + second.loss) / 2
     # By itself, a loss differs by what dropout draws, and by which of many batches were kept.
     noise = abs(first.loss - second.loss)
-    if num_read < kept.num_batches and len(first.losses) > 1:
+    if num_read < saved.num_batches and len(first.losses) > 1:
         noise += statistics.stdev(first.losses) / math.sqrt(len(first.losses))
-    elif num_read < kept.num_batches:
+    elif num_read < saved.num_batches:
         noise += _TOLERANCE * abs(loss)
     tolerance = min(_TOLERANCE * abs(loss) + 4 * noise, _WIDEST * abs(loss))
     if math.isfinite(read) and abs(read - loss) <= tolerance + 1e-9:
         return ""
     return (
-        f"loss_of gave {read:.6g} where step {kept.step} saw {loss:.6g} (within {tolerance:.3g}); "
+        f"loss_of gave {read:.6g} where step {saved.step} saw {loss:.6g} (within {tolerance:.3g}); "
         "it must return the loss that is passed to monitor.step() or monitor.micro()"
     )
 
 
-def _stands_still(results: Sequence[_Result]) -> bool:
+def _stands_still(results: Sequence[_TaskResult]) -> bool:
     """Return whether other batches gave the very same loss."""
     first, other = results[0].losses, results[2].losses
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=False))
 
 
-def _chosen(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[list[int], list[int]]:
+def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[list[int], list[int]]:
     """Return the steps to be read: kept by all ranks, shortly before the onset and long before."""
     common = sorted(set(everywhere[0]).intersection(*everywhere[1:]))
     before = [s for s in common if onset - _FARTHEST_OF_FEW <= s <= onset - _NEAREST]
@@ -507,7 +511,7 @@ def _reading(
     now: list[float],
     then: list[float],
     bad_ranks: Sequence[int] = (),
-) -> Reading:
+) -> ProbeResult:
     n = len(near)
     ages = f"steps {near[0]} to {near[-1]}"
     if bad_ranks:
@@ -518,7 +522,7 @@ def _reading(
     if far and all_then + ask.floor > 0.0 and math.isfinite(all_now):
         older = (all_now + ask.floor) / (all_then + ask.floor)
         ages += f"; with {', '.join(map(str, far))} it is {older:.3g} times"
-    return Reading(
+    return ProbeResult(
         num_batches=n,
         then=statistics.median(then[:n]),
         now=_median(now[:n]),
@@ -533,8 +537,8 @@ def _median(losses: Sequence[float]) -> float:
     return statistics.median(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
-def _nothing(detail: str) -> Reading:
-    return Reading(num_batches=0, then=math.nan, now=math.nan, detail=detail)
+def _nothing(detail: str) -> ProbeResult:
+    return ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail=detail)
 
 
 # ----------------------------------------------------------- the loop's own evaluations
@@ -558,7 +562,7 @@ class LossEvaluations:
         self.ratio = 0.0
         """The largest since a step took it along; 0: there was none."""
 
-    def given(self, values: Mapping[str, float]) -> None:
+    def add(self, values: Mapping[str, float]) -> None:
         """Take an evaluation in."""
         for name, value in values.items():
             if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):

@@ -28,7 +28,9 @@ class RefusedError(Exception):
 
 
 @contextmanager
-def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Callable[[], None]]:
+def isolated_forward(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[Callable[[], None]]:
     """Run a forward without gradients; afterwards all is as before, but the optimizers' parameters.
 
     That is the generators (which begin equal here, so that two readings draw alike), buffers,
@@ -41,12 +43,12 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
     """
     modules = list(model.modules())
     reshard(model)
-    held = _held(optimizers)
-    everything = {id(p): p for p in (*model.parameters(), *held.values())}
+    tensors = _optimizer_tensors(optimizers)
+    everything = {id(p): p for p in (*model.parameters(), *tensors.values())}
     with ExitStack() as undo:
         undo.callback(restore_rng, capture_rng())
         undo.callback(_put_back_attributes, [(m, _plain(m)) for m in modules])
-        outside = [p for key, p in everything.items() if key not in held]
+        outside = [p for key, p in everything.items() if key not in tensors]
         undo.callback(_put_back_tensors, _buffers(modules), _copies(outside))
         gradients = [(p, p.grad, p.requires_grad) for p in everything.values()]
         undo.callback(_put_back_gradients, gradients)
@@ -56,7 +58,7 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
         for param in everything.values():
             param.grad = None
         asks = {id(p): p.requires_grad for p in everything.values()}
-        versions = {key: p._version for key, p in held.items() if type(p) is nn.Parameter}
+        versions = {key: p._version for key, p in tensors.items() if type(p) is nn.Parameter}
         undo.enter_context(torch.no_grad())
 
         def check() -> None:
@@ -66,14 +68,14 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
                 raise RefusedError("left gradients in the parameters")
             if any(p.requires_grad != asks[key] for key, p in everything.items()):
                 raise RefusedError("changed requires_grad of parameters")
-            if any(held[key]._version != version for key, version in versions.items()):
+            if any(tensors[key]._version != version for key, version in versions.items()):
                 raise RefusedError("changed trained parameters, which cannot be restored")
 
         yield check
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator of this process; only within ``untouched``."""
+    """Seed every generator of this process; only within ``isolated_forward``."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -89,7 +91,7 @@ def is_sharded(model: nn.Module) -> bool:
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
 
-def _held(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
+def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p): p for group in groups for p in group["params"]}
 
@@ -111,10 +113,10 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     for module, attributes in before:
-        own = vars(module)
+        module_vars = vars(module)
         for name in _plain(module).keys() - attributes.keys():
-            del own[name]
-        own.update(attributes)
+            del module_vars[name]
+        module_vars.update(attributes)
 
 
 # ----------------------------------------------------------------------- buffers and parameters
@@ -126,7 +128,9 @@ _Copies = list[tuple[Tensor, Tensor, Tensor]]
 def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
     """Return where buffers are, and copies of what they hold."""
     places = [(module._buffers, dict(module._buffers)) for module in modules]
-    distinct = {id(b): b for _, kept in places for b in kept.values() if b is not None}
+    distinct = {
+        id(b): b for _, saved_buffer in places for b in saved_buffer.values() if b is not None
+    }
     return places, _copies(distinct.values())
 
 
@@ -146,9 +150,9 @@ def _copies(tensors: Iterable[Tensor]) -> _Copies:
 @torch.no_grad()
 def _put_back_tensors(buffers: tuple[_Places, _Copies], outside: _Copies) -> None:
     places, copies = buffers
-    for live, kept in places:
+    for live, saved_tensor in places:
         live.clear()
-        live.update(kept)
+        live.update(saved_tensor)
     for tensor, memory, values in (*copies, *outside):
         before, now = true_elements(memory), true_elements(tensor)
         if now.data_ptr() != before.data_ptr() or now.shape != before.shape:

@@ -39,7 +39,7 @@ from trainer_hooks.step.device import Device
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
 from trainer_hooks.tensors.copying import (
-    Copied,
+    CopyCheck,
     CopyPlan,
     CudaSideStream,
     Pair,
@@ -166,13 +166,13 @@ class _Slot:
                 for k, t in live.items()
                 if is_replica(k) and can_be_shared(t) and (self._pinned or t.device.type == "cpu")
             }
-        own = {k: t for k, t in live.items() if k not in shared}
-        targets = {k: self._buffer(k, t) for k, t in own.items()}
+        unshared = {k: t for k, t in live.items() if k not in shared}
+        targets = {k: self._buffer(k, t) for k, t in unshared.items()}
         # Numbered after the shared units: each has a different weight.
-        units = {key: (1 << 20) + i for i, key in enumerate(filter(is_compared, own))}
+        units = {key: (1 << 20) + i for i, key in enumerate(filter(is_compared, unshared))}
         pairs = [
             Pair(targets[k], t, state.must_be_finite(k), k, units.get(k, -1))
-            for k, t in own.items()
+            for k, t in unshared.items()
         ]
         self.is_compared = bool(units) or self.region is not None
         if self.region is not None:
@@ -187,7 +187,7 @@ class _Slot:
         self._targets = {k: targets[k] for k in live}
         self.pairs, self._signature = pairs, signature
 
-    def fill(self) -> Copied:
+    def fill(self) -> CopyCheck:
         """Copy, and return the results of the checks."""
         self._begin()
         if self._plan is None:
@@ -216,15 +216,15 @@ class _Slot:
         _queue_copies(pairs, early)
         wrong = nonfinite_count([t for k, t in early.items() if must_be_finite(k)], device)
         fingerprint = torch.zeros((), dtype=torch.int64, device=device)
-        extra = self._mixed(Copied(0, 0)).fingerprint
+        extra = self._mixed(CopyCheck(0, 0)).fingerprint
 
         def copy_late() -> None:
             _queue_copies(pairs, late)
             checked = [t for k, t in late.items() if must_be_finite(k)]
             wrong.add_(nonfinite_count(checked, device))
             if self.is_compared:
-                own = fingerprint_on_device(pairs, device)
-                fingerprint.copy_(own + extra)
+                late_fingerprint = fingerprint_on_device(pairs, device)
+                fingerprint.copy_(late_fingerprint + extra)
 
         end = side.run(copy_late)
         self._copied = partial(side.join, end)
@@ -232,20 +232,20 @@ class _Slot:
 
     def _begin(self) -> None:
         if self.region is not None:
-            self.region.begin(self.generation)
+            self.region.mark_incomplete(self.generation)
 
-    def _mixed(self, copied: Copied) -> Copied:
+    def _mixed(self, copied: CopyCheck) -> CopyCheck:
         """Make the fingerprints of ranks differ if they fill different slots or layouts."""
         number = 0 if self.region is None else self.region.number
         mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
         return copied._replace(fingerprint=mixed)
 
     def _buffer(self, key: str, tensor: Tensor) -> Tensor:
-        kept = self._buffers.get(key)
-        if kept is None or Spec.of(kept) != Spec.of(tensor):
-            kept = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
-            self._buffers[key] = kept
-        return kept
+        buffer = self._buffers.get(key)
+        if buffer is None or Spec.of(buffer) != Spec.of(tensor):
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            self._buffers[key] = buffer
+        return buffer
 
     @property
     def num_bytes(self) -> int:
@@ -324,9 +324,9 @@ class Snapshot:
 class SnapshotRing:
     """The latest states; the latest healthy one is never discarded (I6).
 
-    Order of calls: ``take(0, trusted=True)`` and ``commit`` before the first step; then after each
-    step: ``take`` if ``due``, ``commit`` when the flags came back, ``promote`` when a step was
-    judged; ``before_update`` before each ``optimizer.step()``.
+    Order of calls: ``capture(0, trusted=True)`` and ``commit`` before the first step; then after
+    each step: ``capture`` if ``due``, ``commit`` when the flags came back, ``promote`` when a step
+    was judged; ``before_update`` before each ``optimizer.step()``.
     """
 
     def __init__(
@@ -399,21 +399,21 @@ class SnapshotRing:
         shared = self._state.replica_bytes_when_warm(self._is_replica)
         return whole - shared + -(-shared // count)
 
-    def check_memory(self, *, ranks_on_node: int = 1, left: int | None = None) -> None:
+    def check_memory(self, *, ranks_on_node: int = 1, free: int | None = None) -> None:
         """Refuse a ring that needs more than half of the memory that the job may still use.
 
         Raises:
             CheckpointError: it does. Rank-local: agree on it before the next collective.
         """
-        left = host_memory_left() if left is None else left
+        free = host_memory_left() if free is None else free
         self._ranks_on_node = ranks_on_node
         needed = self.bytes() * ranks_on_node
         one_more = self._bytes_of_slot() * ranks_on_node
-        self.may_lend = left is None or needed + one_more <= left // 2
-        if left is not None and needed > left // 2:
+        self.may_lend = free is None or needed + one_more <= free // 2
+        if free is not None and needed > free // 2:
             raise CheckpointError(
                 f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
-                f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(left // 2)}",
+                f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(free // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
@@ -429,10 +429,10 @@ class SnapshotRing:
     # -------------------------------------------------------------------------------- taking
 
     def due(self, step: int) -> bool:
-        """Return whether ``take(step)`` should follow: an interval has passed since the last."""
+        """Return whether ``capture(step)`` should follow: an interval has passed since the last."""
         return not self._entries or step - self._last_taken >= self._interval
 
-    def take(
+    def capture(
         self, step: int, attempt: int, meta: Meta | None = None, *, trusted: bool = False
     ) -> Tensor:
         """Copy the live state; return, on the device, the number of problems with it.
@@ -495,18 +495,18 @@ class SnapshotRing:
 
     def _replace_shared(self) -> None:
         """Replace free shared slots by complete copies, if there is enough memory."""
-        kept = [slot for slot in self.slots if slot.region is None or slot.owned]
-        if len(kept) >= self.num_slots:
-            self.slots = kept
+        remaining_slots = [slot for slot in self.slots if slot.region is None or slot.owned]
+        if len(remaining_slots) >= self.num_slots:
+            self.slots = remaining_slots
             return
         needed = self._state.bytes_when_warm() * self._ranks_on_node
-        left = host_memory_left()
-        if left is not None and needed > left // 2:
+        free_bytes = host_memory_left()
+        if free_bytes is not None and needed > free_bytes // 2:
             raise CheckpointError(
                 f"a copy for each of {self._ranks_on_node} ranks needs {_gib(needed)}; half of the "
-                f"memory left to the job is {_gib(left // 2)}"
+                f"memory left to the job is {_gib(free_bytes // 2)}"
             )
-        self.slots = [*kept, _Slot(pinned=self._pinned)]
+        self.slots = [*remaining_slots, _Slot(pinned=self._pinned)]
 
     def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
         """Fill the slot; return the number of problems, and the fingerprint of any replicas."""
@@ -996,14 +996,14 @@ class RecoveryManager:
 
         Returns the ranks on which it is invalid, and those whose replicas differ.
         """
-        wrong = self._ring.take(step, attempt, meta, trusted=trusted)
+        wrong = self._ring.capture(step, attempt, meta, trusted=trusted)
         self._ring.before_update()
         word = self._ring.word()
-        counts, words = zip(
+        counts, rank_words = zip(
             *self._ranks.gather((float(wrong), 0.0 if word is None else float(word))), strict=True
         )
         bad = [rank for rank, count in enumerate(counts) if count]
-        return bad, vote(words, self._groups).apart
+        return bad, vote(rank_words, self._groups).apart
 
     def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
         """Report once that replicas are not equal; each rank keeps its own from now on."""
@@ -1030,7 +1030,7 @@ class RecoveryManager:
         """Take a snapshot if one is due."""
         if self._ring.due(next_step):
             num_missed = self._ring.num_missed
-            wrong = self._ring.take(next_step, attempt, meta())
+            wrong = self._ring.capture(next_step, attempt, meta())
             is_missed = self._ring.num_missed > num_missed
             self._wrong = (next_step, None if is_missed else wrong)
 

@@ -12,7 +12,9 @@ def host_memory_left(root: Path = _ROOT) -> int | None:
     process's group and all groups above it: in a container or a Slurm job the limit is rarely on
     the lowest level.
     """
-    limits = [left for left in (_available(root), *_cgroups(root)) if left is not None]
+    limits = [
+        free_bytes for free_bytes in (_available(root), *_cgroups(root)) if free_bytes is not None
+    ]
     return max(0, min(limits)) if limits else None
 
 

@@ -47,14 +47,14 @@ class SharedLayout:
         self.offsets: dict[str, int] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         """Number of elements, and bytes per element."""
-        end, words = _HEADER_BYTES, []
+        end, layout_words = _HEADER_BYTES, []
         for key, tensor in tensors.items():
             self.offsets[key] = end
             self._sizes[key] = tensor.numel(), tensor.element_size()
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-            words.append((key, tuple(tensor.shape), str(tensor.dtype)))
+            layout_words.append((key, tuple(tensor.shape), str(tensor.dtype)))
         self.size = end
-        self.digest = zlib.crc32(repr(words).encode())
+        self.digest = zlib.crc32(repr(layout_words).encode())
 
     def units(self, index: int, count: int) -> list[Unit]:
         """Return all ranges in order; those of the ``index``-th of ``count`` ranks are marked.
@@ -121,7 +121,7 @@ class Region:
                 register_with_cuda(self._bytes)
         return self._bytes
 
-    def begin(self, generation: int) -> None:
+    def mark_incomplete(self, generation: int) -> None:
         """Mark that this rank overwrites its part now; before anything is written."""
         self._generations()[self.group.index] = generation
 
@@ -200,7 +200,7 @@ def join_node(
     return Joined(regions, tuple(failures.values()))
 
 
-class _Offer(NamedTuple):
+class _RegionOffer(NamedTuple):
     pid: int
     fds: tuple[int, ...]
     identities: tuple[tuple[int, int], ...]
@@ -208,7 +208,7 @@ class _Offer(NamedTuple):
     failure: str = ""
 
 
-def _offer(count: int) -> _Offer:
+def _offer(count: int) -> _RegionOffer:
     fds: list[int] = []
     try:
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
@@ -220,11 +220,11 @@ def _offer(count: int) -> _Offer:
     except (OSError, AttributeError) as error:
         for fd in fds:
             os.close(fd)
-        return _Offer(os.getpid(), (), (), f"no shared memory: {error}")
-    return _Offer(os.getpid(), tuple(fds), tuple(map(_identity, fds)))
+        return _RegionOffer(os.getpid(), (), (), f"no shared memory: {error}")
+    return _RegionOffer(os.getpid(), tuple(fds), tuple(map(_identity, fds)))
 
 
-def _taken(offer: _Offer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
+def _taken(offer: _RegionOffer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
     """Open the memory offered by the node's first rank; return its descriptors, or the reason."""
     assert offer is not None, "the first rank of a node makes an offer"
     if offer.failure or leads:

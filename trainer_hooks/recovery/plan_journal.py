@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy.plan import Branch, Plan, Window, extend, plan_line
-from trainvitals.policy.state import LadderMemory
+from trainvitals.policy.plan import BatchWindow, Branch, Plan, extend, plan_line
+from trainvitals.policy.state import DurablePolicyState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class PlanJournal:
 
     def add(
         self,
-        facts: LadderMemory,
+        facts: DurablePolicyState,
         *,
         branch: Branch | None = None,
-        window: Window | None = None,
+        window: BatchWindow | None = None,
         expired: int = 0,
     ) -> None:
         """Add the next action; durable on rank 0 when this returns."""

@@ -73,14 +73,14 @@ class Difference:
     """Whether it equals the difference before the rollback bit for bit: not due to hardware."""
 
 
-class Named(NamedTuple):
+class ReplicaDiagnosis(NamedTuple):
     """Result of a replay about an earlier difference."""
 
     rank: int
     text: str
 
 
-class _Offer(NamedTuple):
+class _RankInfo(NamedTuple):
     """Information of a rank about itself at the start."""
 
     group: tuple[int, ...]
@@ -92,7 +92,7 @@ class _Offer(NamedTuple):
     """Node and device of the rank."""
 
 
-class _Step(NamedTuple):
+class _FingerprintInputs(NamedTuple):
     """Inputs of a step's value."""
 
     step: int
@@ -151,13 +151,13 @@ class Replicas:
         self.unresolved: tuple[int, ...] = ()
         """Ranks that currently differ: no state is kept until this is resolved."""
         self._settings_differ = False
-        self._recent: deque[_Step] = deque(maxlen=4)
+        self._recent: deque[_FingerprintInputs] = deque(maxlen=4)
         self._first = -1
         self._is_again = False
         self._last_named = -1
         self._evidence: _Evidence | None = None
         self._went_back = False
-        self._replayed: tuple[int, Named] | None = None
+        self._replayed: tuple[int, ReplicaDiagnosis] | None = None
         self._may_meet = True
         self._meeting: Ranks | None = None
         """Separate group for the meeting, because a save may be using the other one."""
@@ -179,24 +179,24 @@ class Replicas:
             return None
         keys: list[str] = []
         group: tuple[int, ...] = ()
-        failure, together, place = "", False, node
+        failure, together, node_name = "", False, node
         try:
             if state is None:
                 raise LookupError("the state of this training cannot be read")
             group, keys = _own_group(state.holders(ranks.world_size))
             together = state.trains_one_model(ranks.world_size)
-            place = f"{node}, {_device_name(state.device)}"
+            node_name = f"{node}, {_device_name(state.device)}"
         except Exception as error:  # noqa: BLE001 - sent to all ranks, which then compare nothing
             failure = f"{type(error).__name__}: {error}"
         digest = zlib.crc32("\n".join(keys).encode())
-        offers = ranks.gather(_Offer(group, digest, together, failure, place))
+        offers = ranks.gather(_RankInfo(group, digest, together, failure, node_name))
         groups, why = _agreed(offers)
         emitter.note("replicas", why, step=0, attempt=0)
         if not groups or state is None:
             return None
-        own = keys if group in groups else []
+        compared = keys if group in groups else []
         return cls(
-            state, ranks, keys=own, groups=groups, places=[offer.place for offer in offers],
+            state, ranks, keys=compared, groups=groups, places=[offer.place for offer in offers],
             optimizers=optimizers, faults=faults, every=ROUND,
         )  # fmt: skip
 
@@ -239,14 +239,14 @@ class Replicas:
             return int(number) not in self._split and f"model.{name}" in self._compared
         return key in self._compared or key in self._averages
 
-    def begin(self, step: int, attempt: int, emitter: Emitter) -> bool:
+    def exclude_differing(self, step: int, attempt: int, emitter: Emitter) -> bool:
         """Exclude tensors that differ before the first step, and report them once. Collective.
 
         Returns whether there are any.
         """
         self._first = step
-        mine = self._fingerprints(("model.", "extra."))
-        everyone = self._ranks.gather(mine)
+        fingerprints = self._fingerprints(("model.", "extra."))
+        everyone = self._ranks.gather(fingerprints)
         differing = _differing(everyone, self.groups)[0]
         if not differing:
             return False
@@ -291,22 +291,22 @@ class Replicas:
         if self._apart:
             snapshot = None  # it cannot be a rollback target anyway
         looks_again = step % self.every == 0 and (bool(self._apart) or self._settings_differ)
-        self._recent.append(_Step(step, settings, snapshot, looks_again))
+        self._recent.append(_FingerprintInputs(step, settings, snapshot, looks_again))
         if self._went_back and self._evidence is not None and self._evidence.step == step:
             self._look_at_replay(self._evidence)
-        own = zlib.crc32(settings)
+        settings_checksum = zlib.crc32(settings)
         if self._settings_differ and step % self.every:
-            own = 0
+            settings_checksum = 0
         tensors = self._due(step)
         if not tensors and snapshot is None:
-            return float(own + 1)
+            return float(settings_checksum + 1)
         device = self._state.device
         total = fingerprint_of(tensors, device) if tensors else None
         if snapshot is not None:
             snapshot = snapshot.to(device)
             total = snapshot if total is None else total * 3 + snapshot
         assert total is not None, "something is compared"
-        return word_of(total + own)
+        return word_of(total + settings_checksum)
 
     def _due(self, step: int) -> list[Tensor]:
         """Return this rank's part of the tensors that are due."""
@@ -333,9 +333,9 @@ class Replicas:
 
     # ---------------------------------------------------------------------- differing values
 
-    def votes(self, words: Sequence[float]) -> Vote:
+    def votes(self, fingerprints: Sequence[float]) -> Vote:
         """Return the vote over the ranks' values of a step; the same on all ranks."""
-        return vote(words, self.groups) if words else Vote()
+        return vote(fingerprints, self.groups) if fingerprints else Vote()
 
     def agreed(self, step: int) -> None:
         """Note that all values of a step were equal, including differing state once per round."""
@@ -344,8 +344,11 @@ class Replicas:
             self._apart, self.unresolved, self._is_again = (), (), False
             self._settings_differ = False
 
-    def _made_of(self, step: int) -> _Step | None:
-        return next((made for made in reversed(self._recent) if made.step == step), None)
+    def _made_of(self, step: int) -> _FingerprintInputs | None:
+        return next(
+            (recent_step for recent_step in reversed(self._recent) if recent_step.step == step),
+            None,
+        )
 
     def close(self) -> None:
         """Allow no further meetings: this rank may end alone."""
@@ -489,10 +492,10 @@ class Replicas:
         if not apart or tensor is None or not all(pieces):
             return [], {}
         dtype = tensor.dtype
-        own = next((group for group in self.groups if self._ranks.rank in group), ())
+        rank_group = next((group for group in self.groups if self._ranks.rank in group), ())
         read = {
             rank: torch.cat([_read(piece, dtype) for piece in pieces[rank]])
-            for rank in own
+            for rank in rank_group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
         return _which(read, apart, tensor.element_size())
@@ -553,9 +556,9 @@ class Replicas:
                 f"transient fault, healed: after the same steps {evidence.key} is equal on all "
                 f"ranks; {text}"
             )
-            self._replayed = (evidence.step + self.every, Named(rank, text))
+            self._replayed = (evidence.step + self.every, ReplicaDiagnosis(rank, text))
 
-    def replayed(self, step: int) -> Named | None:
+    def replayed(self, step: int) -> ReplicaDiagnosis | None:
         """Return the replay's result, once a full round after it has shown no difference."""
         if self._replayed is None or step < self._replayed[0]:
             return None
@@ -600,7 +603,7 @@ def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...],
     return tuple(sorted(group)), [key for key, ranks in holders.items() if group <= set(ranks)]
 
 
-def _agreed(offers: Sequence[_Offer]) -> tuple[Groups, str]:
+def _agreed(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
     """Return the groups that all their members agree on, and a sentence about the comparison."""
     failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
     if failed:
@@ -635,8 +638,8 @@ def _differing(
     wholes: list[object] = [data for _, data in everyone]
     for group in groups:
         names = everyone[group[0]][0].split("\n") if everyone[group[0]][0] else []
-        given = [everyone[rank][1] for rank in group]
-        rows = [np.frombuffer(data, dtype=np.int64) for data in given if data]
+        fingerprints = [everyone[rank][1] for rank in group]
+        rows = [np.frombuffer(data, dtype=np.int64) for data in fingerprints if data]
         if len({len(row) for row in rows}) > 1:
             differing["optimizer state that some ranks alone have"] = None
             continue

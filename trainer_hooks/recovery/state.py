@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.hook_memory import comm_hooks
-from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, held_in
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.stateful import Stateful
 from trainer_hooks.tensors import optimizer_state
@@ -91,18 +91,18 @@ class TrainingState:
 
     # ------------------------------------------------------------------------------- its place
 
-    def held(self, *, rank: int, world_size: int) -> dict[str, Held]:
+    def held(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
         """Return the positions of this rank's parameters in the complete ones, by their names.
 
         Includes registered modules. A missing parameter has no position: only this rank has it.
         """
-        place = partial(held_in, rank=rank, world_size=world_size)
+        local_shard = partial(held_in, rank=rank, world_size=world_size)
         alike = self._alike_on_all_ranks(world_size)
-        places = place(self._model, "model.", self._params, alike=alike)
+        places = local_shard(self._model, "model.", self._params, alike=alike)
         for name, stateful in self._extra.items():
             if isinstance(stateful, nn.Module):
                 prefix, tensors = f"extra.{name}.", dict(_tensors_of(stateful))
-                places |= place(stateful, prefix, tensors, alike=())
+                places |= local_shard(stateful, prefix, tensors, alike=())
                 if isinstance(stateful, EMA | AveragedModel):
                     places |= _held_as_weights(prefix, tensors, places)
         return places
@@ -114,9 +114,11 @@ class TrainingState:
         These are wrappers, such as ZeroRedundancyOptimizer, and the optimizers inside them.
         """
         inner = {id(part): o for o in self._optimizers for part in _held_by(o)}
-        own = {key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)}
-        around = {id(inner[key]) for key in own}
-        return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
+        split_keys = {
+            key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)
+        }
+        around = {id(inner[key]) for key in split_keys}
+        return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in split_keys | around)
 
     def replicas(self, world_size: int) -> Callable[[str], bool]:
         """Return a function that tells from a tensor's name if DDP keeps it equal on all ranks.
@@ -286,9 +288,9 @@ class TrainingState:
         for i, optimizer in enumerate(self._optimizers):
             if optimizer.state:
                 continue
-            own = {n: p.numel() * p.element_size() for n, p in self._named_params(i)}
-            expected, whole = optimizer_state.expected_bytes(optimizer), sum(own.values())
-            for name, size in own.items():
+            param_bytes = {n: p.numel() * p.element_size() for n, p in self._named_params(i)}
+            expected, whole = optimizer_state.expected_bytes(optimizer), sum(param_bytes.values())
+            for name, size in param_bytes.items():
                 sizes[f"optim.{i}.{name}.expected"] = expected * size // max(1, whole)
         return sizes
 
@@ -351,10 +353,12 @@ class TrainingState:
         self._check_fit(saved, live, host)
         wait_for_copies()
         owners = {key: (i, state, name) for key, i, state, name in self._moments()}
-        kept = {id(state) for key, (_, state, _) in owners.items() if key in saved}
+        saved_state_ids = {id(state) for key, (_, state, _) in owners.items() if key in saved}
         for key in [k for k in owners if k not in saved]:
             i, state, name = owners[key]
-            if id(state) not in kept and not optimizer_state.starts_from_zeros(self._optimizers[i]):
+            if id(state) not in saved_state_ids and not optimizer_state.starts_from_zeros(
+                self._optimizers[i]
+            ):
                 state.clear()
             elif name in state:
                 _local(key, state[name]).zero_()
@@ -562,13 +566,13 @@ def _nonfinite_in(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _held_as_weights(
-    prefix: str, averages: Mapping[str, Tensor], held: Mapping[str, Held]
-) -> dict[str, Held]:
+    prefix: str, averages: Mapping[str, Tensor], tensors: Mapping[str, LocalShard]
+) -> dict[str, LocalShard]:
     """Return the positions of averages, which are sharded and replicated like their weights."""
     places = {}
     for key, average in averages.items():
-        name = _averaged(key, held, "model.")
-        weight = held.get(f"model.{name}")
+        name = _averaged(key, tensors, "model.")
+        weight = tensors.get(f"model.{name}")
         if weight is not None and weight.shape == tuple(_local(key, average).shape):
             places[prefix + key] = weight.renamed("model.", prefix)
     return places

@@ -54,7 +54,7 @@ Tree = dict[str, Any]
 """A batch with its arrays taken out: plain values, and the arrays' numbers."""
 
 
-class Entries(dict[Any, Any]):
+class AttributeDict(dict[Any, Any]):
     """In place of a batch of a class of its own, Hugging Face's say: entries are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
@@ -64,9 +64,9 @@ class Entries(dict[Any, Any]):
             f"the kept batch has no {name}; its entries: {', '.join(map(str, self))}"
         )
 
-    def to(self, *args: Any, **kwargs: Any) -> Entries:
+    def to(self, *args: Any, **kwargs: Any) -> AttributeDict:
         """Return it with its tensors elsewhere, as ``Tensor.to``."""
-        return Entries(map_tensors(dict(self), lambda tensor: tensor.to(*args, **kwargs)))
+        return AttributeDict(map_tensors(dict(self), lambda tensor: tensor.to(*args, **kwargs)))
 
 
 class NotPlainError(ValueError):
@@ -116,7 +116,7 @@ def write(file: BinaryIO, content: Content) -> None:
     import numpy
 
     arrays, facts = _Arrays(), {"version": _VERSION, **content.facts}
-    facts["batches"], num_bytes = _kept(content.batches, arrays, facts)
+    facts["batches"], num_bytes = _batch_trees(content.batches, arrays, facts)
     facts["rng"] = [None if state is None else _rng_tree(state, arrays) for state in content.rng]
     room = 2 * num_bytes - arrays.num_bytes - len(json.dumps(facts)) - 2 * _ARRAY_OVERHEAD
     if content.good is not None and facts["batches"]:
@@ -127,7 +127,9 @@ def write(file: BinaryIO, content: Content) -> None:
     save(file, capsule=raw, **named)
 
 
-def _kept(batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]) -> tuple[list[Tree], int]:
+def _batch_trees(
+    batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]
+) -> tuple[list[Tree], int]:
     """Return the batches' trees, and bytes; none where they cannot be kept: the facts say why."""
     num_bytes = _bytes_of(list(batches))
     if num_bytes > MAX_BATCH_BYTES:
@@ -163,8 +165,8 @@ def _tree(value: Any, arrays: _Arrays) -> Tree:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str | int) for key in value):
             raise NotPlainError("a key of the batch is neither text nor a number")
-        own = {} if type(value) is dict else {"own": True}
-        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()], **own}
+        dict_tree = {} if type(value) is dict else {"own": True}
+        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()], **dict_tree}
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         named = {} if fields is None else {"fields": list(fields)}
@@ -193,8 +195,8 @@ def _host_copy(tensor: Tensor) -> tuple[Any, str]:
 def _rng_tree(state: dict[str, Any], arrays: _Arrays) -> Tree:
     import numpy
 
-    version, words, gauss = state["python"]
-    words_number = arrays.add(numpy.array(words, dtype=numpy.uint32))
+    version, generator_words, gauss = state["python"]
+    words_number = arrays.add(numpy.array(generator_words, dtype=numpy.uint32))
     tree: Tree = {"python": [version, words_number, gauss]}
     tree["torch"] = arrays.add(state["torch"].numpy())
     if "numpy" in state:
@@ -288,8 +290,8 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "array" in tree:
         return arrays[tree["array"]].copy()
     if "dict" in tree:
-        made = {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
-        return Entries(made) if tree.get("own") else made
+        rebuilt = {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
+        return AttributeDict(rebuilt) if tree.get("own") else rebuilt
     if "list" in tree:
         return [_rebuilt(each, arrays) for each in tree["list"]]
     if "tuple" in tree:
@@ -301,8 +303,8 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
 
 
 def _rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
-    version, words, gauss = tree["python"]
-    state: dict[str, Any] = {"python": (version, tuple(arrays[words].tolist()), gauss)}
+    version, generator_words, gauss = tree["python"]
+    state: dict[str, Any] = {"python": (version, tuple(arrays[generator_words].tolist()), gauss)}
     state["torch"] = torch.from_numpy(arrays[tree["torch"]].copy())
     # What no generator takes is damage of the file, and no fault of the step that is played.
     random.Random().setstate(state["python"])
@@ -351,7 +353,7 @@ def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
         for key, value in entries.items():
             other[key] = value
     except Exception:  # noqa: BLE001 - a class of the user's
-        return Entries(entries)
+        return AttributeDict(entries)
     return other
 
 

@@ -18,7 +18,7 @@ from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.io.rundir import HaltMarker
 from trainvitals.policy import Judgement
-from trainvitals.policy.plan import Branch, Window
+from trainvitals.policy.plan import BatchWindow, Branch
 from trainvitals.records import (
     AttemptStarted,
     CommandAcknowledged,
@@ -29,7 +29,7 @@ from trainvitals.records import (
 
 
 def carry_out(
-    run: RunContext, judgement: Judgement, *, now_step: int, window: Window | None = None
+    run: RunContext, judgement: Judgement, *, now_step: int, window: BatchWindow | None = None
 ) -> Restored | None:
     """Carry out a judgement; return the restored state if it was a rollback.
 

@@ -23,9 +23,9 @@ from trainer_hooks.guard.optimizers import (
     AfterLoad,
     BufferShadow,
     LoopOptimizers,
+    OptimizerGroup,
     OptimizerGuard,
     Shadows,
-    Turn,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
@@ -96,10 +96,10 @@ class Device:
     sections: Sections | None
     """None if forward, backward and waits cannot be distinguished, and in a single process."""
     memory: MemoryEstimate
-    turns: tuple[Turn, ...]
+    turns: tuple[OptimizerGroup, ...]
     """Turn of all optimizers; with several optimizers, then one turn for each."""
 
-    def turn_of(self, optimizer: object) -> Turn:
+    def turn_of(self, optimizer: object) -> OptimizerGroup:
         """Return the turn of one optimizer.
 
         Raises:
@@ -182,16 +182,16 @@ def lay_out(
 
 def _turns(
     optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
-) -> tuple[Turn, ...]:
+) -> tuple[OptimizerGroup, ...]:
     """Return the optimizers of each possible step; parameters are in the optimizers' order."""
-    turns = [Turn(0, "", optimizers, guards, ALL)]
+    turns = [OptimizerGroup(0, "", optimizers, guards, ALL)]
     if len(optimizers) < 2 or len(guards) != len(optimizers):
         return tuple(turns)
     start = 0
     for i, (optimizer, guard) in enumerate(zip(optimizers, guards, strict=True)):
         stop = start + sum(len(group["params"]) for group in optimizer.param_groups)
         name = names[i] if i < len(names) else f"optimizer{i}"
-        turns.append(Turn(i + 1, name, (optimizer,), (guard,), slice(start, stop)))
+        turns.append(OptimizerGroup(i + 1, name, (optimizer,), (guard,), slice(start, stop)))
         start = stop
     return tuple(turns)
 

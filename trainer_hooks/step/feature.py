@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer_hooks.step.reduce_vector import Derived, Reduced, Slots
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.policy import Judgement, Proposal
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import AttemptStarted, Command, StepRecord
 from trainvitals.rows import Value
@@ -75,7 +75,7 @@ class ReturnedStep:
     """Possible targets of a rollback."""
     next_attempt: int = 0
     """Id of the attempt that a rollback would start."""
-    probe: Callable[[Ask], Reading] | None = None
+    probe: Callable[[Ask], ProbeResult] | None = None
     """Reads the probe; None if it is off."""
     evaluation: float | None = None
     """Ratio of a validation loss to the previous one; None without an evaluation."""

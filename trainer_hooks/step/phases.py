@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_hooks.data.loader import Fed
+from trainer_hooks.data.loader import BatchPosition
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
@@ -420,7 +420,7 @@ class StepPhases:
         *,
         step: int,
         max_norm: MaxNorm | None,
-        position: Fed | None,
+        position: BatchPosition | None,
         samples: int | None = None,
         before_clip: bool = False,
     ) -> tuple[list[float], HostMeasurements] | None:
@@ -434,7 +434,7 @@ class StepPhases:
         host_step.clip_unknown = before_clip and max_norm is None
         agent, now = self._run.agent, host_step.monotonic_ns
         if agent is not None and now >= agent.next_look_ns:
-            agent.look(now, step=step, attempt=host_step.attempt)
+            agent.restart_if_ended(now, step=step, attempt=host_step.attempt)
         return device.readback.push(numbers, host_step)
 
     def waited_for(self) -> tuple[list[float], HostMeasurements] | None:
@@ -457,7 +457,7 @@ class StepPhases:
         step: int,
         max_norm: MaxNorm | None,
         weighted: bool,
-        position: Fed | None,
+        position: BatchPosition | None,
         samples: int | None,
     ) -> HostMeasurements:
         """Return this rank's host measurements, and start the times of the next step."""

@@ -88,7 +88,7 @@ def _read(
         record,
         now_step,
         derived=derived,
-        samples=None if sampler is None else sampler.read(reduced.sampled, own_samples),
+        samples=None if sampler is None else sampler.unpack(reduced.sampled, own_samples),
         optimizer=run.device.turns[measured.turn].name,
     )
 

@@ -74,7 +74,7 @@ class _Bundle(NamedTuple):
     first_nonfinite: int | None
 
 
-class Copied(NamedTuple):
+class CopyCheck(NamedTuple):
     """Result of the checks during a copy."""
 
     num_wrong: int
@@ -100,7 +100,7 @@ class CopyPlan:
         self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
 
     @torch.no_grad()
-    def run(self) -> Copied:
+    def run(self) -> CopyCheck:
         """Copy every pair; check those that must be finite, and those to compare."""
         wrong: set[int | str] = set()
         for i, pair in self._others:
@@ -119,7 +119,7 @@ class CopyPlan:
                 wrong |= _copy_small(self._bundles)
                 seen = [_copy(pieces), *(part.result() for part in beside)]
         num_wrong = len(wrong.union(*(owners for owners, _ in seen)))
-        return Copied(num_wrong, sum(part for _, part in seen) % _MODULUS)
+        return CopyCheck(num_wrong, sum(part for _, part in seen) % _MODULUS)
 
 
 def signature_of(live: Mapping[str, Tensor]) -> list[object]:
@@ -225,8 +225,8 @@ def _copied(piece: _Piece) -> tuple[bool, int]:
         if first_nonfinite is not None and not are_finite(block, first_nonfinite):
             finite = False
         if unit >= 0:  # from this rank's own data, which another rank's copy may not equal
-            own = source[i : i + step].view(np.uint8)
-            fingerprint += _sum_of_bits(own) * _odd(unit, i // step)
+            chunk = source[i : i + step].view(np.uint8)
+            fingerprint += _sum_of_bits(chunk) * _odd(unit, i // step)
     return finite, fingerprint
 
 
@@ -247,15 +247,15 @@ def _odd(unit: int, block: int) -> int:
 
 def _sum_of_bits(raw: NDArray[np.uint8]) -> int:
     """Return a sum, modulo 2**64, in which every bit counts with the weight of its column."""
-    words = raw[: raw.size & ~7].view(np.int64)
-    whole = words.size // _LANES * _LANES
+    int64_view = raw[: raw.size & ~7].view(np.int64)
+    whole = int64_view.size // _LANES * _LANES
     total = 0
     if whole:
-        columns = np.add.reduce(words[:whole].reshape(-1, _LANES), axis=0)
+        columns = np.add.reduce(int64_view[:whole].reshape(-1, _LANES), axis=0)
         total = int(np.dot(columns, _LANE_WEIGHTS))
-    rest = words[whole:]
+    rest = int64_view[whole:]
     total += 3 * int(np.dot(rest, _LANE_WEIGHTS[: rest.size]))
-    return total + 5 * int.from_bytes(raw[words.nbytes :].tobytes(), "little")
+    return total + 5 * int.from_bytes(raw[int64_view.nbytes :].tobytes(), "little")
 
 
 def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor:
@@ -303,12 +303,12 @@ def _lanes(tensor: Tensor) -> Tensor:
     if raw.storage_offset() % 8:
         raw = raw.clone()  # the same words at every alignment
     end = raw.numel() // 8 * 8
-    words, odd = raw[:end].view(torch.int64), raw[end:]
-    whole = words.numel() // _PRIME_LANES * _PRIME_LANES
-    parts = [words[whole:]]
+    int64_view, odd = raw[:end].view(torch.int64), raw[end:]
+    whole = int64_view.numel() // _PRIME_LANES * _PRIME_LANES
+    parts = [int64_view[whole:]]
     if whole:
-        lanes = words[:whole].view(-1, _PRIME_LANES).sum(0)
-        lanes[: words.numel() - whole] += parts[0]
+        lanes = int64_view[:whole].view(-1, _PRIME_LANES).sum(0)
+        lanes[: int64_view.numel() - whole] += parts[0]
         parts = [lanes]
     if odd.numel():
         parts.append(odd.to(torch.int64))

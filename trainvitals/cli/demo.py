@@ -92,12 +92,12 @@ def expected() -> list[Expected]:
 
 def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
     """Pair each expected entry with the first unused decision of that action, rule, rank, step."""
-    left = list(decisions)
+    unmatched = list(decisions)
     pairs = []
     for entry in expected:
-        decision = next((d for d in left if _answers(entry, d)), None)
+        decision = next((d for d in unmatched if _answers(entry, d)), None)
         if decision is not None:
-            left.remove(decision)
+            unmatched.remove(decision)
         pairs.append(Match(entry, decision))
     return pairs
 
@@ -119,7 +119,7 @@ def _answers(want: Expected, decision: Decision) -> bool:
 _LEDGER_SECONDS = 30.0
 
 
-class Result(msgspec.Struct):
+class DemoResult(msgspec.Struct):
     """What the training script leaves."""
 
     run_id: str
@@ -195,8 +195,8 @@ def _own_command() -> str:
     if shutil.which("vitals"):
         return "vitals"
     script = Path(sys.argv[0])
-    own = [str(script)] if script.name == "vitals" else [sys.executable, "-m", "trainvitals"]
-    return shlex.join(own)
+    command = [str(script)] if script.name == "vitals" else [sys.executable, "-m", "trainvitals"]
+    return shlex.join(command)
 
 
 def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> None:
@@ -291,7 +291,7 @@ class _Demo:
 
     # ------------------------------------------------------------------------------ training
 
-    def _train(self, arm: Arm) -> Result:
+    def _train(self, arm: Arm) -> DemoResult:
         """Train one arm under torchrun, showing how far it is.
 
         Raises:
@@ -319,7 +319,7 @@ class _Demo:
                 f"the {arm.name} training ended with exit code {code}:\n{child.last_words()}",
                 hint=f"its whole log is {log}",
             )
-        return msgspec.json.decode(result.read_bytes(), type=Result)
+        return msgspec.json.decode(result.read_bytes(), type=DemoResult)
 
     def _show(self, arm: Arm, ended: Callable[[], int | None]) -> None:
         columns = ("{task.description:<28}", "{task.fields[status]}")
@@ -342,12 +342,12 @@ class _Demo:
         if arm.mode == "off":
             return 0, "not watched"
         try:
-            mine = [run for run in client.ask(RunsQuestion()) if run.name == arm.name]
+            arm_runs = [run for run in client.ask(RunsQuestion()) if run.name == arm.name]
         except VitalsError as error:
             return 0, error.text
-        if not mine:
+        if not arm_runs:
             return 0, ""
-        run = max(mine, key=lambda r: r.started_unix_ns)
+        run = max(arm_runs, key=lambda r: r.started_unix_ns)
         loss = "" if run.loss is None else f"loss {run.loss:.3f}"
         return run.last_step + 1, f"{loss}  skips {run.num_skips}  rollbacks {run.num_rollbacks}"
 
@@ -370,7 +370,7 @@ class _Demo:
             time.sleep(0.2)
 
 
-def compare_losses(result: Result, clean: Result) -> float | None:
+def compare_losses(result: DemoResult, clean: DemoResult) -> float | None:
     """Return how far the loss is above the clean run's, as a ratio; None if one is not finite."""
     if result.validation_loss is None or clean.validation_loss is None:
         return None
@@ -381,9 +381,9 @@ def print_summary(
     console: Console,
     matches: list[Match],
     extra: list[Decision],
-    clean: Result,
-    guarded: Result,
-    bare: list[tuple[str, Result]],
+    clean: DemoResult,
+    guarded: DemoResult,
+    bare: list[tuple[str, DemoResult]],
 ) -> None:
     """Print each fault, what was decided by which rule, what it cost, and the losses."""
     table = Table(title="Decision log", title_justify="left")

@@ -89,7 +89,7 @@ def write_rows(
         to.write("  ".join(cells).rstrip() + "\n")
 
 
-def moment(time_unix_ns: int) -> str:
+def format_time(time_unix_ns: int) -> str:
     """Return the time for people, to the second, in UTC; "" for none."""
     if time_unix_ns <= 0:
         return ""

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
                 f"run {run_dir.run_id} is not halted; there is nothing to resume",
                 hint="`vitals show RUN` says how the run ended",
             )
-        typer.echo(_words(run_dir.run_id, marker))
+        typer.echo(_halt_text(run_dir.run_id, marker))
         try:
             run_dir.clear_halted()
         except OSError as error:
@@ -103,7 +103,7 @@ def _is_halted(run_dir: RunDir) -> bool:
         return False  # another user's run, whose folder is closed to us
 
 
-def _words(run_id: str, marker: HaltMarker) -> str:
+def _halt_text(run_id: str, marker: HaltMarker) -> str:
     when = ""
     if marker.time_unix_ns:
         moment = datetime.fromtimestamp(marker.time_unix_ns / 1e9, UTC)

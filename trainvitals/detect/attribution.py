@@ -129,8 +129,8 @@ class _Out(NamedTuple):
 # ------------------------------------------------------------------------------- a single series
 
 
-class _Course:
-    """One series, like the many of ``_Courses``: Python costs a tenth of numpy's calls here."""
+class _OneSeries:
+    """One series, like the many of ``_ManySeries``: Python costs a tenth of numpy's calls here."""
 
     __slots__ = (
         "_age", "_at", "_away", "_floor", "_largest", "_limit", "_now", "_ordered", "_quiet",
@@ -153,7 +153,7 @@ class _Course:
         """Whether it has a reference."""
         return self._scale < math.inf
 
-    def look(self, value: float) -> float:
+    def sigmas_beyond_limit(self, value: float) -> float:
         """Return the sigmas of a value that is out, otherwise 0."""
         ordered = self._ordered
         num = len(ordered)
@@ -168,7 +168,7 @@ class _Course:
             self._renew()
         return away / self._scale if abs(away) > self._limit else 0.0
 
-    def take(self, value: float, step: int, *, is_quiet: bool) -> None:
+    def add(self, value: float, step: int, *, is_quiet: bool) -> None:
         """Add the value that was just checked."""
         if value - value != 0.0:
             return
@@ -211,7 +211,7 @@ def _middle(ordered: Sequence[float]) -> float:
 # --------------------------------------------------------------------------- many series at once
 
 
-class _Courses:
+class _ManySeries:
     """Series of one kind: latest values of each, and the deviations of its quiet values."""
 
     def __init__(self, floor: float) -> None:
@@ -240,7 +240,7 @@ class _Courses:
         self._scale = np.pad(self._scale, (0, more), constant_values=np.inf)
         self._largest = np.pad(self._largest, (0, more), constant_values=np.inf)
 
-    def look(self, values: Floats) -> tuple[Floats, Floats]:
+    def sigmas_beyond_limit(self, values: Floats) -> tuple[Floats, Floats]:
         """Return the sigmas of series that are out, 0 elsewhere, and the middle of each series."""
         lower, upper = LAG // 2 - 1, LAG // 2
         parted = np.partition(self._raw, (lower, upper), axis=1)
@@ -256,7 +256,7 @@ class _Courses:
             is_out = np.abs(away) > OF_LARGEST * self._largest
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
 
-    def take(self, values: Floats, step: int, *, is_quiet: bool) -> None:
+    def add(self, values: Floats, step: int, *, is_quiet: bool) -> None:
         """Add the values that were just checked; missing ones are NaN."""
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
@@ -301,7 +301,7 @@ def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
     """Return each row's median over its first ``num`` values in order; NaN are sorted last."""
     ordered = np.sort(rows, axis=1)
     at = np.maximum(num - 1, 0)[:, None]
-    low, high = (np.take_along_axis(ordered, place, 1)[:, 0] for place in (at // 2, (at + 1) // 2))
+    low, high = (np.take_along_axis(ordered, index, 1)[:, 0] for index in (at // 2, (at + 1) // 2))
     return np.asarray((low + high) / 2)
 
 
@@ -320,7 +320,7 @@ class _Peaks:
         is_out: npt.NDArray[np.bool_] = (values > _WRITTEN) & (values > OF_LARGEST * usual)
         return is_out
 
-    def take(self, values: Floats) -> None:
+    def add(self, values: Floats) -> None:
         """Add the values of a quiet step."""
         np.fmax(self._now, values, out=self._now)
         self._num += 1
@@ -345,11 +345,11 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
 )
 
 
-_Looked = tuple[_Course, float, bool] | tuple[_Courses, Floats, bool]
+_Looked = tuple[_OneSeries, float, bool] | tuple[_ManySeries, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
 
-class _Layers:
+class _LayerColumns:
     """The layers of one step: each column as an array, in the order of forward."""
 
     def __init__(self, names: Sequence[str], layers: Mapping[str, Mapping[str, float]]) -> None:
@@ -429,10 +429,10 @@ def _as_next(each: _Out) -> Next:
 def _next(onset: Onset, out: Sequence[_Out]) -> tuple[Next, ...]:
     """Return the series that followed, each once, at its first step."""
     followed = {(each.subject, each.where, each.series): each for each in onset.next}
-    own = (onset.subject, onset.where, onset.series)
+    onset_key = (onset.subject, onset.where, onset.series)
     for each in out:
         key = (each.subject, each.where, each.series)
-        if key != own:
+        if key != onset_key:
             followed.setdefault(key, _as_next(each))
     return tuple(sorted(followed.values(), key=lambda each: each.step)[:_MOST_NEXT])
 
@@ -446,9 +446,9 @@ class OnsetTracker:
 
     def __init__(self, onsets: Iterable[Onset] = ()) -> None:
         self._onsets = {(onset.attempt, onset.step, onset.is_of_speed): onset for onset in onsets}
-        self._series: dict[str, _Course] = {}
-        self._courses: dict[str, _Courses] = {}
-        self._of_layers: dict[str, _Courses] = {}
+        self._series: dict[str, _OneSeries] = {}
+        self._courses: dict[str, _ManySeries] = {}
+        self._of_layers: dict[str, _ManySeries] = {}
         self._peaks: dict[str, _Peaks] = {}
         self._names: list[str] = []
         self._known: set[str] = set()
@@ -513,7 +513,7 @@ class OnsetTracker:
         )
         for course, values, is_of_speed in looked:
             episode = self._speed if is_of_speed else self._numbers
-            course.take(values, merged.step, is_quiet=episode.is_quiet)  # type: ignore[arg-type]
+            course.add(values, merged.step, is_quiet=episode.is_quiet)  # type: ignore[arg-type]
         return changed
 
     def _advance(
@@ -531,7 +531,7 @@ class OnsetTracker:
             del self._onsets[next(iter(self._onsets))]
         return is_new
 
-    def _look(
+    def _sigmas_beyond_limit(
         self,
         name: str,
         values: Floats,
@@ -543,12 +543,12 @@ class OnsetTracker:
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
-            course = courses[name] = _Courses(_FLOORS[name])
+            course = courses[name] = _ManySeries(_FLOORS[name])
         course.reach(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
         looked.append((course, values, False))
-        return course.look(values)
+        return course.sigmas_beyond_limit(values)
 
     # ------------------------------------------------------------------------------- settings
 
@@ -556,13 +556,20 @@ class OnsetTracker:
         out: list[_Out] = []
         rate = number(merged.run.get("learning_rate"))
         factor = number(merged.run.get("lr_factor")) or 1.0
-        asked = None if rate is None else rate / factor
-        before, self._rate = self._rate, asked if asked is not None else self._rate
-        if asked is not None:
+        requested_rate = None if rate is None else rate / factor
+        before, self._rate = (
+            self._rate,
+            requested_rate if requested_rate is not None else self._rate,
+        )
+        if requested_rate is not None:
             peak = self._peak_rate
             # A schedule may return to an earlier rate, may fall in one step, and may be declared.
             is_declared = int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED
-            is_jump = before is not None and asked > _SETTING * before and asked > 1.02 * peak
+            is_jump = (
+                before is not None
+                and requested_rate > _SETTING * before
+                and requested_rate > 1.02 * peak
+            )
             if (
                 is_jump
                 and not is_declared
@@ -570,7 +577,7 @@ class OnsetTracker:
                 and self._is_rare("learning_rate")
             ):
                 out.append(_Out(merged.step, 0, "lr", "", "learning_rate", rate, before))
-            self._peak_rate = max(peak, asked)
+            self._peak_rate = max(peak, requested_rate)
         for name in _SETTINGS:
             if name not in merged.run:
                 continue
@@ -596,14 +603,14 @@ class OnsetTracker:
     ) -> tuple[bool, float]:
         """Return whether losses moved, and the sigmas of the total gradient norm."""
         step = merged.step
-        given = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
-        if not given and (loss := merged.run.get("loss")) is not None:
-            given = [loss]
-        losses, ranks = finite(given)
-        lossy = len(ranks) < len(given)
+        finite_losses = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
+        if not finite_losses and (loss := merged.run.get("loss")) is not None:
+            finite_losses = [loss]
+        losses, ranks = finite(finite_losses)
+        lossy = len(ranks) < len(finite_losses)
         if lossy:
-            bad = [rank for rank, value in enumerate(given) if number(value) is None]
-            where = f"rank:{bad[0]}" if len(bad) == 1 < len(given) else ""
+            bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
+            where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
             # A non-finite output comes first; without activations its origin would be unknown.
             subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
             out.append(_Out(step, 7, subject, where, "loss"))
@@ -658,8 +665,8 @@ class OnsetTracker:
         """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
         course = self._series.get(name)
         if course is None:
-            course = self._series[name] = _Course(_FLOORS[name.partition("/")[0]])
-        sigmas = course.look(value)
+            course = self._series[name] = _OneSeries(_FLOORS[name.partition("/")[0]])
+        sigmas = course.sigmas_beyond_limit(value)
         looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
 
@@ -673,7 +680,7 @@ class OnsetTracker:
         """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
-            zeds, _ = self._look(name, np.array(relative), looked)
+            zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), looked)
             return [float(z) for z in zeds[: len(values)]]
         return [
             self._look_at(f"{name}/{rank}", value, looked)[0] for rank, value in enumerate(relative)
@@ -715,7 +722,7 @@ class OnsetTracker:
             if name not in self._known and len(self._names) < MOST_LAYERS:
                 self._known.add(name)
                 self._names.append(name)
-        rows, step = _Layers(self._names, merged.layers), merged.step
+        rows, step = _LayerColumns(self._names, merged.layers), merged.step
         is_next = self._layers_at == (merged.attempt, step - 1) and follows
         self._layers_at = (merged.attempt, step)
         self._of_writes(rows, step, out, looked)
@@ -733,7 +740,7 @@ class OnsetTracker:
 
     def _of_writes(
         self,
-        rows: _Layers,
+        rows: _LayerColumns,
         step: int,
         out: list[_Out],
         looked: list[_Looked],
@@ -753,11 +760,11 @@ class OnsetTracker:
                 where = "" if is_of_all else self._names[at]
                 out.append(_Out(step, order, subject, where, name, value, 0.0))
             elif self._numbers.is_quiet:
-                peaks.take(written)
+                peaks.add(written)
 
     def _of_weights(
         self,
-        rows: _Layers,
+        rows: _LayerColumns,
         step: int,
         out: list[_Out],
         looked: list[_Looked],
@@ -777,7 +784,7 @@ class OnsetTracker:
             return
         moved = np.full(len(weights), np.nan)
         moved[:num_both] = _logarithm(weights[:num_both]) - _logarithm(before[:num_both])
-        z, _ = self._look("weight_norm", moved, looked, of_layers=True)
+        z, _ = self._sigmas_beyond_limit("weight_norm", moved, looked, of_layers=True)
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
             out.append(
@@ -789,7 +796,7 @@ class OnsetTracker:
 
     def _of_activations(
         self,
-        rows: _Layers,
+        rows: _LayerColumns,
         step: int,
         out: list[_Out],
         looked: list[_Looked],
@@ -800,7 +807,9 @@ class OnsetTracker:
         bad = ~np.isfinite(rms) & rows.has("activation_rms")
         if bad.any():
             out.append(self._layer(step, 6, int(np.argmax(bad)), "activation_rms"))
-        z, middle = self._look("activation_rms", _logarithm(rms), looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit(
+            "activation_rms", _logarithm(rms), looked, of_layers=True
+        )
         far = np.abs(z)
         if far.max() <= SIGMAS:
             return
@@ -814,7 +823,7 @@ class OnsetTracker:
 
     def _of_gradients(
         self,
-        rows: _Layers,
+        rows: _LayerColumns,
         norms: Floats | None,
         step: int,
         out: list[_Out],
@@ -837,7 +846,9 @@ class OnsetTracker:
                 self._layer(step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None)
             )
         self._had_gradient = norms > 0.0
-        z, middle = self._look("grad_norm", _logarithm(norms), looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit(
+            "grad_norm", _logarithm(norms), looked, of_layers=True
+        )
         at = int(np.argmax(z))
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
@@ -849,7 +860,7 @@ class OnsetTracker:
 
     def _of_updates(
         self,
-        rows: _Layers,
+        rows: _LayerColumns,
         step: int,
         out: list[_Out],
         looked: list[_Looked],
@@ -864,7 +875,7 @@ class OnsetTracker:
         if updates is None or not self._applied:
             return
         logs = _logarithm(updates) - math.log(abs(self._applied))
-        z, middle = self._look("update_norm", logs, looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit("update_norm", logs, looked, of_layers=True)
         at = int(np.argmax(z))
         if z[at] <= SIGMAS or not calm:
             return
@@ -896,8 +907,8 @@ def _others(values: Sequence[float]) -> list[float]:
     ordered = [values[i] for i in order]
     low, high = (num - 2) >> 1, (num - 1) >> 1
     others = [0.0] * num
-    for place, i in enumerate(order):
-        others[i] = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
+    for position, i in enumerate(order):
+        others[i] = (ordered[low + (position <= low)] + ordered[high + (position <= high)]) / 2
     return others
 
 

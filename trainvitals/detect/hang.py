@@ -52,7 +52,7 @@ class HangConfig(Settings, frozen=True, kw_only=True):
     """Jobs of one run that are ended within a day; then it only pages."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The blocking ranks, and whether an operator is needed."""
 
     pages: bool
@@ -112,7 +112,7 @@ def decide(
     limits: HangLimits,
     *,
     world_size: int,
-) -> Verdict | None:
+) -> HangVerdict | None:
     """Return the blocking ranks; None if there is no problem, or no evidence.
 
     Args:
@@ -133,7 +133,7 @@ def decide(
     )
 
 
-def may_end(verdict: Verdict, ranks: Sequence[RankActivity]) -> bool:
+def may_end(verdict: HangVerdict, ranks: Sequence[RankActivity]) -> bool:
     """Return whether a job that pages may be ended: never if a rank may still continue.
 
     A rank that computes, reads, writes or waits for a disk may evaluate or save for longer than
@@ -155,11 +155,11 @@ class HangFollower:
     def __init__(self, config: HangConfig | None = None) -> None:
         self.config = config or HangConfig()
         self.history = WaitHistory()
-        self.verdict: Verdict | None = None
+        self.verdict: HangVerdict | None = None
         """The current verdict."""
         self._has_paged = False
 
-    def look(
+    def new_findings(
         self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
     ) -> tuple[Finding, ...]:
         """Return the findings of this check that were not reported before."""
@@ -180,7 +180,7 @@ class HangFollower:
         return tuple(findings)
 
 
-def _finding(kind: str, verdict: Verdict) -> Finding:
+def _finding(kind: str, verdict: HangVerdict) -> Finding:
     return Finding(
         kind=kind,
         level="advisory",
@@ -207,7 +207,7 @@ class _Judge:
         self._living = living
         self._limits = limits
 
-    def of_process(self, state: Literal["gone", "stopped"]) -> Verdict | None:
+    def of_process(self, state: Literal["gone", "stopped"]) -> HangVerdict | None:
         """Name the ranks whose process has this state, while the others make no progress."""
         culprits = [rank for rank in self._ranks if rank.process == state]
         others = [rank for rank in self._living if rank.process != "stopped"]
@@ -219,7 +219,7 @@ class _Judge:
             return None
         return self._verdict(culprits, others, state, seconds)
 
-    def of_order(self) -> Verdict | None:
+    def of_order(self) -> HangVerdict | None:
         """Name the ranks that called another collective than the others with the same number."""
         seconds = min(rank.still_seconds for rank in self._living)
         if seconds < self._limits.show["exchange"]:
@@ -236,7 +236,7 @@ class _Judge:
 
     def _of_calls(
         self, group: str, number: int, calls: Mapping[int, str], odd: Sequence[int], seconds: float
-    ) -> Verdict:
+    ) -> HangVerdict:
         by_call: dict[str, list[int]] = {}
         for rank, call in sorted(calls.items()):
             by_call.setdefault(call, []).append(rank)
@@ -245,9 +245,9 @@ class _Judge:
         where = next((f", in {rank.where}" for rank in culprits if rank.where), "")
         text = f"The ranks disagree on collective {number} of group {group}: {who}{where}"
         limit = self._limits.page["exchange"]
-        return self._made(culprits, "order", seconds, limit, text)
+        return self._build_verdict(culprits, "order", seconds, limit, text)
 
-    def of_sequences(self) -> Verdict | None:
+    def of_sequences(self) -> HangVerdict | None:
         """Name the ranks that are behind in a collective, or a step, and wait for no rank."""
         seen = [rank for rank in self._ranks if rank.process != "gone"]
         waits = {
@@ -269,7 +269,7 @@ class _Judge:
             return None
         return self._verdict(culprits, others, _reason(culprits), seconds)
 
-    def of_all(self) -> Verdict | None:
+    def of_all(self) -> HangVerdict | None:
         """Report a job without any progress, and without a computing or announced rank."""
         seconds = min(rank.still_seconds for rank in self._living)
         limit = self._limits.computing
@@ -277,7 +277,9 @@ class _Judge:
         # A single rank may be a notebook, or wait for its next batch: a stall is reported instead.
         if seconds < limit or is_told or len(self._living) < 2:
             return None
-        return self._made([], "all", seconds, limit, f"No rank has moved{_places(self._living)}")
+        return self._build_verdict(
+            [], "all", seconds, limit, f"No rank has moved{_places(self._living)}"
+        )
 
     # ------------------------------------------------------------------------------ the verdict
 
@@ -287,12 +289,12 @@ class _Judge:
         others: Sequence[RankActivity],
         reason: Reason,
         seconds: float,
-    ) -> Verdict:
+    ) -> HangVerdict:
         names, first = _named([rank.rank for rank in culprits]), culprits[0]
         are, in_place = ("is" if len(culprits) == 1 else "are"), ""
         if first.where and len(culprits) == 1:
             in_place = f" in {first.where}"
-        words = {
+        reasons = {
             "gone": f"ended without a word{f' ({first.exit})' if first.exit else ''}",
             "stopped": f"{are} stopped (SIGSTOP){in_place}",
             "ended": "finished training while the others still wait",
@@ -305,10 +307,10 @@ class _Judge:
         calls = {call for rank in others if (call := _call_of(rank))}
         waiting = _named([rank.rank for rank in others])
         wait = "waits" if len(others) == 1 else "wait"
-        text = f"{names[0].upper()}{names[1:]} {words}; {waiting} {wait} for it"
+        text = f"{names[0].upper()}{names[1:]} {reasons}; {waiting} {wait} for it"
         if len(calls) == 1:
             text += f" in {calls.pop()}"
-        return self._made(culprits, reason, seconds, self._limit(culprits, reason), text)
+        return self._build_verdict(culprits, reason, seconds, self._limit(culprits, reason), text)
 
     def _limit(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
         phases = {rank.phase for rank in culprits}
@@ -326,15 +328,15 @@ class _Judge:
             return max(blocked, self._limits.computing)
         return blocked
 
-    def _made(
+    def _build_verdict(
         self,
         culprits: Sequence[RankActivity],
         reason: Reason,
         seconds: float,
         limit: float,
         text: str,
-    ) -> Verdict:
-        return Verdict(
+    ) -> HangVerdict:
+        return HangVerdict(
             pages=seconds >= limit,
             culprits=tuple(sorted(rank.rank for rank in culprits)),
             reason=reason,

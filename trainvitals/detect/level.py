@@ -142,7 +142,7 @@ class LevelDetector(Detector):
         if self._onset < 0:
             if level <= best + rise or noise == 0.0:
                 return ()
-            self._begin(level, best)
+            self._start_level(level, best)
         self._top = max(self._top, level - best)
         if level < best + 0.5 * rise:
             self._recover()
@@ -177,7 +177,7 @@ class LevelDetector(Detector):
         )
         return latest < _RECOVERING * max(before, level - best)
 
-    def _begin(self, level: float, best: float) -> None:
+    def _start_level(self, level: float, best: float) -> None:
         self._top = 0.0
         self._onset = self._change_point(level, best)
         self._low, self._num_told, self._is_far = best, 0, False
@@ -376,9 +376,9 @@ class DriftDetector(Detector):
         if middle <= 0.0:
             self.rebaseline()
             return ()
-        return self._take(record, math.log(middle))
+        return self._add_block(record, math.log(middle))
 
-    def _take(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
+    def _add_block(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
         if self._blocks:
             change = block - self._blocks[-1]
             if change < -max(_FALL, 8.0 * self._noise()):

@@ -26,33 +26,33 @@ class Vote(NamedTuple):
         return self.suspects[0] if len(self.suspects) == 1 else -1
 
 
-def vote(words: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
+def vote(fingerprints: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
     """Return the ranks that differ from the others.
 
     Args:
-        words: each rank's fingerprint of its replicas; a false value is ignored.
+        fingerprints: each rank's fingerprint of its replicas; a false value is ignored.
         groups: ranks that must have equal fingerprints.
     """
     apart: list[int] = []
     suspects: list[int] = []
     for group in groups:
-        given = [(rank, words[rank]) for rank in group if words[rank]]
-        counts = Counter(word for _, word in given)
+        reported = [(rank, fingerprints[rank]) for rank in group if fingerprints[rank]]
+        counts = Counter(word for _, word in reported)
         if len(counts) < 2:
             continue
         usual, most = counts.most_common(1)[0]  # in a tie, the value of the lowest rank
-        minority = [rank for rank, word in given if word != usual]
+        minority = [rank for rank, word in reported if word != usual]
         apart += minority
-        suspects += minority if 2 * most > len(given) else [rank for rank, _ in given]
+        suspects += minority if 2 * most > len(reported) else [rank for rank, _ in reported]
     return Vote(tuple(sorted(apart)), tuple(sorted(suspects)))
 
 
-def minority(words: Sequence[float]) -> tuple[int, ...]:
+def minority(fingerprints: Sequence[float]) -> tuple[int, ...]:
     """Return the ranks that differ from the majority; () if all given fingerprints agree.
 
     With two equal halves, the half with the lowest rank counts as correct. 0 is ignored.
     """
-    return vote(words, [range(len(words))]).apart
+    return vote(fingerprints, [range(len(fingerprints))]).apart
 
 
 def further(distances: Mapping[int, float]) -> int:

@@ -101,8 +101,8 @@ class LRSchedule:
             return Band(1.0, 1.0)
         begin = self.warmup_steps
         if self.kind == "wsd":
-            own = self.decay_steps
-            decays = max(1, round(_WSD_DECAY * total_steps)) if own is None else own
+            decay_steps = self.decay_steps
+            decays = max(1, round(_WSD_DECAY * total_steps)) if decay_steps is None else decay_steps
             begin = max(begin, total_steps - decays)
         passed = min(1.0, max(0.0, (step - begin) / max(1, total_steps - begin)))
         cosine = 0.5 * (1.0 + math.cos(math.pi * passed))
@@ -163,10 +163,12 @@ class ScheduleFollower(Stateful):
             return None
         off = [
             (group, rate, band)
-            for group, (rate, own, scale) in enumerate(
+            for group, (rate, expected, scale) in enumerate(
                 zip(rates, declared, self._scales, strict=True)
             )
-            if rate is not None and own is not None and self._is_off(rate, band := own.times(scale))
+            if rate is not None
+            and expected is not None
+            and self._is_off(rate, band := expected.times(scale))
         ]
         if off:
             return self._departed(step, off)
@@ -198,7 +200,7 @@ class ScheduleFollower(Stateful):
 
     def _text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
         named = ", ".join(
-            f"{_of_group(group)}{rate:.4g} instead of {_words(band)}"
+            f"{_of_group(group)}{rate:.4g} instead of {_format_band(band)}"
             for group, rate, band in off[:_MOST_NAMED]
         )
         more = f" and {len(off) - _MOST_NAMED} more groups" if len(off) > _MOST_NAMED else ""
@@ -227,7 +229,7 @@ def _of_group(group: int) -> str:
     return f"group {group}: " if group else ""
 
 
-def _words(band: Band) -> str:
+def _format_band(band: Band) -> str:
     if band.high - band.low <= 0.02 * abs(band.high):
         return f"{(band.low + band.high) / 2:.4g}"
     return f"{band.low:.4g} to {band.high:.4g}"

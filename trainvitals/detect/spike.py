@@ -530,13 +530,13 @@ class SpikeDetector(Detector):
 
     def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
         """Make high steps in a row the new level, if they are many and similar."""
-        held, num = self._held, self._config.accept_after
-        if len(held) < num:
+        outliers, num = self._held, self._config.accept_after
+        if len(outliers) < num:
             return ()
         half = num // 2
         older, newer = RobustWindow(half), RobustWindow(half)
-        older.restore(held[-num:-half])
-        newer.restore(held[-half:])
+        older.restore(outliers[-num:-half])
+        newer.restore(outliers[-half:])
         low, high = sorted((older.median(), newer.median()))
         widest = min(self._config.min_ratio, 2.0) ** 2
         top = max(newer.upper(0.05), older.upper(0.05))
@@ -544,19 +544,19 @@ class SpikeDetector(Detector):
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
-            self._adopt(held[-num:])  # it has come back: the trend is at its current values
+            self._adopt(outliers[-num:])  # it has come back: the trend is at its current values
             self._accepted = []
             return ()
         # Values that still fall are returning, and not a level.
         falling = newer.median() < older.median() * math.exp(-2.0 * self._sigma / math.sqrt(half))
-        if not steady or (falling and len(held) < 5 * num):
-            if len(held) > 5 * num:
-                del held[0]
+        if not steady or (falling and len(outliers) < 5 * num):
+            if len(outliers) > 5 * num:
+                del outliers[0]
             return ()
         was_told, course, onset = self._told, self._course.median(), self._onset
         was_told = was_told and not self._silent and low >= course * _TOGETHER
         level = newer.median()
-        self._adopt(held[-num:])
+        self._adopt(outliers[-num:])
         if not was_told:
             return ()
         shift = Finding(
@@ -574,11 +574,11 @@ class SpikeDetector(Detector):
 
     def _adopt(self, values: list[float]) -> None:
         """Make these values the trend from now on; the spread around it stays."""
-        kept = values[-self._config.trend_window :]
+        recent = values[-self._config.trend_window :]
         highest = max(values)
         self._end()
         self._course.clear()
-        for value in kept:
+        for value in recent:
             self._course.push(value)
         if highest > 0.0:
             self._accepted = [self._clock, math.log(highest)]
@@ -729,8 +729,8 @@ class BurstDetector(Detector):
             self._held.append(norm)
         usual = self._window.median()
         if len(self._held) >= config.accept_after:
-            for held in self._held:
-                self._push(held)
+            for outlier in self._held:
+                self._push(outlier)
             self._end()
         if self._sum < config.enough or self._told:
             return ()

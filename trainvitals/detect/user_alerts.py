@@ -80,7 +80,7 @@ _CONDITION = re.compile(
 )
 
 
-class Condition(NamedTuple):
+class RuleCondition(NamedTuple):
     """The parts of a rule's condition."""
 
     function: str
@@ -98,7 +98,7 @@ class Condition(NamedTuple):
         return f"{self.function}({self.series}, {self.window})"
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str) -> RuleCondition:
     """Return the condition in a string.
 
     Raises:
@@ -124,7 +124,9 @@ def parse_condition(text: str) -> Condition:
             f"{series!r} is not of the training loop: a series must be a column of the steps, such "
             "as loss, or a scalar that the loop records"
         )
-    return Condition(function, series, _window(function, match["window"]), match["operator"], limit)
+    return RuleCondition(
+        function, series, _window(function, match["window"]), match["operator"], limit
+    )
 
 
 def _window(function: str, text: str | None) -> int:
@@ -381,7 +383,7 @@ class UserAlerts:
         self.held: dict[str, Finding] = {}
         """By name, the latest finding of each alert that holds."""
 
-    def tell(self, finding: Finding, *, holds: bool) -> Finding | None:
+    def record_breach(self, finding: Finding, *, holds: bool) -> Finding | None:
         """Note that an alert's condition is true; return the finding to report, if any.
 
         Args:
@@ -420,9 +422,9 @@ class UserAlerts:
                 yield renewed
 
     def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
-        told = self._told.get(name)
+        reported_step = self._told.get(name)
         # Rows come back a step or two later than the loop's own scalars and calls.
-        if told is not None and abs(step - told) < pause:
+        if reported_step is not None and abs(step - reported_step) < pause:
             return False
         self._told[name] = step
         return True
@@ -430,4 +432,8 @@ class UserAlerts:
     def went_back(self, step: int) -> None:
         """Discard findings of ``step`` and later ones: the run continues from there."""
         self.held.clear()
-        self._told = {name: told for name, told in self._told.items() if told < step}
+        self._told = {
+            name: reported_step
+            for name, reported_step in self._told.items()
+            if reported_step < step
+        }

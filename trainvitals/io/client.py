@@ -78,7 +78,7 @@ MAX_RETRY_AFTER_SECONDS = 300
 _SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A token file: a collector's tokens by scope, and by what it proves that it is the one.
 
     What a program was not given is empty.
@@ -105,7 +105,7 @@ class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a collector is and what may be done there."""
 
     url: str
-    tokens: Tokens = Tokens()
+    tokens: CollectorTokens = CollectorTokens()
 
 
 COLLECTOR_FILE = "collector.json"
@@ -219,9 +219,9 @@ class CollectorClient:
 
     def ask(self, question: Question[A]) -> A:
         """Return the collector's answer."""
-        asked = as_request(question)
-        how = {"params": asked.params} if asked.body is None else _json(asked.body)
-        answer: A = self._call(asked.answer, asked.method, asked.path, **how)
+        request = as_request(question)
+        how = {"params": request.params} if request.body is None else _json(request.body)
+        answer: A = self._call(request.answer, request.method, request.path, **how)
         return answer
 
     # -------------------------------------------------------------------------- for orders
@@ -322,10 +322,10 @@ def client_of(
     token = getattr(tokens, scope) if scope else ""
     if scope == "read":
         token = token or tokens.control  # which includes it
-    held = [name for name in ("ingest", "read", "control") if getattr(tokens, name)]
-    if scope and held and not token:
+    scopes = [name for name in ("ingest", "read", "control") if getattr(tokens, name)]
+    if scope and scopes and not token:
         raise UnauthorizedError(
-            f"the token file allows {' and '.join(held)} only; this needs {scope}",
+            f"the token file allows {' and '.join(scopes)} only; this needs {scope}",
             hint="on the collector's machine, `vitals token create NAME --scope "
             f"{scope} --output FILE` makes a token file for it: give that with --token-file",
         )
@@ -341,7 +341,7 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     url = environ.get("VITALS_COLLECTOR_URL", "")
     token_file = environ.get("VITALS_TOKEN_FILE", "")
     if url:
-        tokens = read_tokens(token_file) if token_file else Tokens()
+        tokens = read_tokens(token_file) if token_file else CollectorTokens()
         return CollectorAddress(url=first_that_answers(url, tokens.tls), tokens=tokens)
     return collector_on(default_data_dir(environ), token_file)
 
@@ -371,7 +371,9 @@ def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | 
     if not url:
         return None
     path = Path(token_file or data / "tokens.json")
-    return CollectorAddress(url=url, tokens=read_tokens(path) if path.exists() else Tokens())
+    return CollectorAddress(
+        url=url, tokens=read_tokens(path) if path.exists() else CollectorTokens()
+    )
 
 
 def url_in(data: Path) -> str:
@@ -419,7 +421,7 @@ def _is_alive(pid: int) -> bool:
     return pid > 0
 
 
-def read_tokens(path: Path | str) -> Tokens:
+def read_tokens(path: Path | str) -> CollectorTokens:
     """Return the tokens in a file that only this user may read.
 
     Raises:
@@ -428,7 +430,7 @@ def read_tokens(path: Path | str) -> Tokens:
     """
     hint = "the collector creates it (mode 0600) at its first start"
     try:
-        return msgspec.json.decode(read_fd(open_private(Path(path))), type=Tokens)
+        return msgspec.json.decode(read_fd(open_private(Path(path))), type=CollectorTokens)
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}", hint=hint) from error
     except UNREADABLE as error:

@@ -57,7 +57,7 @@ def make_control_key(folder: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):
             _write(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
-        secret = _read(folder / SECRET_FILE)
+        secret = _read_key_file(folder / SECRET_FILE)
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
         public = key.public_key().public_bytes_raw()
         with contextlib.suppress(FileExistsError):
@@ -90,7 +90,7 @@ def read_control_key(folder: Path) -> bytes:
         FormatError: it is damaged.
     """
     try:
-        return _read(folder / SECRET_FILE)
+        return _read_key_file(folder / SECRET_FILE)
     except OSError as error:
         raise UnauthorizedError(
             f"{folder / SECRET_FILE}: {error.strerror}; commands are signed with it",
@@ -111,7 +111,7 @@ def verify_order(command: Command, folder: Path) -> None:
     from cryptography.exceptions import InvalidSignature
 
     try:
-        public = _read(folder / PUBLIC_FILE)
+        public = _read_key_file(folder / PUBLIC_FILE)
     except OSError as error:
         raise UnauthorizedError(
             f"command {command.number} cannot be verified: {folder / PUBLIC_FILE}:"
@@ -164,7 +164,7 @@ def _write(path: Path, raw: bytes) -> None:
         os.close(fd)
 
 
-def _read(path: Path) -> bytes:
+def _read_key_file(path: Path) -> bytes:
     try:
         raw = bytes.fromhex(read_fd(open_private(path)).decode("ascii").strip())
     except ValueError:

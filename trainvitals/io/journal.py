@@ -190,8 +190,8 @@ class JournalWriter:
         events = EVENT_SCHEMA.stream
         active = {stream._path for stream in self._streams.values()}
         sealed = [entry for entry in self._segments if entry[1] not in active]
-        held = sum(size for name, _, size in self._segments if name == events)
-        if held <= bound // 2:
+        event_bytes = sum(size for name, _, size in self._segments if name == events)
+        if event_bytes <= bound // 2:
             sealed = [entry for entry in sealed if entry[0] != events] or sealed
         else:
             sealed = [entry for entry in sealed if entry[0] == events] or sealed
@@ -243,8 +243,8 @@ class StreamWriter:
             if self._map is None or seq >= self._room_until:
                 return self._put(1, row)
             self.next_seq = seq + 1
-            place = self._row_zero + seq * len(row)
-            self._map[place : place + len(row)] = row
+            offset = self._row_zero + seq * len(row)
+            self._map[offset : offset + len(row)] = row
             return seq
 
     def append_event(

@@ -160,11 +160,11 @@ class JournalReader:
     def _read_stream(self, segments: list[tuple[int, Path]], max_rows: int) -> list[Batch]:
         batches: list[Batch] = []
         for _, path in segments:
-            left = max_rows - sum(b.header.num_rows for b in batches)
-            if left <= 0 or path not in self._known:
+            max_left = max_rows - sum(b.header.num_rows for b in batches)
+            if max_left <= 0 or path not in self._known:
                 continue
             try:
-                batches += self._read_segment(path, left)
+                batches += self._read_segment(path, max_left)
             except FileNotFoundError:
                 continue  # evicted by the writer; the next row's number says how much went
         return batches

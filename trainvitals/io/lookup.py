@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorAddress,
-    Tokens,
+    CollectorTokens,
     client_of,
     collector_on,
     discover_collector,
@@ -58,19 +58,19 @@ def known_collector(named: str, token_file: Path | None = None) -> CollectorAddr
         if collector is None or not token_file:
             return collector
         return CollectorAddress(url=collector.url, tokens=read_tokens(token_file))
-    tokens = read_tokens(file) if file else Tokens()
+    tokens = read_tokens(file) if file else CollectorTokens()
     url = first_that_answers(named, tokens.tls).rstrip("/")
     return CollectorAddress(url=url, tokens=tokens if file else _own_tokens(url))
 
 
-def _own_tokens(url: str) -> Tokens:
+def _own_tokens(url: str) -> CollectorTokens:
     """Return the tokens of this user's own collector, if that is its address."""
-    own = default_data_dir(os.environ)
-    file = read_collector_file(own)
+    data_dir = default_data_dir(os.environ)
+    file = read_collector_file(data_dir)
     if file is None or file.url != url:
-        return Tokens()
-    collector = collector_on(own)
-    return collector.tokens if collector is not None else Tokens()
+        return CollectorTokens()
+    collector = collector_on(data_dir)
+    return collector.tokens if collector is not None else CollectorTokens()
 
 
 def default_folder() -> Path:
@@ -88,7 +88,7 @@ def default_folder() -> Path:
     return folder
 
 
-class Named(Protocol):
+class NamedRun(Protocol):
     """What people call a run by."""
 
     @property
@@ -102,7 +102,7 @@ class Named(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Named)
+R = TypeVar("R", bound=NamedRun)
 
 
 def choose_run(runs: Sequence[R], id_or_name: str) -> R:

@@ -60,12 +60,12 @@ def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Ite
     can be written, TMPDIR, /tmp and /var/tmp. ``refused`` gets why one cannot be used: any user of
     the node can take the name, and that may cost us no more than the better place.
     """
-    chosen = environ.get("VITALS_SHM")
-    if chosen and not Path(chosen).is_dir():
-        text = f"VITALS_SHM is {chosen!r}; it must be an existing folder"
+    configured = environ.get("VITALS_SHM")
+    if configured and not Path(configured).is_dir():
+        text = f"VITALS_SHM is {configured!r}; it must be an existing folder"
         refused.append(StorageError(text, hint="unset VITALS_SHM to use /dev/shm"))
         return
-    for parent in [Path(chosen)] if chosen else _parents(environ):
+    for parent in [Path(configured)] if configured else _parents(environ):
         try:
             base = ensure_private_dir(parent.absolute() / f"trainvitals-{os.getuid()}")
         except VitalsError as error:
@@ -274,9 +274,9 @@ def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
     owner = Owner.us()
     with contextlib.suppress(FileExistsError):  # whatever is there is judged below
         path.mkdir(mode=0o700)
-        own = (path.parent.stat().st_mode if read is None else read) & _READABLE
-        if own:
-            path.chmod(0o700 | own | (path.stat().st_mode & stat.S_ISGID))
+        readable_by = (path.parent.stat().st_mode if read is None else read) & _READABLE
+        if readable_by:
+            path.chmod(0o700 | readable_by | (path.stat().st_mode & stat.S_ISGID))
     link = path.lstat()
     if stat.S_ISLNK(link.st_mode):
         owner.check_uid(path, link)

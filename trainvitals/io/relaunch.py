@@ -30,7 +30,9 @@ _FOLDER = ".launches"
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
     """Return the ``nth`` run of this launch's first start; None where this is the first."""
     for key, is_restart in _launches(environ, sys.argv, nth):
-        for path in (_path(_own(base), key), _path(base / _FOLDER, key)) if is_restart else ():
+        for path in (
+            (_path(_user_directory(base), key), _path(base / _FOLDER, key)) if is_restart else ()
+        ):
             try:
                 return check_run_id(read_own(path).decode().strip())
             except FileNotFoundError:
@@ -51,7 +53,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
     """
     for key, _ in _launches(environ, sys.argv, nth):
         base.mkdir(parents=True, exist_ok=True)
-        folder = ensure_own_dir(_own(base), read=0)
+        folder = ensure_own_dir(_user_directory(base), read=0)
         replace_file(_path(folder, key), run_id.encode() + b"\n", mode=0o600)
         _forget_oldest(folder)
 
@@ -97,7 +99,7 @@ def _own_task(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_PROCID", "") if together == "1" != tasks else ""
 
 
-def _own(base: Path) -> Path:
+def _user_directory(base: Path) -> Path:
     return base / f"{_FOLDER}-{os.geteuid()}"
 
 

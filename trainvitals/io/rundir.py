@@ -389,7 +389,7 @@ class RunDir:
         raw = self._read(path.name, max_bytes=_MAX_PLAN_BYTES) or b""
         key = self.file_key(create=True) if self._was_open else b""
         entries: list[dict[str, object]] = []
-        place = 0
+        offset = 0
         for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
             try:
                 entry = msgspec.json.decode(line, type=dict[str, object])
@@ -399,7 +399,7 @@ class RunDir:
                     hint="restore the file from a backup, or start a new run",
                 ) from error
             mac = entry.pop(_MAC, None)
-            genuine = mac is None or not key or _is_same(mac, self._line_mac(key, place, entry))
+            genuine = mac is None or not key or _is_same(mac, self._line_mac(key, offset, entry))
             if not genuine:
                 raise InsecurePathError(
                     f"{path}:{number} is not signed with this run's key, and other users could "
@@ -407,12 +407,12 @@ class RunDir:
                     hint="if you trust the file, start again: the folder is closed to them now",
                 )
             entries.append(entry)
-            place += len(line) + 1
+            offset += len(line) + 1
         return entries
 
-    def _line_mac(self, key: bytes, place: int, entry: Mapping[str, object]) -> str:
+    def _line_mac(self, key: bytes, offset: int, entry: Mapping[str, object]) -> str:
         line = msgspec.json.encode(dict(entry))
-        return mac_of(key, b"plan", self.run_id.encode(), b"%d" % place, line)
+        return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 
     def _owner(self) -> Owner:
         """Whose files count here: those of the folder's owner. A reader may be somebody else."""

@@ -43,7 +43,7 @@ from trainvitals.io.rundir import is_full
 from trainvitals.io.spool_files import (
     STATE_FILE,
     Headers,
-    Position,
+    SpoolPosition,
     load_state,
     own_files,
     read_batches,
@@ -54,7 +54,7 @@ from trainvitals.io.spool_files import (
 )
 from trainvitals.wire import BatchHeader, decode_batch
 
-__all__ = ["Position", "Spool", "read_batches", "unacknowledged"]
+__all__ = ["Spool", "SpoolPosition", "read_batches", "unacknowledged"]
 
 FILE_BYTES = 8 << 20
 SAVE_BYTES = 1 << 18
@@ -108,7 +108,7 @@ class Spool:
         self._now = now
         self._lock = threading.RLock()
         self._num_corrupt = 0
-        self._corrupt_at: set[Position] = set()
+        self._corrupt_at: set[SpoolPosition] = set()
         self._fd = -1  # of the newest file, while it is appended to
         self._number = -1
         self._headers = Headers()
@@ -119,10 +119,10 @@ class Spool:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             self._owner = Owner.whose(ensure_own_dir(directory))
-            own = self._own_files()
+            files = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
-            self._sizes = {number: status.st_size for number, _, status in own}
+            self._sizes = {number: status.st_size for number, _, status in files}
             # A clock that was set back since must not keep them for longer than was meant.
             self._retained = {
                 n: min(at, now()) for n, at in self._state.retained if n in self._sizes
@@ -145,10 +145,10 @@ class Spool:
             return sum(self._sizes[number] for number in self._retained)
 
     @property
-    def kept_from(self) -> Position:
+    def kept_from(self) -> SpoolPosition:
         """Where what is still there begins, acknowledged or not."""
         with self._lock:
-            return Position(min(self._sizes, default=self._state.acked.file))
+            return SpoolPosition(min(self._sizes, default=self._state.acked.file))
 
     @property
     def dropped_rows(self) -> int:
@@ -161,7 +161,7 @@ class Spool:
         return self._num_corrupt + len(self._corrupt_at)
 
     @property
-    def acked(self) -> Position:
+    def acked(self) -> SpoolPosition:
         """Up to where everything is acknowledged."""
         return self._state.acked
 
@@ -219,7 +219,7 @@ class Spool:
             if self._state.dropped_rows != self._saved.dropped_rows:
                 self._save_count()
 
-    def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
+    def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
         """Yield the batches after ``start``, each with the position after it; counts damage."""
         with self._disk("cannot be read"):
             for position, raw in scan_folder(self.directory, start):
@@ -229,11 +229,11 @@ class Spool:
                 else:
                     yield position, raw
 
-    def pending(self, limit: int) -> list[tuple[Position, bytes]]:
+    def pending(self, limit: int) -> list[tuple[SpoolPosition, bytes]]:
         """Return the oldest unacknowledged batches, each with the position to ``ack``."""
         return list(islice(self.read(self._state.acked), limit))
 
-    def ack(self, position: Position) -> None:
+    def ack(self, position: SpoolPosition) -> None:
         """Take note that everything before ``position`` is stored for good; free whole files."""
         with self._lock, self._disk("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
@@ -252,7 +252,7 @@ class Spool:
         acked = self._state.acked
         files = [n for n in self._sizes if n < acked.file or (n == acked.file and acked.offset)]
         newest = None
-        for end, raw in self.read(Position(max(files))) if files else ():
+        for end, raw in self.read(SpoolPosition(max(files))) if files else ():
             if end > acked:
                 break
             newest = raw
@@ -309,7 +309,7 @@ class Spool:
             self._save_state()
             self._leave()
         if self._fd < 0:
-            self._begin()
+            self._start_file()
         fd, size = self._fd, self._sizes[self._number]
         stored = self._headers.stored(raw, size)
         try:
@@ -320,9 +320,9 @@ class Spool:
             raise
         self._resize(self._number, size + len(stored))
         if stored is raw:
-            self._headers.note(raw, size)
+            self._headers.remember(raw, size)
 
-    def _begin(self) -> None:
+    def _start_file(self) -> None:
         """Begin a new file; its number was never used before."""
         self._number += 1
         path = self._path(self._number)
@@ -384,7 +384,9 @@ class Spool:
         oldest = min(self._sizes)
         acked, num_dropped = self._state.acked, self._state.dropped_rows
         num_rows = self._num_unacked_rows(oldest)
-        self._change(acked=max(acked, Position(oldest + 1)), dropped_rows=num_dropped + num_rows)
+        self._change(
+            acked=max(acked, SpoolPosition(oldest + 1)), dropped_rows=num_dropped + num_rows
+        )
         try:
             self._save_state()  # first: what is not counted on disk would be gone without a count
         except (OSError, StorageError):
@@ -427,15 +429,15 @@ class Spool:
     def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
         """Return the files there are; what another user put there is set aside."""
         files = spool_files(self.directory)
-        own = own_files(self.directory, files)
-        refused = {path for _, path in files} - {path for _, path, _ in own}
+        writer_files = own_files(self.directory, files)
+        refused = {path for _, path in files} - {path for _, path, _ in writer_files}
         state = self.directory / STATE_FILE
         if os.path.lexists(state) and not self._owner.owns(state.lstat()):
             refused.add(state)
         for path in refused:
             path.rename(path.with_name(f"refused-{path.name}"))
             _LOG.warning("vitals: %s is another user's, or no file; nothing of it is read", path)
-        return own
+        return writer_files
 
     def _opened(self, number: int) -> BinaryIO:
         return stream_own(self._path(number), owner=self._owner)
@@ -451,7 +453,7 @@ class Spool:
     def _save_state(self) -> None:
         self._flush()  # the state must not speak of bytes that a crash could take
         newest = max(self._sizes, default=-1)
-        scanned = Position(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
+        scanned = SpoolPosition(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
         last = dict(self._last)
         for key, seq in self._refused.items():
             _note(last, key, seq)
@@ -481,7 +483,9 @@ class Spool:
         newest = max(self._sizes, default=-1)
         scanned = self._state.scanned
         if self._sizes.get(scanned.file, scanned.offset) < scanned.offset:
-            scanned = Position()  # the disk lost what it had promised to keep: believe no number
+            scanned = (
+                SpoolPosition()
+            )  # the disk lost what it had promised to keep: believe no number
             self._last.clear()
         for number in [n for n in sorted(self._sizes) if n >= scanned.file]:
             start = scanned.offset if number == scanned.file else 0
@@ -511,7 +515,7 @@ class Spool:
                 end = here
                 header = None if raw is None else _header(raw)
                 if raw is None:
-                    self._corrupt_at.add(Position(number, here))
+                    self._corrupt_at.add(SpoolPosition(number, here))
                     is_noted = complete
                 if header is not None and is_noted:
                     identity = header.identity

@@ -38,7 +38,7 @@ _MAX_STATE_BYTES = 16 << 20
 _FILE = re.compile(r"(\d{6,12})\.tvs\Z", re.ASCII)
 
 
-class Position(msgspec.Struct, frozen=True, order=True):
+class SpoolPosition(msgspec.Struct, frozen=True, order=True):
     """A place in a spool: everything before ``offset`` of file number ``file`` is done."""
 
     file: int = 0
@@ -47,11 +47,11 @@ class Position(msgspec.Struct, frozen=True, order=True):
 
 def read_batches(
     directory: Path,
-    start: Position | None = None,
+    start: SpoolPosition | None = None,
     *,
     now: float | None = None,
-    damaged: Callable[[Position, Position], object] = lambda begin, end: None,
-) -> Iterator[tuple[Position, bytes]]:
+    damaged: Callable[[SpoolPosition, SpoolPosition], object] = lambda begin, end: None,
+) -> Iterator[tuple[SpoolPosition, bytes]]:
     """Yield the batches after ``start``, each with the position after it, as far as there are any.
 
     For any reader, while the spool grows, also over NFS: call again from the last position. What is
@@ -64,10 +64,10 @@ def read_batches(
         now: wall time.
         damaged: told where each stretch that is passed over begins and ends.
     """
-    here = start or Position()
+    here = start or SpoolPosition()
     for end, raw in scan_folder(directory, here, lambda number: is_settled(directory, number, now)):
         if raw is None:
-            damaged(here if here.file == end.file else Position(end.file), end)
+            damaged(here if here.file == end.file else SpoolPosition(end.file), end)
         else:
             yield end, raw
         here = end
@@ -102,20 +102,20 @@ def own_files(
 ) -> list[tuple[int, Path, os.stat_result]]:
     """Return those that belong to the folder's owner; what another user put there is no spool."""
     owner = Owner.whose(directory) if files else Owner.us()
-    own = []
+    spool_files = []
     for number, path in files:
         try:
             status = path.lstat()
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
         if owner.owns(status) and stat.S_ISREG(status.st_mode):
-            own.append((number, path, status))
-    return own
+            spool_files.append((number, path, status))
+    return spool_files
 
 
 def scan_folder(
-    directory: Path, start: Position, settled: Callable[[int], bool] = lambda number: True
-) -> Iterator[tuple[Position, bytes | None]]:
+    directory: Path, start: SpoolPosition, settled: Callable[[int], bool] = lambda number: True
+) -> Iterator[tuple[SpoolPosition, bytes | None]]:
     """Yield (end, batch) from ``start`` on, and (end, None) for each damaged stretch."""
     named = [(number, path) for number, path in spool_files(directory) if number >= start.file]
     files = own_files(directory, named)
@@ -130,7 +130,7 @@ def scan_folder(
             for end, raw in scan_file(file, offset, complete=not is_newest):
                 if raw is None and is_newest and not settled(number):
                     return
-                yield Position(number, end), raw
+                yield SpoolPosition(number, end), raw
 
 
 class Headers:
@@ -141,18 +141,18 @@ class Headers:
 
     def stored(self, raw: bytes, offset: int) -> bytes:
         """Return the bytes that stand for the batch at ``offset``; itself where it lies whole."""
-        place = self._places.get(_header_bytes(raw))
-        if place is None or offset - place > HEADER_EVERY_BYTES:
+        header_offset = self._places.get(_header_bytes(raw))
+        if header_offset is None or offset - header_offset > HEADER_EVERY_BYTES:
             return raw
         rows = memoryview(raw)[PREFIX.size + len(_header_bytes(raw)) :]
         prefix = memoryview(raw)[len(MAGIC) : PREFIX.size]
-        return b"".join((SHORT, prefix, _PLACE.pack(place), rows))
+        return b"".join((SHORT, prefix, _PLACE.pack(header_offset), rows))
 
-    def note(self, raw: bytes, offset: int) -> None:
+    def remember(self, raw: bytes, offset: int) -> None:
         """Take note of a batch that was written whole; the file's size bounds how many they are."""
-        place = offset + PREFIX.size
-        if place < 1 << 32:
-            self._places[_header_bytes(raw)] = place
+        header_offset = offset + PREFIX.size
+        if header_offset < 1 << 32:
+            self._places[_header_bytes(raw)] = header_offset
 
 
 def _header_bytes(raw: bytes) -> bytes:
@@ -216,16 +216,16 @@ class _Scan:
         if not is_short:
             raw = prefix + rest
             return (offset + size, raw) if is_whole(raw) else None
-        place = int.from_bytes(rest[: _PLACE.size], "little")
-        if place not in self._headers:
-            file.seek(place)
+        header_offset = int.from_bytes(rest[: _PLACE.size], "little")
+        if header_offset not in self._headers:
+            file.seek(header_offset)
             if len(self._headers) >= _MAX_HEADERS:
                 self._headers.clear()
-            self._headers[place] = file.read(header_size)
-        raw = b"".join((prefix, self._headers[place], memoryview(rest)[_PLACE.size :]))
+            self._headers[header_offset] = file.read(header_size)
+        raw = b"".join((prefix, self._headers[header_offset], memoryview(rest)[_PLACE.size :]))
         if is_whole(raw):
             return offset + size, raw
-        del self._headers[place]  # what lay there may still be arriving
+        del self._headers[header_offset]  # what lay there may still be arriving
         return None
 
     def next_batch(self, offset: int) -> int | None:
@@ -253,8 +253,8 @@ STATE_FILE = "state.json"
 class State(msgspec.Struct, kw_only=True):
     """The content of ``state.json``; it may be stale, and then more is sent again."""
 
-    acked: Position = Position()
-    scanned: Position = Position()
+    acked: SpoolPosition = SpoolPosition()
+    scanned: SpoolPosition = SpoolPosition()
     """Up to where ``last_seqs`` knows the batches; all of that is durable."""
     dropped_rows: int = 0
     last_seqs: list[tuple[str, str, str, int]] = []

@@ -2,11 +2,11 @@
 
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement, load_judge_config
 from trainvitals.policy.ladder import decide
-from trainvitals.policy.rungs import Verdict
+from trainvitals.policy.rungs import PolicyResult
 from trainvitals.policy.state import (
     CheckpointRef,
+    DurablePolicyState,
     LadderConfig,
-    LadderMemory,
     LadderState,
     Mode,
     Proposal,
@@ -15,15 +15,15 @@ from trainvitals.policy.state import (
 
 __all__ = [
     "CheckpointRef",
+    "DurablePolicyState",
     "Judge",
     "JudgeConfig",
     "Judgement",
     "LadderConfig",
-    "LadderMemory",
     "LadderState",
     "Mode",
+    "PolicyResult",
     "Proposal",
-    "Verdict",
     "decide",
     "load_judge_config",
     "lr_factor_at",

@@ -24,7 +24,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Loss added to both sides of the ratio: a share of the run's first losses."""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the probe, equal on all ranks. Losses are means over the losses of the ranks."""
 
     num_batches: int
@@ -56,7 +56,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MIN_BATCHES = 3
-NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
+NO_READING = ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
 _WITHHELD = "the state is healthy, so the updates were withheld and nothing was rolled back"
 NONFINITE_GRADIENT = "the gradient on a kept batch is not finite"

@@ -26,13 +26,13 @@ from trainvitals.detect.outliers import (
     OutlierRule,
 )
 from trainvitals.detect.user_alerts import Rule, load_rules
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.ladder import decide, is_restart
-from trainvitals.policy.rungs import Case, Course, Verdict, answer
+from trainvitals.policy.rungs import DecisionContext, LossTrend, PolicyResult, answer
 from trainvitals.policy.state import (
     CheckpointRef,
+    DurablePolicyState,
     LadderConfig,
-    LadderMemory,
     LadderState,
     Mode,
     Proposal,
@@ -146,12 +146,12 @@ class Judge:
         config: JudgeConfig | None = None,
         mode: Mode = "guard",
         *,
-        facts: LadderMemory | None = None,
+        facts: DurablePolicyState | None = None,
     ) -> None:
         self.config = config or JudgeConfig()
         self.mode: Mode = mode
         self._own = _Turn(self.config)
-        self._own.ladder = LadderState(facts=facts or LadderMemory())
+        self._own.ladder = LadderState(facts=facts or DurablePolicyState())
         self._turn = 0
         self._waiting: dict[int, _Turn] = {}
         """State of the optimizers other than the current one."""
@@ -177,8 +177,8 @@ class Judge:
         """Return the references for the next step of one optimizer, without changing anything."""
         if turn is None or turn == self._turn:
             return self._own, self._ladder
-        own = self._waiting.get(turn) or _Turn(self.config)
-        return own, in_turn(own.ladder, self._ladder)
+        turn_state = self._waiting.get(turn) or _Turn(self.config)
+        return turn_state, in_turn(turn_state.ladder, self._ladder)
 
     def judge(
         self,
@@ -188,7 +188,7 @@ class Judge:
         checkpoints: Sequence[CheckpointRef] = (),
         command: Proposal | None = None,
         now_attempt_id: int = 0,
-        probe: Callable[[Ask], Reading] | None = None,
+        probe: Callable[[Ask], ProbeResult] | None = None,
         evaluation: float | None = None,
         lacks: Mapping[str, str] = MappingProxyType({}),
     ) -> Judgement:
@@ -211,14 +211,14 @@ class Judge:
         """
         if record.turn != self._turn:
             self._take_turn(record.turn)
-        own, facts, before = self._own, self._ladder.facts, self._ladder
+        turn_state, facts, before = self._own, self._ladder.facts, self._ladder
         if facts.attempt == 0 and record.attempt:
             facts = replace(facts, attempt=record.attempt)
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
-        spikes = own.outliers.update(record)
-        detected = own.detectors.update(record)
+        spikes = turn_state.outliers.update(record)
+        detected = turn_state.detectors.update(record)
         if spikes and detected:  # once: the rule that may act reports it with the limit in force
             detected = tuple(finding for finding in detected if finding.kind != "spike")
         findings = spikes + detected
@@ -240,12 +240,12 @@ class Judge:
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.decision is not None and verdict.decision.rule == "operator_accepted":
-            own.detectors.accept_level()
+            turn_state.detectors.accept_level()
         elif is_restart(record, before, self.config.ladder):
             # A warm restart: the loss rises as expected, and nothing is withheld for it.
-            own.outliers.suspend(self.config.ladder.lr_jump_steps)
+            turn_state.outliers.suspend(self.config.ladder.lr_jump_steps)
             if record.rate_declared:
-                own.detectors.rebaseline(self.config.ladder.lr_jump_steps)
+                turn_state.detectors.rebaseline(self.config.ladder.lr_jump_steps)
         is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(
             findings + verdict.findings,
@@ -268,14 +268,16 @@ class Judge:
         if command.number <= self._ladder.facts.last_command:
             return Judgement()
         record = StepRecord(step=self._last_step, attempt=self.attempt)
-        case = Case(record, decided_at_step, (), self.mode, self.config.ladder, 0, lacks=lacks)
-        verdict = answer(Verdict(self._ladder), self._ladder, command, case)
+        case = DecisionContext(
+            record, decided_at_step, (), self.mode, self.config.ladder, 0, lacks=lacks
+        )
+        verdict = answer(PolicyResult(self._ladder), self._ladder, command, case)
         self._ladder = verdict.state
         is_done = verdict.ack is not None and verdict.ack.status == "done"
         return Judgement(ack=verdict.ack, order=command if is_done else None)
 
-    def _course(self) -> Course:
-        return Course(*self._own.outliers.course())
+    def _course(self) -> LossTrend:
+        return LossTrend(*self._own.outliers.course())
 
     def rolled_back(
         self, *, detector_state: Mapping[str, Any] | None, attempt: int, step: int = -1
@@ -293,12 +295,12 @@ class Judge:
         states = {turn: saved, **{int(k): v for k, v in saved.get("others", {}).items()}}
         ladders = {turn: self._ladder, **{k: v.ladder for k, v in self._waiting.items()}}
         self._waiting = {t: _Turn(self.config) for t in {*states, *ladders}}
-        for t, own in self._waiting.items():
+        for t, turn_state in self._waiting.items():
             state = states.get(t)
             if state:
-                own.load_state_dict(state)
+                turn_state.load_state_dict(state)
             # Facts belong to the run: they are passed on when another optimizer's turn comes.
-            own.ladder = after_rollback(
+            turn_state.ladder = after_rollback(
                 ladders.get(t, self._ladder),
                 attempt=attempt,
                 step=step,
@@ -313,8 +315,8 @@ class Judge:
         Args:
             turn: optimizer of that step; None: that of the last step.
         """
-        own, ladder = self._of(turn)
-        acting, reported = own.outliers.limits(), own.detectors.limits()
+        turn_state, ladder = self._of(turn)
+        acting, reported = turn_state.outliers.limits(), turn_state.detectors.limits()
         limits = Limits(
             _larger(acting.loss, reported.loss), _larger(acting.grad_norm, reported.grad_norm)
         )
@@ -347,13 +349,15 @@ class Judge:
     def rebaseline(self, steps: int) -> None:
         """Discard the references of finite rules: a planned change comes within ``steps`` steps."""
         until = self._last_step + steps + 1
-        for own in (self._own, *self._waiting.values()):
-            own.outliers.rebaseline(steps)
-            own.detectors.rebaseline(steps)
-            own.ladder = replace(own.ladder, row=(), lr_jump=None, announced_until=until)
+        for turn_state in (self._own, *self._waiting.values()):
+            turn_state.outliers.rebaseline(steps)
+            turn_state.detectors.rebaseline(steps)
+            turn_state.ladder = replace(
+                turn_state.ladder, row=(), lr_jump=None, announced_until=until
+            )
 
     @property
-    def facts(self) -> LadderMemory:
+    def facts(self) -> DurablePolicyState:
         """Memory that no restore sets back: ``msgspec.json.encode`` it into the plan journal."""
         return self._ladder.facts
 
@@ -402,7 +406,9 @@ class Judge:
         """Return the detectors' state as JSON types: the part that belongs in a checkpoint."""
         state = self._own.state_dict()
         if self._waiting:
-            others = {str(turn): own.state_dict() for turn, own in self._waiting.items()}
+            others = {
+                str(turn): turn_state.state_dict() for turn, turn_state in self._waiting.items()
+            }
             state |= {"turn": self._turn, "others": others}
         return state
 
@@ -423,9 +429,9 @@ class Judge:
         self._ladder = msgspec.convert(state["ladder"], LadderState)
         self._turn = int(state["detectors"].get("turn", 0))
         for turn, ladder in state.get("waiting", {}).items():
-            own = self._waiting[int(turn)] = _Turn(self.config)
-            own.load_state_dict(state["detectors"]["others"][turn])
-            own.ladder = msgspec.convert(ladder, LadderState)
+            turn_state = self._waiting[int(turn)] = _Turn(self.config)
+            turn_state.load_state_dict(state["detectors"]["others"][turn])
+            turn_state.ladder = msgspec.convert(ladder, LadderState)
         self._last_step = int(state["last_step"])
 
 

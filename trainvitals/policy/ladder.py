@@ -16,13 +16,11 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from trainvitals.detect.outliers import LossKind
-from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.policy.rungs import (
-    Case,
-    Course,
-    Verdict,
-    after_silence,
-    after_yes,
+    DecisionContext,
+    LossTrend,
+    PolicyResult,
     answer,
     for_certain,
     for_corrupted,
@@ -30,6 +28,8 @@ from trainvitals.policy.rungs import (
     for_hidden,
     halt,
     is_near_jump,
+    on_approved,
+    on_timeout,
     outliers_around,
     skip,
     without_entry,
@@ -50,7 +50,7 @@ from trainvitals.policy.state import (
 )
 from trainvitals.records import Finding, StateRead, StepRecord
 
-Rung = Callable[..., Verdict]
+Rung = Callable[..., PolicyResult]
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
@@ -86,11 +86,11 @@ def decide(
     config: LadderConfig | None = None,
     now_attempt_id: int = 0,
     loss_kind: LossKind = "minimize",
-    probe: Callable[[Ask], Reading] | None = None,
+    probe: Callable[[Ask], ProbeResult] | None = None,
     evaluation: float | None = None,
-    course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
+    course: Callable[[], LossTrend] = lambda: LossTrend(0.0, 0.0, 0.0),
     lacks: Mapping[str, str] = MappingProxyType({}),
-) -> Verdict:
+) -> PolicyResult:
     """Return the next state and the action for one step.
 
     At most one decision per step. After a halt, and until a decided rollback was reported done,
@@ -114,8 +114,8 @@ def decide(
         lacks: commands that this loop cannot carry out, with the reasons.
     """
     if state.rolling_back or (state.facts.halted and mode != "observe"):
-        return Verdict(state)
-    case = Case(
+        return PolicyResult(state)
+    case = DecisionContext(
         record, decided_at_step, checkpoints, mode, config or LadderConfig(), now_attempt_id,
         loss_kind, probe, course, lacks,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def decide(
     state = _tick(state, case)
     is_yes = False
     if state.facts.waiting is not None:
-        state, is_yes = after_silence(state, case.config)
+        state, is_yes = on_timeout(state, case.config)
     verdict = _judge_step(state, findings, case)
     if record.learning_rate is not None:
         verdict = _look_at_rate(verdict, before, case)
@@ -134,20 +134,20 @@ def decide(
     if record.replicas_differ or record.settings_differ:
         verdict = _look_at_replicas(verdict, case)
     if is_yes and not (verdict.decision and verdict.decision.action in ("rollback", "halt")):
-        verdict = _on_top(verdict, after_yes, case)
+        verdict = _on_top(verdict, on_approved, case)
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
 
 
-def _tick(state: LadderState, case: Case) -> LadderState:
+def _tick(state: LadderState, case: DecisionContext) -> LadderState:
     """Advance the clock, and end a hold of the learning rate when its cause has ended."""
     record, facts = case.record, state.facts
     facts = replace(facts, clock=facts.clock + 1)
     rate = record.learning_rate
     if facts.lr_cap and rate is not None and record.step >= facts.lr_cap_from:
-        asked = rate / record.lr_factor if record.lr_factor else rate
-        if asked < case.config.lr_jump * facts.lr_cap:
+        requested_rate = rate / record.lr_factor if record.lr_factor else rate
+        if requested_rate < case.config.lr_jump * facts.lr_cap:
             facts = replace(facts, lr_cap=0.0)
     return replace(
         state,
@@ -158,10 +158,12 @@ def _tick(state: LadderState, case: Case) -> LadderState:
     )
 
 
-def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
+def _judge_step(
+    state: LadderState, findings: Sequence[Finding], case: DecisionContext
+) -> PolicyResult:
     record = case.record
     if state.facts.halted:
-        return Verdict(_recover_observed(state, findings, case))
+        return PolicyResult(_recover_observed(state, findings, case))
     bad = {finding.kind: finding for finding in reversed(findings) if finding.level == "actionable"}
     if (params := bad.get("nonfinite_params")) is not None:
         return _nonfinite_params(state, params, case)
@@ -180,10 +182,12 @@ def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> 
         return _device_skip(state, findings, case)
     if any(finding.kind in _SPIKES for finding in findings):
         state = note_reported(state, record)
-    return _look_at_findings(Verdict(state), findings, case)
+    return _look_at_findings(PolicyResult(state), findings, case)
 
 
-def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
+def _recover_observed(
+    state: LadderState, findings: Sequence[Finding], case: DecisionContext
+) -> LadderState:
     """End an observed halt when the run, which was not stopped, has recovered by itself."""
     record = case.record
     if record.skipped or any(finding.level == "actionable" for finding in findings):
@@ -195,10 +199,12 @@ def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Cas
     return replace(state, facts=facts, row=(), nonfinite=0)
 
 
-def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
+def _device_skip(
+    state: LadderState, findings: Sequence[Finding], case: DecisionContext
+) -> PolicyResult:
     """Record a step that the device skipped for a reason without an actionable finding."""
     if not case.record.skipped or case.record.overflow:
-        return Verdict(state)
+        return PolicyResult(state)
     finding = next((f for f in findings if f.kind == "rank_failed"), None)
     reason = finding.reason if finding else "the device skipped the step; no detector gave a reason"
     return skip(state, finding, reason, finding.detector if finding else "device", case)
@@ -207,7 +213,7 @@ def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) ->
 # --------------------------------------------------------------------------- certain evidence
 
 
-def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
+def _nonfinite_params(state: LadderState, bad: Finding, case: DecisionContext) -> PolicyResult:
     record = case.record
     onset = min(step for step in (record.step, _onset_of_stretch(state)) if step >= 0)
     state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
@@ -231,7 +237,7 @@ def _onset_of_stretch(state: LadderState) -> int:
     return state.nonfinite_onset if state.nonfinite else -1
 
 
-def _nonfinite(state: LadderState, bad: Finding, case: Case) -> Verdict:
+def _nonfinite(state: LadderState, bad: Finding, case: DecisionContext) -> PolicyResult:
     record, config = case.record, case.config
     num = state.nonfinite + 1
     onset = record.step if num == 1 else state.nonfinite_onset
@@ -256,8 +262,8 @@ def _nonfinite(state: LadderState, bad: Finding, case: Case) -> Verdict:
 
 
 def _nonfinite_by_state(
-    state: LadderState, read: StateRead, bad: Finding, onset: int, case: Case
-) -> Verdict:
+    state: LadderState, read: StateRead, bad: Finding, onset: int, case: DecisionContext
+) -> PolicyResult:
     finding = _state_damaged(read, _blames(state, onset, case), case, bad.rank)
     if case.heals:
         return for_certain(
@@ -267,7 +273,9 @@ def _nonfinite_by_state(
     return skip(state, bad, bad.reason, bad.detector, case)._replace(findings=(finding,))
 
 
-def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> Verdict:
+def _nonfinite_row(
+    state: LadderState, bad: Finding, onset: int, case: DecisionContext
+) -> PolicyResult:
     """Skip a non-finite step; in a long row roll back, or halt if nothing else helps."""
     config, num = case.config, state.nonfinite
     findings: tuple[Finding, ...] = ()
@@ -296,18 +304,20 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
 # ----------------------------------------------------------------------------- finite values
 
 
-def _outlier(state: LadderState, spike: Finding | None, case: Case) -> Verdict:
+def _outlier(state: LadderState, spike: Finding | None, case: DecisionContext) -> PolicyResult:
     """Record an outlier that the device withheld, or applied because a bound was reached."""
     record = case.record
     state = note_outlier(replace(state, nonfinite=0, sound=False), record, case.config)
     if spike is None or not record.withheld:
-        return Verdict(state)
+        return PolicyResult(state)
     num = len(state.row)
     reason = spike.reason if num == 1 else f"{spike.reason} ({num} outliers in a row)"
     return skip(state, spike, reason, "outlier", case)
 
 
-def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case) -> Verdict:
+def _look_at_findings(
+    verdict: PolicyResult, findings: Sequence[Finding], case: DecisionContext
+) -> PolicyResult:
     """Run the probe for reported findings. Any result ends the hold; damage leads to an action."""
     state, config, step = verdict.state, case.config, case.record.step
     if any(finding.kind == "divergence" for finding in findings):
@@ -329,14 +339,18 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
         onset, since = min(onset, group[0].step), group[0].step
         if not case.record.clips and any(not outlier.withheld for outlier in group):
             since = -1  # one unclipped update on new data can be enough to forget the old data
-    asked = within_window(state.asked, clock, config)
+    recent_requests = within_window(state.asked, clock, config)
     is_near = is_near_jump(state, onset, case)
-    if clock < (asked[-1] + _LEVEL_STEPS if is_near and asked else ask_from(state, config)):
+    if clock < (
+        recent_requests[-1] + _LEVEL_STEPS
+        if is_near and recent_requests
+        else ask_from(state, config)
+    ):
         return verdict
     read = _ask(state, trigger, onset, case)
     if read is None:
         return verdict
-    state = replace(state, asked=(*asked, clock))
+    state = replace(state, asked=(*recent_requests, clock))
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
     verdict = verdict._replace(state=state, readings=(*verdict.readings, read))
@@ -350,7 +364,7 @@ def _look_at_findings(verdict: Verdict, findings: Sequence[Finding], case: Case)
     )  # fmt: skip
 
 
-def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) -> bool:
+def _is_evidence(read: StateRead, since: int, state: LadderState, case: DecisionContext) -> bool:
     """Return whether the reading is damage; it may be forgetting, which proves nothing.
 
     Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
@@ -367,7 +381,10 @@ def _is_evidence(read: StateRead, since: int, state: LadderState, case: Case) ->
 
 
 def _ask(
-    state: LadderState, trigger: Literal["spike", "nonfinite", "level"], onset: int, case: Case
+    state: LadderState,
+    trigger: Literal["spike", "nonfinite", "level"],
+    onset: int,
+    case: DecisionContext,
 ) -> StateRead | None:
     """Run the probe and return its result; None if there is no probe."""
     if case.probe is None:
@@ -400,7 +417,7 @@ def _ask(
     )
 
 
-def _blames(state: LadderState, onset: int, case: Case) -> float:
+def _blames(state: LadderState, onset: int, case: DecisionContext) -> float:
     """Return the ratio above which kept batches show a damaged state."""
     config = case.config
     if is_near_jump(state, onset, case):
@@ -424,7 +441,7 @@ def _in_words(read: StateRead) -> str:
     )
 
 
-def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) -> Finding:
+def _state_damaged(read: StateRead, limit: float, case: DecisionContext, rank: int = -1) -> Finding:
     return Finding(
         kind="state_damaged",
         level="actionable",
@@ -439,7 +456,7 @@ def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) ->
     )
 
 
-def _follow_jump(state: LadderState, case: Case) -> LadderState:
+def _follow_jump(state: LadderState, case: DecisionContext) -> LadderState:
     """Collect the losses after a jump of the learning rate, while damage is attributed to it."""
     jump, loss = state.lr_jump, case.record.loss
     if jump is None:
@@ -475,7 +492,9 @@ def is_restart(record: StepRecord, state: LadderState, config: LadderConfig) -> 
     return is_known and jumps(record, state.learning_rate, config)
 
 
-def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
+def _look_at_rate(
+    verdict: PolicyResult, before: LadderState, case: DecisionContext
+) -> PolicyResult:
     """Report an undeclared jump of the learning rate above every rate used so far."""
     record, config, state = case.record, case.config, verdict.state
     rate, last = record.learning_rate, before.learning_rate
@@ -498,7 +517,7 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
     return verdict._replace(state=state, findings=(*verdict.findings, finding))
 
 
-def _look_at_snapshot(verdict: Verdict, case: Case) -> Verdict:
+def _look_at_snapshot(verdict: PolicyResult, case: DecisionContext) -> PolicyResult:
     """Add the ranks' reports about a state that they checked, or could not copy."""
     record = case.record
     if record.snapshots_missed:
@@ -530,9 +549,11 @@ def _found(
     )  # fmt: skip
 
 
-def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
+def _on_top(
+    verdict: PolicyResult, rung: Rung, case: DecisionContext, **overrides: Any
+) -> PolicyResult:
     """Apply a rule about the state on top of the step's verdict: at most one entry per step."""
-    done = rung(without_entry(verdict), case, **given)
+    done = rung(without_entry(verdict), case, **overrides)
     if done.decision is None:
         facts = replace(done.state.facts, ledger_seq=verdict.state.facts.ledger_seq)
         state = replace(done.state, facts=facts)
@@ -540,7 +561,7 @@ def _on_top(verdict: Verdict, rung: Rung, case: Case, **given: Any) -> Verdict:
     return done._replace(findings=(*verdict.findings, *done.findings), readings=verdict.readings)
 
 
-def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
+def _look_at_replicas(verdict: PolicyResult, case: DecisionContext) -> PolicyResult:
     """Add reports of ranks that differ where they must be equal: settings, or the state itself."""
     record, rank = case.record, case.record.replica_rank
     if record.settings_differ:
@@ -562,11 +583,11 @@ def _look_at_replicas(verdict: Verdict, case: Case) -> Verdict:
     return _on_top(verdict, for_corrupted, case, reason=reason, finding=finding)
 
 
-def _unhealthy(verdict: Verdict, step: int) -> Verdict:
+def _unhealthy(verdict: PolicyResult, step: int) -> PolicyResult:
     return verdict._replace(state=replace(verdict.state, last_unhealthy_step=step))
 
 
-def _missed(verdict: Verdict, case: Case) -> Verdict:
+def _missed(verdict: PolicyResult, case: DecisionContext) -> PolicyResult:
     """Report snapshots that could not be taken: the first, the second, the fourth, ..."""
     num = verdict.state.num_missed + 1
     verdict = verdict._replace(state=replace(verdict.state, num_missed=num))
@@ -579,7 +600,9 @@ def _missed(verdict: Verdict, case: Case) -> Verdict:
     return verdict._replace(findings=(*verdict.findings, finding))
 
 
-def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, case: Case) -> Verdict:
+def _look_at_evaluation(
+    verdict: PolicyResult, before: LadderState, ratio: float, case: DecisionContext
+) -> PolicyResult:
     """Add an evaluation: evidence about the state if outliers came since the previous one.
 
     Without an outlier the loss may have risen because of other data or forgetting, and after a

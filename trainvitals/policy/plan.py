@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from trainvitals.policy.state import FOREVER, LadderMemory
+from trainvitals.policy.state import FOREVER, DurablePolicyState
 
 
 class Branch(msgspec.Struct, frozen=True, array_like=True):
@@ -22,7 +22,7 @@ class Branch(msgspec.Struct, frozen=True, array_like=True):
     """First step that it trains; states of the parent up to before that step belong to it too."""
 
 
-class Window(msgspec.Struct, frozen=True, array_like=True):
+class BatchWindow(msgspec.Struct, frozen=True, array_like=True):
     """Batches that are never trained on again; the window may extend past the end of the epoch."""
 
     epoch: int
@@ -37,9 +37,9 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan journal of a run."""
 
-    facts: LadderMemory = LadderMemory()
+    facts: DurablePolicyState = DurablePolicyState()
     branches: tuple[Branch, ...] = ()
-    windows: tuple[Window, ...] = ()
+    windows: tuple[BatchWindow, ...] = ()
     expired: int = 0
     """Number of the latest expired command: a clock that is set back cannot revive it."""
 
@@ -73,33 +73,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
 
-class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
+class _JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the journal."""
 
-    facts: LadderMemory | None = None
+    facts: DurablePolicyState | None = None
     branch: Branch | None = None
-    window: Window | None = None
+    window: BatchWindow | None = None
     expired: int = 0
 
 
 def plan_line(
-    facts: LadderMemory,
+    facts: DurablePolicyState,
     *,
     branch: Branch | None = None,
-    window: Window | None = None,
+    window: BatchWindow | None = None,
     expired: int = 0,
 ) -> dict[str, object]:
     """Return the line to write before an action."""
-    line: dict[str, object] = msgspec.to_builtins(_Line(facts, branch, window, expired))
+    line: dict[str, object] = msgspec.to_builtins(_JournalLine(facts, branch, window, expired))
     return line
 
 
 def extend(
     plan: Plan,
     *,
-    facts: LadderMemory,
+    facts: DurablePolicyState,
     branch: Branch | None = None,
-    window: Window | None = None,
+    window: BatchWindow | None = None,
     expired: int = 0,
 ) -> Plan:
     """Return the plan with one more line; the later line of an attempt replaces the earlier one."""
@@ -120,7 +120,7 @@ def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
     """
     plan = Plan()
     for line in lines:
-        entry = msgspec.convert(line, _Line)
+        entry = msgspec.convert(line, _JournalLine)
         plan = extend(
             plan,
             facts=entry.facts or plan.facts,

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from trainvitals.detect.outliers import LossKind
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import (
     FOREVER,
     NEWEST,
@@ -26,8 +26,8 @@ from trainvitals.policy.state import (
     AcceptedLevel,
     Cause,
     CheckpointRef,
+    DurablePolicyState,
     LadderConfig,
-    LadderMemory,
     LadderState,
     Lasting,
     LrJump,
@@ -71,7 +71,7 @@ WAITS_UNTIL = "waits_until_step"
 """Key in the evidence of a rollback that waits for approval: step at which the default applies."""
 
 
-class Verdict(NamedTuple):
+class PolicyResult(NamedTuple):
     """Result of ``decide``."""
 
     state: LadderState
@@ -83,7 +83,7 @@ class Verdict(NamedTuple):
     """Results of the probe and of an evaluation."""
 
 
-class Course(NamedTuple):
+class LossTrend(NamedTuple):
     """Earlier level of the loss: the reference of the outlier rule."""
 
     level: float
@@ -91,7 +91,7 @@ class Course(NamedTuple):
     first: float
 
 
-class Case(NamedTuple):
+class DecisionContext(NamedTuple):
     """Circumstances of one call, passed on unchanged."""
 
     record: StepRecord
@@ -101,8 +101,8 @@ class Case(NamedTuple):
     config: LadderConfig
     now_attempt_id: int
     loss_kind: LossKind = "minimize"
-    probe: Callable[[Ask], Reading] | None = None
-    course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0)
+    probe: Callable[[Ask], ProbeResult] | None = None
+    course: Callable[[], LossTrend] = lambda: LossTrend(0.0, 0.0, 0.0)
     lacks: Mapping[str, str] = MappingProxyType({})
     """Commands that this loop cannot carry out, with the reasons."""
 
@@ -112,7 +112,7 @@ class Case(NamedTuple):
         return self.mode == "heal" or (self.mode == "observe" and bool(self.checkpoints))
 
 
-def without_entry(verdict: Verdict) -> LadderState:
+def without_entry(verdict: PolicyResult) -> LadderState:
     """Return the verdict's state as if its decision had no entry: at most one entry per step."""
     state = verdict.state
     if verdict.decision is None:
@@ -121,8 +121,8 @@ def without_entry(verdict: Verdict) -> LadderState:
 
 
 def skip(
-    state: LadderState, finding: Finding | None, reason: str, rule: str, case: Case
-) -> Verdict:
+    state: LadderState, finding: Finding | None, reason: str, rule: str, case: DecisionContext
+) -> PolicyResult:
     """Add an entry for a step that the device skipped before the host knew about it."""
     facts = replace(state.facts, num_skips=state.facts.num_skips + 1)
     return enter(
@@ -138,16 +138,16 @@ def skip(
 
 def go_back(
     state: LadderState,
-    case: Case,
+    case: DecisionContext,
     finding: Finding | None,
     target: CheckpointRef,
     *,
-    facts: LadderMemory,
+    facts: DurablePolicyState,
     reason: str,
     rule: str,
     skip_batches: int = 0,
     command_number: int = 0,
-) -> Verdict:
+) -> PolicyResult:
     """Decide a rollback to ``target``; ``facts`` already contains the spent budget."""
     acted = case.mode == "heal"
     after = replace(
@@ -186,9 +186,9 @@ def halt(
     reason: str,
     rule: str,
     finding: Finding | None,
-    case: Case,
+    case: DecisionContext,
     command_number: int = 0,
-) -> Verdict:
+) -> PolicyResult:
     """Halt the run, with the reason."""
     return enter(
         replace(state, facts=replace(state.facts, halted=reason)),
@@ -202,20 +202,20 @@ def halt(
     )
 
 
-def spent_causes(facts: LadderMemory, config: LadderConfig) -> tuple[int, ...]:
+def spent_causes(facts: DurablePolicyState, config: LadderConfig) -> tuple[int, ...]:
     """Return the times within the window at which causes were treated by rollback."""
     return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
 
 
-def budget_left(facts: LadderMemory, config: LadderConfig) -> int:
+def budget_left(facts: DurablePolicyState, config: LadderConfig) -> int:
     """Return the rollbacks left before the run must halt: the smaller of both budgets."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
     return max(0, min(tries, config.max_causes - len(spent_causes(facts, config))))
 
 
 def enter(
-    state: LadderState, case: Case, finding: Finding | None, *, rule: str, **fields: Any
-) -> Verdict:
+    state: LadderState, case: DecisionContext, finding: Finding | None, *, rule: str, **fields: Any
+) -> PolicyResult:
     """Create the entry of the decision log: the decision with all its evidence."""
     facts = replace(state.facts, ledger_seq=state.facts.ledger_seq + 1)
     record = case.record
@@ -237,7 +237,7 @@ def enter(
         budget_left=budget_left(facts, case.config),
         **fields,
     )
-    return Verdict(replace(state, facts=facts), decision)
+    return PolicyResult(replace(state, facts=facts), decision)
 
 
 def _evidence(record: StepRecord, state: LadderState) -> dict[str, float]:
@@ -275,10 +275,10 @@ def choose_checkpoint(
         )
     older = [ref for ref in usable if below is None or ref.step < below]
     target = older[-1] if older else usable[0]
-    words = f"rollback to step {target.step} ({target.id})"
+    text = f"rollback to step {target.step} ({target.id})"
     if below is not None:
-        words += ", older than at the previous attempt" if older else "; no older one is left"
-    return target, words
+        text += ", older than at the previous attempt" if older else "; no older one is left"
+    return target, text
 
 
 def commanded_checkpoint(
@@ -314,7 +314,7 @@ _TOUCHES = 10
 
 def for_certain(
     state: LadderState,
-    case: Case,
+    case: DecisionContext,
     *,
     rule: str,
     kind: str,
@@ -322,7 +322,7 @@ def for_certain(
     reason: str,
     finding: Finding,
     plays_all: bool = False,
-) -> Verdict:
+) -> PolicyResult:
     """Roll back on certain evidence, or halt if no budget or no checkpoint is left.
 
     Args:
@@ -351,13 +351,15 @@ def for_certain(
     if target is None:
         return halt(state, f"{reason}; {note}", "no_checkpoint", finding, case)
     facts = _spend(facts, case, cause, kind=kind, began=began, target=target)
-    return _leave(
+    return decide_rollback(
         state, case, facts, target, rule=rule, onset=onset, reason=f"{reason}; {note}",
         finding=finding, plays_all=plays_all, why=reason,
     )  # fmt: skip
 
 
-def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
+def for_hidden(
+    state: LadderState, case: DecisionContext, *, reason: str, finding: Finding
+) -> PolicyResult:
     """Roll back a non-finite state with a finite loss; otherwise report it and continue.
 
     It never halts: the losses are fine, and the model may write such buffers deliberately. If the
@@ -377,7 +379,9 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
     return _train_again(state, case, "hidden", note, reason=reason, finding=finding)
 
 
-def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
+def for_corrupted(
+    state: LadderState, case: DecisionContext, *, reason: str, finding: Finding
+) -> PolicyResult:
     """Roll back to the last equal state if replicas differ; halt if they differ again.
 
     One difference is a flipped bit, and training again fixes it. Two on one rank within the
@@ -391,7 +395,7 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
     )
     note = ""
     if since >= 0 and onset - state.settings.told <= 2 * TELL_AGAIN:
-        return Verdict(state)  # it follows from the reported difference in settings
+        return PolicyResult(state)  # it follows from the reported difference in settings
     if since >= 0:
         note = f"ranks had other settings from step {since} on, which explains it"
     elif record.replayed_alike:
@@ -417,17 +421,17 @@ def for_corrupted(state: LadderState, case: Case, *, reason: str, finding: Findi
 
 def _train_again(
     state: LadderState,
-    case: Case,
+    case: DecisionContext,
     lasting: Literal["hidden", "replicas"],
     note: str,
     *,
     reason: str,
     finding: Finding,
-    **spent: Any,
-) -> Verdict:
+    **budget_update: Any,
+) -> PolicyResult:
     """Roll back and train every batch again; with a note that says why not, report and continue.
 
-    ``spent`` is added to the facts together with the rollback.
+    ``budget_update`` is added to the facts together with the rollback.
     """
     onset, target = case.record.step, None
     if not note:
@@ -435,22 +439,28 @@ def _train_again(
     if target is None:
         report: Lasting | None = getattr(state, lasting).report(onset)
         if report is None:
-            return Verdict(state)
+            return PolicyResult(state)
         saves = case.heals or lasting == "replicas"
         text = f"{reason}; {note}, so training continues"
         text += "; no snapshot or checkpoint is made while it is so" if saves else ""
         finding = replace(finding, reason=text, onset_step=report.since)
-        return Verdict(replace(state, **{lasting: report}), findings=(finding,))
+        return PolicyResult(replace(state, **{lasting: report}), findings=(finding,))
     facts = _spend(state.facts, case, None, kind=finding.kind, began=began, target=target)
-    return _leave(
-        state, case, replace(facts, **spent), target, rule=finding.kind, onset=onset,
+    return decide_rollback(
+        state, case, replace(facts, **budget_update), target, rule=finding.kind, onset=onset,
         reason=f"{reason}; {note}", finding=finding, plays_all=True, why=reason,
     )  # fmt: skip
 
 
 def for_finite(
-    state: LadderState, case: Case, *, rule: str, onset: int, reason: str, finding: Finding
-) -> Verdict:
+    state: LadderState,
+    case: DecisionContext,
+    *,
+    rule: str,
+    onset: int,
+    reason: str,
+    finding: Finding,
+) -> PolicyResult:
     """Roll back on finite evidence about the state; if not allowed, report it and continue.
 
     A jump of the learning rate immediately before the onset counts as the cause: then every batch
@@ -460,32 +470,32 @@ def for_finite(
     num_blamed = sum(abs(onset - blamed) <= _SAME_ONSET for blamed in facts.blamed)
     is_again = num_blamed == 1 and _touched(facts, "state", onset) is not None
     if num_blamed and not is_again:
-        return Verdict(state)  # already acted on, or reported
+        return PolicyResult(state)  # already acted on, or reported
     blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
     blamed_state = replace(state, facts=blamed)
     if is_again:
         again = (
             f"{finding.reason}, as before the rollback: the data is at fault; training continues"
         )
-        return Verdict(blamed_state, findings=(replace(finding, reason=again),))
+        return PolicyResult(blamed_state, findings=(replace(finding, reason=again),))
     if not case.heals:
         repair = (
             f"{finding.reason}; mode {case.mode!r} does not roll back: stop the job and restart it "
             f"from a checkpoint before step {max(0, onset - config.margin)} (`vitals checkpoints "
             "list` shows them); mode 'heal' does this by itself"
         )
-        return Verdict(blamed_state, findings=(replace(finding, reason=repair),))
+        return PolicyResult(blamed_state, findings=(replace(finding, reason=repair),))
     if facts.clock < facts.cooldown_until:
-        words = f"{finding.reason}; the previous such rollback was under {config.finite_cooldown}"
-        finding = replace(finding, reason=f"{words} steps ago, so training continues")
-        return Verdict(blamed_state, findings=(finding,))
+        text = f"{finding.reason}; the previous such rollback was under {config.finite_cooldown}"
+        finding = replace(finding, reason=f"{text} steps ago, so training continues")
+        return PolicyResult(blamed_state, findings=(finding,))
     jump = state.lr_jump if is_near_jump(state, onset, case) else None
     kind = "lr_jump" if jump is not None else "state"
     cause = _touched(facts, kind, onset)
     target, note, began = _target(case, cause, onset if jump is None else min(onset, jump.step))
     if target is None:
         finding = replace(finding, reason=f"{finding.reason}; {note}, so training continues")
-        return Verdict(blamed_state, findings=(finding,))
+        return PolicyResult(blamed_state, findings=(finding,))
     facts = replace(
         _spend(blamed, case, cause, kind=kind, began=began, target=target),
         cooldown_until=facts.clock + config.finite_cooldown,
@@ -493,27 +503,27 @@ def for_finite(
     why, reason = reason, f"{reason}; {note}"
     if jump is not None:
         rule = "lr_jump"
-        held = (
+        raised_rate_note = (
             f"; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
             f"{jump.step}; {jump.before:.4g} is held"
         )
-        why, reason = f"{why}{held}", f"{reason}{held}"
+        why, reason = f"{why}{raised_rate_note}", f"{reason}{raised_rate_note}"
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
         state = replace(state, lr_jump=None)
-    return _leave(
+    return decide_rollback(
         state, case, facts, target, rule=rule, onset=onset, reason=reason, finding=finding,
         plays_all=jump is not None, why=why, is_finite=True, jump=jump,
     )  # fmt: skip
 
 
-def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:
+def is_near_jump(state: LadderState, onset: int, case: DecisionContext) -> bool:
     """Return whether a jump of the learning rate may have caused a problem with this onset."""
     jump = state.lr_jump
     # The onset of a level is accurate to eight steps.
     return jump is not None and -8 <= onset - jump.step <= case.config.lr_jump_steps
 
 
-def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
+def _touched(facts: DurablePolicyState, kind: str, onset: int) -> Cause | None:
     """Return the current cause if this is the same problem."""
     cause = facts.cause
     if cause is None or cause.kind != kind:
@@ -521,7 +531,9 @@ def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
     return cause if cause.target_step <= onset < cause.until_step else None
 
 
-def _target(case: Case, cause: Cause | None, onset: int) -> tuple[CheckpointRef | None, str, int]:
+def _target(
+    case: DecisionContext, cause: Cause | None, onset: int
+) -> tuple[CheckpointRef | None, str, int]:
     """Return the rollback target, its description, and the first step of the problem.
 
     A recurrence immediately after a checkpoint does not make that checkpoint part of the problem.
@@ -532,14 +544,14 @@ def _target(case: Case, cause: Cause | None, onset: int) -> tuple[CheckpointRef 
 
 
 def _spend(
-    facts: LadderMemory,
-    case: Case,
+    facts: DurablePolicyState,
+    case: DecisionContext,
     cause: Cause | None,
     *,
     kind: str,
     began: int,
     target: CheckpointRef,
-) -> LadderMemory:
+) -> DurablePolicyState:
     """Return the facts with one more rollback spent.
 
     The rate is cut from the second rollback of a cause on: only if skipping batches did not help.
@@ -568,15 +580,15 @@ def _spend(
     )
 
 
-def _leave_out_margin(case: Case, tries: int) -> int:
+def _leave_out_margin(case: DecisionContext, tries: int) -> int:
     config = case.config
     return min(config.leave_out_margin << min(tries - 1, 20), config.max_leave_out_margin)
 
 
-def _leave(
+def decide_rollback(
     state: LadderState,
-    case: Case,
-    facts: LadderMemory,
+    case: DecisionContext,
+    facts: DurablePolicyState,
     target: CheckpointRef,
     *,
     rule: str,
@@ -589,7 +601,7 @@ def _leave(
     jump: LrJump | None = None,
     command_number: int = 0,
     is_answered: bool = False,
-) -> Verdict:
+) -> PolicyResult:
     """Decide the rollback with its skipped batches, or request approval for it.
 
     Args:
@@ -647,7 +659,7 @@ def _leave(
 # -------------------------------------------------------------------------------------- approvals
 
 
-def _must_ask(case: Case, cause: Cause, jump: LrJump | None) -> bool:
+def _must_ask(case: DecisionContext, cause: Cause, jump: LrJump | None) -> bool:
     ask = case.config.ask
     cuts = cause.tries > 1 or jump is not None
     return case.mode == "heal" and ("rollback" in ask or (cuts and "lr_cut" in ask))
@@ -655,26 +667,30 @@ def _must_ask(case: Case, cause: Cause, jump: LrJump | None) -> bool:
 
 def _wait(
     state: LadderState,
-    case: Case,
-    spent: LadderMemory,
+    case: DecisionContext,
+    facts: DurablePolicyState,
     waiting: Waiting,
     target: CheckpointRef,
     reason: str,
-) -> Verdict:
+) -> PolicyResult:
     """Request approval once; until then the run continues without the withheld updates."""
     record, config = case.record, case.config
     # The onset of finite evidence counts as treated from the request on: it is reported once.
-    state = replace(state, facts=replace(state.facts, blamed=spent.blamed))
-    asked = state.facts.waiting
-    if asked is not None:
-        if asked.vetoed and state.nonfinite >= config.max_skips_in_a_row:
+    state = replace(state, facts=replace(state.facts, blamed=facts.blamed))
+    pending_request = state.facts.waiting
+    if pending_request is not None:
+        if pending_request.vetoed and state.nonfinite >= config.max_skips_in_a_row:
             text = f"{reason}; vetoed by an operator, and the run makes no progress"
             return halt(state, text, "stuck", waiting.finding, case)
         if not record.skipped or record.overflow:
-            return Verdict(state)
-        held = "was vetoed" if asked.vetoed else f"{asked.number} waits for approval"
+            return PolicyResult(state)
+        status = (
+            "was vetoed"
+            if pending_request.vetoed
+            else f"{pending_request.number} waits for approval"
+        )
         return skip(
-            state, waiting.finding, f"{waiting.finding.reason}; the rollback {held}",
+            state, waiting.finding, f"{waiting.finding.reason}; the rollback {status}",
             waiting.finding.detector, case,
         )  # fmt: skip
     last = case.decided_at_step + config.ask_steps
@@ -707,7 +723,7 @@ def _wait(
     return verdict._replace(findings=(request,))
 
 
-def after_silence(state: LadderState, config: LadderConfig) -> tuple[LadderState, bool]:
+def on_timeout(state: LadderState, config: LadderConfig) -> tuple[LadderState, bool]:
     """Return the state after ``ask_steps`` without a response, and whether the default approves."""
     facts, waiting = state.facts, state.facts.waiting
     if waiting is None or facts.clock < waiting.until:
@@ -718,11 +734,11 @@ def after_silence(state: LadderState, config: LadderConfig) -> tuple[LadderState
     return replace(state, facts=replace(facts, waiting=over)), False
 
 
-def _vetoed(facts: LadderMemory, waiting: Waiting, config: LadderConfig) -> Waiting:
+def _vetoed(facts: DurablePolicyState, waiting: Waiting, config: LadderConfig) -> Waiting:
     return replace(waiting, vetoed=True, until=facts.clock + config.ask_steps)
 
 
-def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdict:
+def on_approved(state: LadderState, case: DecisionContext, command_number: int = 0) -> PolicyResult:
     """Roll back as requested, to a checkpoint that is healthy by now."""
     facts, waiting = state.facts, state.facts.waiting
     assert waiting is not None, "something waits"
@@ -734,14 +750,14 @@ def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdic
         facts = replace(facts, waiting=None)
         text = f"{waiting.reason}; approved, but {note}, so training continues"
         report = replace(waiting.finding, level="advisory", reason=text, step=case.record.step)
-        return Verdict(replace(state, facts=facts), findings=(report,))
+        return PolicyResult(replace(state, facts=facts), findings=(report,))
     facts = _spend(facts, case, cause, kind=waiting.kind, began=began, target=target)
     if waiting.is_finite:
         facts = replace(facts, cooldown_until=facts.clock + case.config.finite_cooldown)
     if jump is not None:
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
     by = "approved" if command_number else f"no answer in {case.config.ask_steps} steps"
-    return _leave(
+    return decide_rollback(
         state, case, facts, target, rule=waiting.rule, onset=waiting.onset_step,
         reason=f"{waiting.reason}; {by}; {note}", finding=waiting.finding,
         plays_all=waiting.plays_all, why=waiting.reason, command_number=command_number,
@@ -752,9 +768,11 @@ def after_yes(state: LadderState, case: Case, command_number: int = 0) -> Verdic
 # --------------------------------------------------------------------------------------- commands
 
 
-def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case) -> Verdict:
+def answer(
+    verdict: PolicyResult, before: LadderState, command: Proposal, case: DecisionContext
+) -> PolicyResult:
     """Carry out a command or refuse it, on top of the step's own verdict."""
-    own = verdict.decision
+    decision = verdict.decision
     refusal = _refusal(verdict, command, case)
     if refusal:
         return _acked(verdict, command, "refused", refusal, case)
@@ -763,35 +781,35 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
     if command.action == "approve":
         number = verdict.state.facts.num_skips
         state = replace(before, facts=replace(before.facts, num_skips=number))
-        done = after_yes(state, case, command.number)
+        done = on_approved(state, case, command.number)
         status: Literal["done", "refused"] = "done" if done.decision is not None else "refused"
-        words = done.decision.reason if done.decision else done.findings[0].reason
-        return _acked(done, command, status, words, case)
+        reason = done.decision.reason if done.decision else done.findings[0].reason
+        return _acked(done, command, status, reason, case)
     if command.action not in ("halt", "rollback"):
         return _set(verdict, command, case)
     # The step's skip is part of the command's entry: at most one log entry per step.
     state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
-    also = f"; this step: {own.reason}" if own else ""
+    also = f"; this step: {decision.reason}" if decision else ""
     if command.action == "halt":
         done = halt(state, f"manual command{also}", "command", None, case, command.number)
         return _acked(done, command, "done", "the run was halted", case)
     target = commanded_checkpoint(command, case.checkpoints)
     assert target is not None, "refused above"
-    words = f"rollback to step {target.step} ({target.id})"
+    reason = f"rollback to step {target.step} ({target.id})"
     done = go_back(
         state,
         case,
         None,
         target,
         facts=state.facts,
-        reason=f"manual command: {words}{also}",
+        reason=f"manual command: {reason}{also}",
         rule="command",
         command_number=command.number,
     )
-    return _acked(done, command, "done", words, case)
+    return _acked(done, command, "done", reason, case)
 
 
-def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
+def _set(verdict: PolicyResult, command: Proposal, case: DecisionContext) -> PolicyResult:
     """Apply a command about later steps, or about actions outside the step; keep the verdict."""
     state, argument, first = verdict.state, command.argument, case.decided_at_step + 1
     facts, detail = state.facts, ""
@@ -832,7 +850,7 @@ def _set(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     )
 
 
-def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
+def _accept(verdict: PolicyResult, command: Proposal, case: DecisionContext) -> PolicyResult:
     """Apply an operator's statement that a step, or its level, was healthy.
 
     Outliers there define a level from now on, and their onsets no longer count against the state.
@@ -842,17 +860,17 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     outliers = outliers_around(state, step)
     if not outliers:
         detail = f"the level at step {step} counts as normal; it has no recent outlier"
-        words = f"manual command: {detail}"
+        text = f"manual command: {detail}"
     else:
         first, last = outliers[0].step, outliers[-1].step
         detail = f"{len(outliers)} outliers, steps {first} to {last}, count as normal"
-        words = f"manual command: {detail}; values up to theirs are no longer withheld"
-    own = verdict.decision
-    if own is not None:
-        words += f"; this step: {own.reason}"
-        if own.action == "rollback":
+        text = f"manual command: {detail}; values up to theirs are no longer withheld"
+    decision = verdict.decision
+    if decision is not None:
+        text += f"; this step: {decision.reason}"
+        if decision.action == "rollback":
             return _acked(
-                verdict, command, "refused", f"rolled back in this step: {own.reason}", case
+                verdict, command, "refused", f"rolled back in this step: {decision.reason}", case
             )
     state = without_entry(verdict)
     facts = state.facts
@@ -865,7 +883,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
         accepted_at=case.record.step,
     )
     done = enter(
-        state, case, None, action="accept_level", reason=words, rule="operator_accepted",
+        state, case, None, action="accept_level", reason=text, rule="operator_accepted",
         acted=case.mode != "observe", command_number=command.number,
         # A replay needs the step that the operator accepted.
         evidence={**_evidence(case.record, state), "accepted_step": float(step)},
@@ -906,18 +924,18 @@ def outliers_around(state: LadderState, step: int) -> tuple[Outlier, ...]:
     return ()
 
 
-def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
-    own = verdict.decision
+def _refusal(verdict: PolicyResult, command: Proposal, case: DecisionContext) -> str:
+    decision = verdict.decision
     if case.mode == "observe":
         return "mode is 'observe': Vitals takes no action; restart in guard or heal"
-    if own is not None and own.action == "halt":
-        return f"the run is already halting: {own.reason}"
+    if decision is not None and decision.action == "halt":
+        return f"the run is already halting: {decision.reason}"
     if command.action == "halt":
         return ""
     if command.action == "accept":
         return "" if command.argument >= 0 else f"there is no step {command.argument:.0f}"
-    if own is not None and own.action == "rollback":
-        return f"this step already leads to a rollback: {own.reason}"
+    if decision is not None and decision.action == "rollback":
+        return f"this step already leads to a rollback: {decision.reason}"
     if command.action in case.lacks:
         return case.lacks[command.action]
     if command.action == "profile":
@@ -950,8 +968,12 @@ def _not_asked(waiting: Waiting | None, command: Proposal) -> str:
 
 
 def _acked(
-    verdict: Verdict, command: Proposal, status: Literal["done", "refused"], detail: str, case: Case
-) -> Verdict:
+    verdict: PolicyResult,
+    command: Proposal,
+    status: Literal["done", "refused"],
+    detail: str,
+    case: DecisionContext,
+) -> PolicyResult:
     facts = replace(verdict.state.facts, last_command=command.number)
     ack = CommandAck(number=command.number, status=status, step=case.decided_at_step, detail=detail)
     return verdict._replace(state=replace(verdict.state, facts=facts), ack=ack)

@@ -1,8 +1,9 @@
 """State of the escalation policy: memory, limits, withheld updates, learning-rate factor.
 
-The memory has two parts. ``LadderMemory`` only moves forward (budgets spent, commands applied,
-sequence number of the decision log): it is stored in the plan journal, and no restore returns a
-budget. The rest of ``LadderState`` describes the current attempt and is reset by a rollback.
+The memory has two parts. ``DurablePolicyState`` only moves forward (budgets spent, commands
+applied, sequence number of the decision log): it is stored in the plan journal, and no restore
+returns a budget. The rest of ``LadderState`` describes the current attempt and is reset by a
+rollback.
 
 A finite outlier far above everything that the run has seen is withheld, within two bounds: two
 updates in a row, then one is applied; and eight in 1,000 steps. After a withheld update the weights
@@ -212,7 +213,7 @@ class AcceptedLevel(msgspec.Struct, frozen=True, array_like=True):
     """Optimizer of the steps; 0 if all optimizers step together."""
 
 
-class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
+class DurablePolicyState(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the policy's memory that no restore resets. Stored in the plan journal."""
 
     attempt: int = 0
@@ -301,7 +302,7 @@ class Lasting(msgspec.Struct, frozen=True, array_like=True):
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """State that ``decide`` carries from one step to the next."""
 
-    facts: LadderMemory = LadderMemory()
+    facts: DurablePolicyState = DurablePolicyState()
     row: tuple[Outlier, ...] = ()
     """Outliers in a row, withheld or applied; a non-finite step in between is not counted."""
     nonfinite: int = 0
@@ -391,7 +392,7 @@ def after_rollback(
 
 
 def lr_factor_at(
-    facts: LadderMemory, step: int, rate: float | None = None, *, jump: float = 3.0
+    facts: DurablePolicyState, step: int, rate: float | None = None, *, jump: float = 3.0
 ) -> float:
     """Return the factor on the learning rate at ``step``: held, rising again, or 1.
 
@@ -409,7 +410,7 @@ def lr_factor_at(
     return factor
 
 
-def _cut_at(facts: LadderMemory, step: int) -> float:
+def _cut_at(facts: DurablePolicyState, step: int) -> float:
     if step >= facts.lr_full_from:
         return 1.0
     if step < facts.lr_hold_until:
@@ -495,8 +496,8 @@ def max_row(state: LadderState, config: LadderConfig) -> int:
     row = 0
     for outlier in state.row:
         row = row + 1 if outlier.withheld else 0
-    left = config.max_withheld - len(within_window(state.withheld, clock, config))
-    return min(config.max_row, row + left)
+    remaining = config.max_withheld - len(within_window(state.withheld, clock, config))
+    return min(config.max_row, row + remaining)
 
 
 def within_window(times: tuple[int, ...], clock: int, config: LadderConfig) -> tuple[int, ...]:
@@ -534,5 +535,9 @@ def ask_from(state: LadderState, config: LadderConfig) -> int:
     The pause doubles with each query in the window: 16, 32, 64 ... steps. That is at most six
     queries in 1,000 steps.
     """
-    asked = within_window(state.asked, state.facts.clock, config)
-    return asked[-1] + (config.ask_pause << (len(asked) - 1)) if asked else 0
+    recent_requests = within_window(state.asked, state.facts.clock, config)
+    return (
+        recent_requests[-1] + (config.ask_pause << (len(recent_requests) - 1))
+        if recent_requests
+        else 0
+    )

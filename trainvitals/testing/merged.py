@@ -44,8 +44,8 @@ def _put(parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks
     of_rank = _RANK.fullmatch(name)
     if of_rank is not None:
         row = parts["ranks"].setdefault(of_rank["column"], [None] * ranks)
-        chosen = range(ranks) if of_rank["rank"] == "*" else [int(of_rank["rank"])]
-        for rank in chosen:
+        put_ranks = range(ranks) if of_rank["rank"] == "*" else [int(of_rank["rank"])]
+        for rank in put_ranks:
             row[rank] = value
     elif colon and value is not None:
         parts["layers"].setdefault(layer, {})[column] = value

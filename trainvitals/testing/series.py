@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from trainvitals.detect import Detector
 from trainvitals.policy import CheckpointRef, Judge, Judgement
-from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, StepRecord
 
@@ -35,12 +35,12 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
     """
     columns: dict[str, list[float | None]] = {}
     for line in text.replace("\n", ";").split(";"):
-        words = line.split()
-        if not words:
+        tokens = line.split()
+        if not tokens:
             continue
-        if words[0] not in _FLOATS + _COUNTS + _FLAGS + _RANKS:
-            raise ValueError(f"column {words[0]!r} is not one of a step record")
-        columns[words[0]] = [value for word in words[1:] for value in values_of(word)]
+        if tokens[0] not in _FLOATS + _COUNTS + _FLAGS + _RANKS:
+            raise ValueError(f"column {tokens[0]!r} is not one of a step record")
+        columns[tokens[0]] = [value for word in tokens[1:] for value in values_of(word)]
     length = max((len(values) for values in columns.values()), default=0)
     records = []
     for i in range(length):
@@ -99,7 +99,7 @@ def judgements(
     lag: int = 1,
     now_attempt_id: int = 0,
     clips: bool = True,
-    probe: Callable[[Ask], Reading] | None = None,
+    probe: Callable[[Ask], ProbeResult] | None = None,
 ) -> list[tuple[StepRecord, Judgement]]:
     """Return each record as the device completed it, and what the judge said about it.
 
@@ -122,8 +122,8 @@ def judgements(
         )
         pairs.append((due, judgement))
 
-    for given in records:
-        record = replace(given, clips=clips)
+    for each in records:
+        record = replace(each, clips=clips)
         record, device = device.judge(record, judge.limits(), judge.max_row(), acts=acts)
         waiting.append(record)
         while len(waiting) > lag or (waiting and judge.is_suspicious):

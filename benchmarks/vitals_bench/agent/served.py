@@ -91,7 +91,7 @@ def main() -> None:
     meter.wrap(Sampling, "sample", "samples of node and ranks")
     meter.wrap(GpuSampler, "sample", "samples of GPUs")
     meter.wrap(Sampling, "collect", "writing the samples of GPUs")
-    meter.wrap(IoLoop, "turn", "shipping and relaying")
+    meter.wrap(IoLoop, "serve_runs", "shipping and relaying")
     gpus = [{**H100, "uuid": f"GPU-{index}"} for index in range(NUM_GPUS)]
     agent = Agent(
         AgentConfig(

@@ -26,7 +26,7 @@ from vitals_bench.attribution.trainings import Fault
 from vitals_collector.live.step_join import (
     LAYER_COLUMNS,
     LayerPart,
-    Origin,
+    RowWriters,
     decode,
     merge,
     step_columns,
@@ -104,7 +104,7 @@ def _merged(parts: Sequence[Part]) -> list[MergedStep]:
             if schema.stream not in ("steps", "layers"):
                 continue
             raw = rows_of(schema, batch.rows)
-            of = Origin(*(np.full(len(raw), number) for number in (rank, RANKS, rank)))
+            of = RowWriters(*(np.full(len(raw), number) for number in (rank, RANKS, rank)))
             if schema.stream == "steps":
                 rows.append(decode(schema, raw, step_columns(schema, is_rank0=rank == 0), of))
             else:

@@ -44,7 +44,7 @@ class Kept:
     def take(self) -> None:
         """Take the next snapshot."""
         self._next += 1
-        wrong = self.ring.take(self._next, 1)
+        wrong = self.ring.capture(self._next, 1)
         assert not wrong.item(), "the state that is measured is sound"
 
     def commit(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from trainvitals.io.client import CollectorClient, Tokens, read_tokens
+from trainvitals.io.client import CollectorClient, CollectorTokens, read_tokens
 from vitals_bench.dashboard import bare_page
 from vitals_bench.processes import Started, free_port
 from vitals_bench.query.filling import Filling, Size
@@ -33,7 +33,12 @@ class Serving:
     """A collector over the run, and the dashboard over the collector."""
 
     def __init__(
-        self, filling: Filling, url: str, tokens: Tokens, address: str, processes: list[int]
+        self,
+        filling: Filling,
+        url: str,
+        tokens: CollectorTokens,
+        address: str,
+        processes: list[int],
     ) -> None:
         self.filling, self.url, self._tokens = filling, url, tokens
         self._address, self._processes = address, [psutil.Process(pid) for pid in processes]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainvitals.clock import SystemClock
-from trainvitals.goodput import BUCKETS, Bucket, Floats, Launch, StepTimes, goodput
+from trainvitals.goodput import BUCKETS, Bucket, EndedSteps, Floats, Launch, goodput
 from trainvitals.identity import new_run_id
 from trainvitals.views import GoodputQuestion, GoodputView
 from vitals_bench.forecast.simulated import SimulatedRun
@@ -110,7 +110,7 @@ def _speed(rounds: int) -> Row:
         return draw.uniform(0.0, 0.05, _NUM_STEPS)
 
     own = _NUM_STEPS // 10
-    steps = StepTimes(
+    steps = EndedSteps(
         end_unix_ns=ends,
         launch=np.repeat(np.arange(10), own),
         attempt=np.repeat(np.arange(10), own) + 1,

@@ -28,7 +28,7 @@ from trainvitals.rows import Schema, Value
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.live.live_monitor import LiveMonitor
@@ -59,7 +59,7 @@ class _Heard:
         self.words: list[str] = []
         self._tell = tell
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         for alert in alerts:
             self.words.append(f"{alert.name} {alert.state}")
             if self._tell is not None:

@@ -113,8 +113,8 @@ class Asking:
 
     def whole(self) -> Points:
         """Return every point of the curve."""
-        with self.store.read() as connection:
-            moment = self.store.moment(connection)
+        with self.store.read_transaction() as connection:
+            moment = self.store.snapshot_on(connection)
             _, curve = series.curve_of(moment, self.filling.run_id, METRIC, "")
             (drawn,) = moment.numbers.curves([curve], [AttemptRow(1, None, 0)], "lineage")
             return drawn.points
@@ -247,7 +247,7 @@ def _whole(asked: Asking, theirs: Store, table: Table, when: str) -> Iterator[Ro
 
 
 def _fetch(store: Store, query: sqlalchemy.Executable) -> list[object]:
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return list(connection.execute(query).all())
 
 

@@ -305,11 +305,11 @@ def _seconds_a_step(times: int, *, is_placed: bool) -> float:
     began = time.thread_time()  # what else the machine does is not counted
     for _ in range(times):
         if is_placed:
-            sections.begin(time.monotonic_ns())
+            sections.start_step(time.monotonic_ns())
         model(x).sum().backward()
         if is_placed:
             sections.enter(time.monotonic_ns())
-            timeline = sections.take()
+            timeline = sections.pop_timeline()
             assert timeline is not None
             timeline.seconds()
     taken = time.thread_time() - began

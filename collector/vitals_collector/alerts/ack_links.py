@@ -36,8 +36,8 @@ class AckLinks:
         if not self._collector_url or view.state != "firing" or not view.run_id:
             return ""
         expires = self._clock.time_ns() // 10**9 + _VALID_SECONDS
-        words = f"{view.fingerprint}-{view.started_unix_ns}-{expires}"
-        return f"{self._collector_url}{PATH}{words}-{self._sign(words)}"
+        payload = f"{view.fingerprint}-{view.started_unix_ns}-{expires}"
+        return f"{self._collector_url}{PATH}{payload}-{self._sign(payload)}"
 
     def alert_of(self, token: str) -> AlertView:
         """Return the alert that a link is about, as it is now; changes nothing.
@@ -45,14 +45,14 @@ class AckLinks:
         Raises:
             UsageError: the link is not one of ours, expired, or of an earlier firing.
         """
-        words, _, signature = token.rpartition("-")
-        if not hmac.compare_digest(signature.encode(), self._sign(words).encode()):
+        payload, _, signature = token.rpartition("-")
+        if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
             raise UsageError("this link is not valid", code=UNKNOWN)
-        fingerprint, started, expires = words.split("-")
+        fingerprint, started, expires = payload.split("-")
         if self._clock.time_ns() // 10**9 >= int(expires):
             raise UsageError("this link has expired", hint="use `vitals alerts ack`")
         query = select(alerts).where(alerts.c.fingerprint == fingerprint)
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             row = connection.execute(query).first()
         if row is None or row.started_unix_ns != int(started):
             raise UsageError("this link belongs to an earlier firing of the alert", code=UNKNOWN)
@@ -70,8 +70,8 @@ class AckLinks:
         request = AckRequest(by=by, reason="by the link in a message")
         return inbox.acknowledge(view.fingerprint, request)
 
-    def _sign(self, words: str) -> str:
-        return hmac.new(self._key(), words.encode(), hashlib.sha256).hexdigest()
+    def _sign(self, payload: str) -> str:
+        return hmac.new(self._key(), payload.encode(), hashlib.sha256).hexdigest()
 
     def _key(self) -> bytes:
         """Return the store's key, made at first need."""

@@ -14,7 +14,13 @@ import apprise
 
 from trainvitals.views import AlertView
 from vitals_collector.alerts.messages import Links, message_of
-from vitals_collector.alerts.notifiers import DELIVERED, UNREADABLE, Result, delivery_id, redacted
+from vitals_collector.alerts.notifiers import (
+    DELIVERED,
+    UNREADABLE,
+    DeliveryResult,
+    delivery_id,
+    redacted,
+)
 
 _TYPES = {
     "page": apprise.NotifyType.FAILURE,
@@ -35,14 +41,14 @@ class AppriseNotifier:
         self._links = links
         self.ack_links: dict[str, str] = {}
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """Send one message per alert; the first that is not taken ends it."""
         for alert in alerts:
             service = apprise.Apprise(asset=apprise.AppriseAsset(http_redirects=False))
             if not service.add(_address_for(self._url, alert)):
                 scheme = redacted(self._url).partition(":")[0]
                 error = f"apprise cannot read its {scheme}:// address"
-                return Result(recoverable=False, error=error)
+                return DeliveryResult(recoverable=False, error=error)
             message = message_of(alert, self._links, self.ack_links.get(alert.fingerprint, ""))
             is_over = alert.state == "resolved"
             kind = apprise.NotifyType.SUCCESS if is_over else _TYPES[alert.severity]
@@ -54,9 +60,9 @@ class AppriseNotifier:
                     notify_type=kind,
                     body_format=_format_for(service),
                 )
-                words = log.getvalue()
+                log_text = log.getvalue()
             if not is_sent:
-                return _refusal(words)
+                return _refusal(log_text)
         return DELIVERED
 
 
@@ -80,18 +86,20 @@ def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
     return None if is_markdown else apprise.NotifyFormat.TEXT
 
 
-def _without_mentions(words: str) -> str:
+def _without_mentions(text: str) -> str:
     """Return the words so that none of them calls a whole channel: they may be a run's."""
-    return re.sub("@(?=everyone|here|channel)", "@\u200b", words)
+    return re.sub("@(?=everyone|here|channel)", "@\u200b", text)
 
 
-def _refusal(words: str) -> Result:
-    status = re.search(r"error\s*=\s*(\d{3})\b", words)
+def _refusal(text: str) -> DeliveryResult:
+    status = re.search(r"error\s*=\s*(\d{3})\b", text)
     if status is None:
-        return Result(recoverable=True, error="the message was not taken")
+        return DeliveryResult(recoverable=True, error="the message was not taken")
     code = int(status[1])
     is_refusal = 400 <= code < 500 and code not in (408, 429)
-    return Result(recoverable=not is_refusal, error=f"the message was not taken: status {code}")
+    return DeliveryResult(
+        recoverable=not is_refusal, error=f"the message was not taken: status {code}"
+    )
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def listed(
         .order_by(commands.c.number.desc())
         .limit(MAX_LISTED)
     )
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         views = [_view(row, now_unix_ns) for row in connection.execute(query)]
     return tuple(view for view in views if status in ("", view.status))
 
@@ -139,7 +139,7 @@ def mark_delivered(
         UnauthorizedError: that is not the newest start of the run's rank 0.
         UsageError: there is no such command, or it expired before it was taken.
     """
-    mine = (commands.c.run_id == run_id, commands.c.number == number)
+    conditions = (commands.c.run_id == run_id, commands.c.number == number)
     with store.write() as connection:
         if incarnation is not None and incarnation != _rank0(connection, run_id):
             raise UnauthorizedError(
@@ -147,7 +147,7 @@ def mark_delivered(
                 " delivered",
                 hint="it reports again in its next cycle, once that rank's rows are stored",
             )
-        row = connection.execute(select(commands).where(*mine)).one_or_none()
+        row = connection.execute(select(commands).where(*conditions)).one_or_none()
         if row is None:
             raise UsageError(f"run {run_id} has no command {number}", code=UNKNOWN)
         view = _view(row, now_unix_ns)
@@ -160,7 +160,7 @@ def mark_delivered(
         if view.status != "pending":
             return view
         values = {"status": "delivered", "updated_unix_ns": now_unix_ns}
-        connection.execute(update(commands).where(*mine).values(values))
+        connection.execute(update(commands).where(*conditions).values(values))
         _audit(connection, now_unix_ns, by, "delivered", view.command, "")
     return msgspec.structs.replace(view, status="delivered")
 
@@ -168,7 +168,7 @@ def mark_delivered(
 def expire(store: Store, now_unix_ns: int) -> int:
     """Give pending commands whose time is over their final status; return how many there were."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         if connection.execute(select(commands.c.number).where(*late).limit(1)).first() is None:
             return 0  # the usual case takes no write lock
     with store.write() as connection:
@@ -187,7 +187,7 @@ def expire(store: Store, now_unix_ns: int) -> int:
 def counts(store: Store) -> dict[str, int]:
     """Return the number of commands by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return {str(status): int(num) for status, num in connection.execute(query)}
 
 

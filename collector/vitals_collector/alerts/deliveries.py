@@ -21,15 +21,17 @@ class SqlLedger:
         self._store = store
         self._clock = clock
 
-    def check(self, receiver: str, asked: Sequence[AlertView], *, reposts: bool) -> Checked:
+    def check(
+        self, receiver: str, checked_alerts: Sequence[AlertView], *, reposts: bool
+    ) -> Checked:
         """Say which of the alerts the receiver still needs.
 
         Not one that it has had, that somebody acknowledged or silenced, or whose state is another
         by now; nor the end of a firing that never came there. A receiver that is told again and
         again needs all that fires.
         """
-        prints = [view.fingerprint for view in asked]
-        with self._store.read() as connection:
+        prints = [view.fingerprint for view in checked_alerts]
+        with self._store.read_transaction() as connection:
             rows = connection.execute(select(alerts).where(alerts.c.fingerprint.in_(prints)))
             present = {row.fingerprint: row for row in rows}
             query = select(deliveries.c.fingerprint, deliveries.c.delivery_id).where(
@@ -39,7 +41,7 @@ class SqlLedger:
             quiet = silences_now(connection, self._clock.time_ns())
         due: set[str] = set()
         had: set[str] = set()
-        for view in asked:
+        for view in checked_alerts:
             row, last = present.get(view.fingerprint), had_ids.get(view.fingerprint)
             if row is None or row.state != view.state or quiet.of(view) is not None:
                 continue  # what it is now is handed out by itself
@@ -73,7 +75,7 @@ class SqlLedger:
         query = select(deliveries.c.receiver, deliveries.c.delivery_id).where(
             deliveries.c.fingerprint == alert.fingerprint
         )
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             rows = connection.execute(query).all()
         return frozenset(
             r.receiver for r in rows if r.delivery_id == delivery_id(alert, r.receiver)

@@ -20,7 +20,7 @@ from trainvitals.alerting import fingerprint
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
-from vitals_collector.alerts.notifiers import Notifier, Result, delivery_id
+from vitals_collector.alerts.notifiers import DeliveryResult, Notifier, delivery_id
 from vitals_collector.storage.store import SteadyClock
 
 _ERROR_SECONDS = 5.0
@@ -81,7 +81,7 @@ class Ledger(Protocol):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingAlert:
     alert: AlertView
     due_ns: int
     tries: int = 0
@@ -92,11 +92,11 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Line:
+class _ReceiverQueue:
     """What waits for one receiver, and how it has answered lately."""
 
     notifier: Notifier
-    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    waiting: dict[str, _PendingAlert] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)
     """The newest delivery id by fingerprint."""
     unrecorded: list[AlertView] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Dispatcher:
         self._ledger = ledger
         self._config = config or DispatchConfig()
         self._clock, self._steady = clock, SteadyClock(clock)
-        self._lines = {n.name: _Line(n) for n in self.notifiers}
+        self._lines = {n.name: _ReceiverQueue(n) for n in self.notifiers}
         self._lock = threading.Lock()
         self._stopping = False
         self._outcomes: Counter[tuple[str, str]] = Counter()
@@ -220,7 +220,7 @@ class Dispatcher:
     def _queue(
         self,
         alert: AlertView,
-        lines: Iterable[_Line],
+        lines: Iterable[_ReceiverQueue],
         *,
         settled: bool = False,
         active_since: float | None = None,
@@ -231,10 +231,10 @@ class Dispatcher:
             for line in lines:
                 if line.takes(alert):
                     due_ns = self._due_ns(line, alert, active_since)
-                    self._put(line, _Waiting(alert, due_ns, settled=settled))
+                    self._put(line, _PendingAlert(alert, due_ns, settled=settled))
                     line.wake.set()
 
-    def _due_ns(self, line: _Line, alert: AlertView, active_since: float | None) -> int:
+    def _due_ns(self, line: _ReceiverQueue, alert: AlertView, active_since: float | None) -> int:
         now = self._clock.monotonic_ns()
         if alert.state != "firing":
             return now
@@ -242,7 +242,7 @@ class Dispatcher:
         age = 0.0 if active_since is None else self._steady.time_ns() / 1e9 - active_since
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
-    def _put(self, line: _Line, item: _Waiting) -> None:
+    def _put(self, line: _ReceiverQueue, item: _PendingAlert) -> None:
         waiting = line.waiting
         if (older := waiting.pop(item.alert.fingerprint, None)) is not None:
             item.failed_ns = older.failed_ns
@@ -290,7 +290,7 @@ class Dispatcher:
                 close()
             line.thread = None
 
-    def _run(self, line: _Line) -> None:
+    def _run(self, line: _ReceiverQueue) -> None:
         while True:
             line.wake.clear()
             wait: float | None = _ERROR_SECONDS
@@ -304,13 +304,13 @@ class Dispatcher:
                 return
             line.wake.wait(wait)
 
-    def _pump(self, line: _Line) -> float | None:
+    def _pump(self, line: _ReceiverQueue) -> float | None:
         while due := self._take_due(line):
             self._deliver(line, due)
         self._tell_if_failing(line)
         return self._wait(line)
 
-    def _wait(self, line: _Line) -> float | None:
+    def _wait(self, line: _ReceiverQueue) -> float | None:
         now = self._clock.monotonic_ns()
         with self._lock:
             dues = [max(w.due_ns, line.not_before_ns) for w in line.waiting.values()]
@@ -320,7 +320,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------ delivery
 
-    def _take_due(self, line: _Line) -> list[_Waiting]:
+    def _take_due(self, line: _ReceiverQueue) -> list[_PendingAlert]:
         now = self._clock.monotonic_ns()
         is_pager = self.is_pager()
         with self._lock:
@@ -337,7 +337,7 @@ class Dispatcher:
                 del line.waiting[item.alert.fingerprint]
         return due
 
-    def _deliver(self, line: _Line, due: list[_Waiting]) -> None:
+    def _deliver(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
         due = self._still_wanted(line, due)
         if not due:
             return
@@ -346,26 +346,26 @@ class Dispatcher:
             result = notifier.notify([w.alert for w in due])
         except Exception as error:  # noqa: BLE001 - one receiver's fault must not silence the rest
             _LOG.exception("receiver %s raised", notifier.name)
-            result = Result(recoverable=False, error=f"{type(error).__name__}: {error}")
+            result = DeliveryResult(recoverable=False, error=f"{type(error).__name__}: {error}")
         if result.error:
             _LOG.warning("receiver %s: %s", notifier.name, result.error)
             self._after_failure(line, due, result)
         else:
             self._after_delivery(line, due)
 
-    def _still_wanted(self, line: _Line, due: list[_Waiting]) -> list[_Waiting]:
+    def _still_wanted(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> list[_PendingAlert]:
         """Return what the receiver still needs, by the store's word where it can be asked."""
         name = line.notifier.name
         if line.unrecorded:
             self._record(line, [])  # else the end of what was delivered would not be wanted
         fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
         checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
-        asked = [w.alert for w in fresh]
-        if self._ledger is not None and asked:
+        alerts = [w.alert for w in fresh]
+        if self._ledger is not None and alerts:
             try:
                 checked = self._ledger.check(
                     name,
-                    asked,
+                    alerts,
                     reposts=line.notifier.reposts,
                 )
             except StorageError as error:  # told twice rather than not at all
@@ -376,11 +376,11 @@ class Dispatcher:
                 self._settle(item.alert)
         return [w for w in fresh if w.alert.fingerprint in checked.due]
 
-    def _has_had(self, line: _Line, alert: AlertView) -> bool:
+    def _has_had(self, line: _ReceiverQueue, alert: AlertView) -> bool:
         had = line.delivered.get(alert.fingerprint) == delivery_id(alert, line.notifier.name)
         return had and not line.notifier.reposts
 
-    def _after_delivery(self, line: _Line, due: list[_Waiting]) -> None:
+    def _after_delivery(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
         notifier, alerts = line.notifier, [w.alert for w in due if not w.settled]
         for item in due:
             self._remember(line, item.alert)
@@ -400,7 +400,9 @@ class Dispatcher:
         if recovered is not None:
             self._tell_others(ended(recovered, self._clock.time_ns()))
 
-    def _after_failure(self, line: _Line, due: list[_Waiting], result: Result) -> None:
+    def _after_failure(
+        self, line: _ReceiverQueue, due: list[_PendingAlert], result: DeliveryResult
+    ) -> None:
         now = self._clock.monotonic_ns()
         with self._lock:
             line.failures += 1
@@ -413,15 +415,15 @@ class Dispatcher:
                 item.failed_ns = now if item.failed_ns is None else item.failed_ns
                 self._hold(line, item, self._backoff(item.tries))
             wait = self._backoff(line.failures) if result.recoverable else 0.0
-            asked = min(result.retry_after, self._config.max_retry_after_seconds)
-            line.not_before_ns = now + int(max(wait, asked) * 1e9)
+            retry_after = min(result.retry_after, self._config.max_retry_after_seconds)
+            line.not_before_ns = now + int(max(wait, retry_after) * 1e9)
         self._tell_if_failing(line)
 
     def _backoff(self, tries: int) -> float:
         wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
         return min(wait, self._config.max_retry_seconds)
 
-    def _tell_if_failing(self, line: _Line) -> None:
+    def _tell_if_failing(self, line: _ReceiverQueue) -> None:
         """Tell the others, once; also while the receiver asked to be left alone."""
         with self._lock:
             is_failing = self._is_late(line) or line.refusals >= self._config.failing_after_refusals
@@ -435,7 +437,7 @@ class Dispatcher:
     def _failing_after_ns(self) -> int:
         return int(self._config.failing_after_seconds * 1e9)
 
-    def _is_late(self, line: _Line) -> bool:
+    def _is_late(self, line: _ReceiverQueue) -> bool:
         since, now = line.late_ns, self._clock.monotonic_ns()
         return since is not None and now - since >= self._failing_after_ns
 
@@ -446,20 +448,20 @@ class Dispatcher:
             _LOG.warning("alert %s of a receiver is not stored: %s", alert.fingerprint, error)
             self.submit(alert)
 
-    def _hold(self, line: _Line, item: _Waiting, seconds: float) -> None:
+    def _hold(self, line: _ReceiverQueue, item: _PendingAlert, seconds: float) -> None:
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         # A newer state that came in the meantime stands.
         waiting = line.waiting.setdefault(item.alert.fingerprint, item)
         waiting.failed_ns = item.failed_ns
 
-    def _remember(self, line: _Line, alert: AlertView) -> None:
+    def _remember(self, line: _ReceiverQueue, alert: AlertView) -> None:
         with self._lock:
             line.delivered.pop(alert.fingerprint, None)
             line.delivered[alert.fingerprint] = delivery_id(alert, line.notifier.name)
             if len(line.delivered) > _REMEMBERED:
                 line.delivered.pop(next(iter(line.delivered)))
 
-    def _record(self, line: _Line, alerts: list[AlertView]) -> None:
+    def _record(self, line: _ReceiverQueue, alerts: list[AlertView]) -> None:
         alerts = [*line.unrecorded, *alerts]
         if self._ledger is None or not alerts:
             return

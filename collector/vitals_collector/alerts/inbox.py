@@ -73,7 +73,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """Those that raised it since it fires, where each rank raises it for itself."""
 
 
-class Entry(NamedTuple):
+class InboxAlert(NamedTuple):
     """An alert as people see it, with what only the inbox needs."""
 
     view: AlertView
@@ -132,7 +132,7 @@ def listed(
         query = query.where(alerts.c.run_id == run_id)
     if state:
         query = query.where(alerts.c.state == state)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         quiet = silences_now(connection, now_unix_ns)
         if reach is None:
             query = query.limit(MAX_LISTED)
@@ -147,7 +147,7 @@ def silences_listed(
 
     Of some runs, where there is a ``reach``: those that are about nothing else.
     """
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         views = listed_silences(connection, _open_views(connection), now_unix_ns)
         return tuple(view for view in views if _is_within(connection, view, reach))
 
@@ -158,7 +158,7 @@ def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) ->
     Raises:
         UsageError: there is no such alert.
     """
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         if reach is not None and not _is_of(connection, fingerprint, reach):
             raise unknown_alert(fingerprint)
 
@@ -209,7 +209,7 @@ class Inbox:
 
     # --------------------------------------------------------------------------- from the engine
 
-    def take(
+    def raise_alerts(
         self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]
     ) -> frozenset[str]:
         """Raise point alerts; remember in the same transaction how far events were consumed.
@@ -234,7 +234,7 @@ class Inbox:
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
         now = self._clock.time_ns()
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             open_alerts = _load_open(connection)
         changed = [
             (before, after)
@@ -254,10 +254,10 @@ class Inbox:
         self._tell_all(news.values())
 
     def _changes(
-        self, run: RunNow, open_entries: dict[str, Entry], now: int
-    ) -> list[tuple[Entry | None, Entry]]:
+        self, run: RunNow, open_entries: dict[str, InboxAlert], now: int
+    ) -> list[tuple[InboxAlert | None, InboxAlert]]:
         holding = {alert.fingerprint: alert for alert in run.conditions}
-        changes: list[tuple[Entry | None, Entry]] = []
+        changes: list[tuple[InboxAlert | None, InboxAlert]] = []
         for entry in open_entries.values():
             if entry.view.fingerprint in run.lasting:
                 continue
@@ -272,7 +272,7 @@ class Inbox:
                 changes.append((before, after))
         return changes
 
-    def _is_over(self, entry: Entry, run: RunNow) -> bool:
+    def _is_over(self, entry: InboxAlert, run: RunNow) -> bool:
         return run.state == "finished" or point_is_over(
             raised_step=entry.view.step,
             last_step=run.last_step,
@@ -280,7 +280,9 @@ class Inbox:
             healthy_steps=self._config.healthy_steps,
         )
 
-    def _advanced(self, entry: Entry | None, alert: Alert | None, run: RunNow, now: int) -> Entry:
+    def _advanced(
+        self, entry: InboxAlert | None, alert: Alert | None, run: RunNow, now: int
+    ) -> InboxAlert:
         """Return a condition alert one moment on; ``alert`` is None where the condition ended."""
         status = AlertStatus()
         if entry is not None:
@@ -301,7 +303,7 @@ class Inbox:
         life = Life(point=False, active_since=moved.active_since)
         # What a folder tells months later began months ago.
         started = min(now, run.since.get(alert.fingerprint) or now)
-        return Entry(_view(alert, run.run_id, state, started, now), life)
+        return InboxAlert(_view(alert, run.run_id, state, started, now), life)
 
     # ------------------------------------------------------------------------- about no run
 
@@ -310,14 +312,14 @@ class Inbox:
         with self._store.write() as connection:
             present = _load(connection, view.fingerprint)
             life = Life(point=False, active_since=view.updated_unix_ns / 1e9)
-            entry = _merged(present, Entry(view, life))
+            entry = _merged(present, InboxAlert(view, life))
             _save(connection, entry)
         self._tell_all([entry.view])
 
     def reported(self) -> tuple[AlertView, ...]:
         """Return the alerts about Vitals itself that fire."""
         query = select(alerts).where(alerts.c.run_id.is_(None), alerts.c.state == "firing")
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             return tuple(entry_of(row).view for row in connection.execute(query))
 
     # ------------------------------------------------------------------------------ for people
@@ -342,7 +344,7 @@ class Inbox:
             if request.silence_seconds:
                 add_silence(connection, request, starts=now, fingerprint=fingerprint)
             else:
-                entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
+                entry = InboxAlert(replace(entry.view, acknowledged_by=request.by), entry.life)
                 _save(connection, entry)
             action = "silence" if request.silence_seconds else "acknowledge"
             _write_audit(connection, action, f"alert/{fingerprint}", request, now, caller)
@@ -370,10 +372,10 @@ class Inbox:
                 f"the silence is {request.seconds:g} s long and starts in {(starts - now) / 1e9:g} "
                 f"s; it needs a length, and must start within {MAX_SILENCE_SECONDS:g} s"
             )
-        words = msgspec.json.encode(request.matchers).decode()
+        matchers_json = msgspec.json.encode(request.matchers).decode()
         with self._store.write() as connection:
-            silence_id = add_silence(connection, as_ack, starts=starts, matchers=words)
-            _write_audit(connection, "silence", f"alert/{words}", as_ack, now, caller)
+            silence_id = add_silence(connection, as_ack, starts=starts, matchers=matchers_json)
+            _write_audit(connection, "silence", f"alert/{matchers_json}", as_ack, now, caller)
             fitting = [
                 view.fingerprint
                 for view in _open_views(connection)
@@ -427,9 +429,9 @@ class Inbox:
 
     # ---------------------------------------------------------------------------- for notifiers
 
-    def untold(self) -> tuple[list[Entry], list[AlertView]]:
+    def untold(self) -> tuple[list[InboxAlert], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             quiet = silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
@@ -456,7 +458,7 @@ class Inbox:
             return
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             quiet = silences_now(connection, self._clock.time_ns())
         for view in views:
             if view.state != "pending" and quiet.of(view) is None:
@@ -476,7 +478,7 @@ def settle(store: Store, view: AlertView) -> None:
     with store.write() as connection:
         entry = _load(connection, view.fingerprint)
         if entry is not None and entry.view.state == view.state:
-            _save(connection, Entry(entry.view, replace(entry.life, settled=view.state)))
+            _save(connection, InboxAlert(entry.view, replace(entry.life, settled=view.state)))
 
 
 # ----------------------------------------------------------------------------------- life cycle
@@ -499,16 +501,16 @@ def _view(
     )
 
 
-def _one_line(words: str) -> str:
+def _one_line(text: str) -> str:
     """Return the words as one line of printable characters: they may be a run's.
 
     A new line could forge one of the collector's log, and others could steer a terminal.
     """
-    printable = "".join(c if c.isprintable() else " " for c in clean(words)[: 2 * MAX_WORDS])
+    printable = "".join(c if c.isprintable() else " " for c in clean(text)[: 2 * MAX_WORDS])
     return " ".join(printable.split())[:MAX_WORDS]
 
 
-def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
+def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> InboxAlert:
     """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
     alert = occurrence.alert
     is_new = entry is None or entry.view.state != "firing"
@@ -519,13 +521,15 @@ def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
         alert = replace(alert, summary=f"{alert.summary} (on {_named(ranks)})")
     view = _view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or is_new:
-        return _begun(entry, Entry(view, Life(point=True, active_since=now / 1e9, ranks=ranks)))
-    kept = replace(
+        return _begun(
+            entry, InboxAlert(view, Life(point=True, active_since=now / 1e9, ranks=ranks))
+        )
+    updated_view = replace(
         view,
         started_unix_ns=entry.view.started_unix_ns,
         acknowledged_by=entry.view.acknowledged_by,
     )
-    return Entry(kept, replace(entry.life, ranks=ranks))
+    return InboxAlert(updated_view, replace(entry.life, ranks=ranks))
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -534,15 +538,15 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {few}" if len(ranks) == 1 else f"ranks {few}{more}"
 
 
-def _resolved(entry: Entry, now: int, ended: int) -> Entry:
+def _resolved(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
     # One that was only pending was never told; it ends without a word.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
     ended = max(ended, entry.view.started_unix_ns)
     view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=ended)
-    return Entry(view, replace(entry.life, active_since=None, settled=settled))
+    return InboxAlert(view, replace(entry.life, active_since=None, settled=settled))
 
 
-def _merged(present: Entry | None, after: Entry) -> Entry:
+def _merged(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
     """Return ``after``, keeping an acknowledgement, and the start of what already goes on."""
     if present is None or present.view.state == "resolved":
         return after if after.view.state == "resolved" else _begun(present, after)
@@ -551,10 +555,10 @@ def _merged(present: Entry | None, after: Entry) -> Entry:
         started_unix_ns=present.view.started_unix_ns,
         acknowledged_by=present.view.acknowledged_by,
     )
-    return Entry(view, after.life)
+    return InboxAlert(view, after.life)
 
 
-def _begun(last: Entry | None, entry: Entry) -> Entry:
+def _begun(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
     """Return the new firing, begun after the last one of this alert was over.
 
     Deliveries are known by the start: with the same one, receivers would take it for a repetition.
@@ -564,10 +568,10 @@ def _begun(last: Entry | None, entry: Entry) -> Entry:
         return entry
     earliest = max(last.view.started_unix_ns + 1, last.view.ended_unix_ns or 0)
     started = max(earliest, entry.view.started_unix_ns)
-    return Entry(replace(entry.view, started_unix_ns=started), entry.life)
+    return InboxAlert(replace(entry.view, started_unix_ns=started), entry.life)
 
 
-def _is_news(before: Entry | None, after: Entry) -> bool:
+def _is_news(before: InboxAlert | None, after: InboxAlert) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
@@ -577,7 +581,7 @@ def _is_news(before: Entry | None, after: Entry) -> bool:
 _LIFE = msgspec.msgpack.Decoder(Life)
 
 
-def entry_of(row: Row[Any]) -> Entry:
+def entry_of(row: Row[Any]) -> InboxAlert:
     """Return the alert of a row of ``alerts``."""
     view = AlertView(
         fingerprint=row.fingerprint,
@@ -593,10 +597,10 @@ def entry_of(row: Row[Any]) -> Entry:
         ended_unix_ns=row.ended_unix_ns,
         acknowledged_by=row.acknowledged_by,
     )
-    return Entry(view, _LIFE.decode(row.body))
+    return InboxAlert(view, _LIFE.decode(row.body))
 
 
-def _load(connection: Connection, fingerprint: str) -> Entry | None:
+def _load(connection: Connection, fingerprint: str) -> InboxAlert | None:
     """Return one alert, or None."""
     query = select(alerts).where(alerts.c.fingerprint == fingerprint)
     if connection.get_execution_options().get("vitals_write"):  # it is written back whole
@@ -605,9 +609,9 @@ def _load(connection: Connection, fingerprint: str) -> Entry | None:
     return None if row is None else entry_of(row)
 
 
-def _load_open(connection: Connection) -> dict[str, dict[str, Entry]]:
+def _load_open(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
     """Return what is pending or firing, by run and fingerprint."""
-    open_entries: dict[str, dict[str, Entry]] = defaultdict(dict)
+    open_entries: dict[str, dict[str, InboxAlert]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
         open_entries[row.run_id or ""][row.fingerprint] = entry_of(row)
@@ -619,7 +623,7 @@ def _open_views(connection: Connection) -> list[AlertView]:
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
-def _save(connection: Connection, entry: Entry) -> None:
+def _save(connection: Connection, entry: InboxAlert) -> None:
     """Write the alert over what its row says now."""
     view = entry.view
     key = {"fingerprint": view.fingerprint}
@@ -687,8 +691,8 @@ def _write_audit(
 
 
 __all__ = [
-    "Entry",
     "Inbox",
+    "InboxAlert",
     "InboxConfig",
     "Life",
     "NewestBy",

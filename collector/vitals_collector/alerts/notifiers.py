@@ -1,4 +1,4 @@
-"""Where an alert goes: one-method notifiers that answer with a ``Result``.
+"""Where an alert goes: one-method notifiers that answer with a ``DeliveryResult``.
 
 Addresses come from the local configuration or the command line only, never from the network; the
 address a name leads to is checked at each delivery and redirects are not followed, so no receiver
@@ -43,7 +43,7 @@ _METADATA = frozenset(
 )
 
 
-class Result(NamedTuple):
+class DeliveryResult(NamedTuple):
     """What became of one delivery; an empty ``error`` is success."""
 
     recoverable: bool
@@ -53,7 +53,7 @@ class Result(NamedTuple):
     """Seconds that the receiver asked to be left alone for."""
 
 
-DELIVERED = Result(recoverable=False, error="")
+DELIVERED = DeliveryResult(recoverable=False, error="")
 
 
 class Notifier(Protocol):
@@ -65,15 +65,15 @@ class Notifier(Protocol):
     takes_log: bool
     """Whether alerts of severity ``log`` are for it too."""
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """Deliver the alerts; never raises for what the other side does."""
         ...
 
 
 def delivery_id(alert: AlertView, receiver: str) -> str:
     """Return the id of a state's delivery to a receiver: the same on every try, by any process."""
-    words = f"{alert.fingerprint}/{alert.started_unix_ns}/{alert.state}/{receiver}"
-    return hashlib.sha256(words.encode()).hexdigest()[:32]
+    text = f"{alert.fingerprint}/{alert.started_unix_ns}/{alert.state}/{receiver}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class LogNotifier:
@@ -83,7 +83,7 @@ class LogNotifier:
     reposts = False
     takes_log = True
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """Log each alert: a page as an error, the rest as warning or information."""
         levels = {"page": logging.ERROR, "notify": logging.WARNING, "log": logging.INFO}
         for a in alerts:
@@ -123,7 +123,7 @@ class WebhookNotifier:
         self._client = _client(timeout)
         self.ack_links: dict[str, str] = {}
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """POST ``{"version": 1, "alerts": [...]}``."""
         ids = [delivery_id(alert, self.name) for alert in alerts]
         views = [self._body_of(a, i) for a, i in zip(alerts, ids, strict=True)]
@@ -171,7 +171,7 @@ class AlertmanagerNotifier:
         self._clock = clock
         self._hold_ns = int(hold_seconds * 1e9)
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """POST the alerts; one that fires ends ``hold_seconds`` from now unless posted again.
 
         That is long: an end is posted as such, and a collector that died ends no page.
@@ -195,12 +195,12 @@ def _alertmanager_alert(
     alert: AlertView, until_unix_ns: int, details: dict[str, str]
 ) -> dict[str, object]:
     ended = alert.ended_unix_ns if alert.state == "resolved" else None
-    own = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
+    labels = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
     step = {"step": str(alert.step)} if alert.step >= 0 else {}
     # What Alertmanager's pages and messages call the source.
     source = {"generatorURL": details["dashboard_url"]} if "dashboard_url" in details else {}
     return {
-        "labels": {k: v for k, v in {**alert.labels, **own}.items() if v},
+        "labels": {k: v for k, v in {**alert.labels, **labels}.items() if v},
         "annotations": {"summary": alert.summary, **details, **step},
         "startsAt": _rfc3339(alert.started_unix_ns),
         "endsAt": _rfc3339(until_unix_ns if ended is None else ended),
@@ -323,19 +323,21 @@ def _client(timeout: float) -> httpx.Client:
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 
-def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) -> Result:
+def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) -> DeliveryResult:
     headers = {"Content-Type": "application/json", **headers}
     try:
         # The answer's body is never read: a receiver cannot fill our memory.
         with client.stream("POST", url, content=body, headers=headers) as answer:
             status, retry_after = answer.status_code, answer.headers.get("Retry-After", "")
     except httpx.HTTPError as error:
-        return Result(recoverable=True, error=f"{redacted(url)}: {type(error).__name__}: {error}")
+        return DeliveryResult(
+            recoverable=True, error=f"{redacted(url)}: {type(error).__name__}: {error}"
+        )
     except ConfigError as error:
-        return Result(recoverable=False, error=error.text)
+        return DeliveryResult(recoverable=False, error=error.text)
     if 200 <= status < 300:
         return DELIVERED
-    return Result(
+    return DeliveryResult(
         recoverable=status >= 500 or status in (408, 429),
         error=f"{redacted(url)} answered {status}",
         retry_after=_seconds_of(retry_after),

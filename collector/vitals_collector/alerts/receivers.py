@@ -144,7 +144,7 @@ def notifier_settings(
 def _read(file: Path) -> _File:
     try:
         mode = file.stat().st_mode
-        words = file.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}", hint="give --receivers FILE") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -153,7 +153,7 @@ def _read(file: Path) -> _File:
             hint=f"chmod 600 {file}",
         )
     try:
-        return msgspec.convert(tomllib.loads(words.decode()), _File)
+        return msgspec.convert(tomllib.loads(content.decode()), _File)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}") from None
     except msgspec.ValidationError as error:

@@ -43,15 +43,15 @@ class Matcher:
         return any(self.pattern.fullmatch(value) for value in values)
 
 
-def parse_matchers(words: Sequence[str]) -> tuple[Matcher, ...]:
+def parse_matchers(arguments: Sequence[str]) -> tuple[Matcher, ...]:
     """Return the matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
 
     Raises:
         UsageError: there is none, or one is wrong.
     """
-    if not 0 < len(words) <= _MAX_MATCHERS:
-        raise UsageError(f"{len(words)} matchers were given; give 1 to {_MAX_MATCHERS}")
-    return tuple(_parse(word) for word in words)
+    if not 0 < len(arguments) <= _MAX_MATCHERS:
+        raise UsageError(f"{len(arguments)} matchers were given; give 1 to {_MAX_MATCHERS}")
+    return tuple(_parse(word) for word in arguments)
 
 
 def _parse(word: str) -> Matcher:
@@ -91,14 +91,14 @@ class Silences:
             if row.fingerprint:
                 self._by_fingerprint[row.fingerprint] = row
             else:
-                words = msgspec.json.decode(row.matchers, type=tuple[str, ...])
-                self._by_matchers.append((tuple(map(_compiled, words)), row))
+                matchers = msgspec.json.decode(row.matchers, type=tuple[str, ...])
+                self._by_matchers.append((tuple(map(_compiled, matchers)), row))
 
     def of(self, view: AlertView) -> Row[Any] | None:
         """Return the silence that holds for an alert and ends last, or None."""
         rows = [row for matchers, row in self._by_matchers if all(m.fits(view) for m in matchers)]
-        if (own := self._by_fingerprint.get(view.fingerprint)) is not None:
-            rows.append(own)
+        if (silence_id := self._by_fingerprint.get(view.fingerprint)) is not None:
+            rows.append(silence_id)
         return max(rows, key=lambda row: int(row.ends_unix_ns), default=None)
 
 
@@ -170,9 +170,9 @@ def unknown_silence(silence_id: int) -> UsageError:
     )
 
 
-def names_run(words: Sequence[str], reach: Collection[str]) -> bool:
+def names_run(matchers: Sequence[str], reach: Collection[str]) -> bool:
     """Return whether matchers fit no alerts but those of one of these runs."""
-    return any(word.removeprefix("run=") in reach for word in words if word.startswith("run="))
+    return any(word.removeprefix("run=") in reach for word in matchers if word.startswith("run="))
 
 
 def _view(row: Row[Any], num_firing: int) -> SilenceView:

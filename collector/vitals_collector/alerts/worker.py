@@ -24,9 +24,9 @@ from trainvitals.views import AlertView
 from vitals_collector.alerts.messages import Links
 from vitals_collector.alerts.notifiers import (
     AlertmanagerNotifier,
+    DeliveryResult,
     LogNotifier,
     Notifier,
-    Result,
     WebhookNotifier,
 )
 from vitals_collector.alerts.receivers import NotifierSettings, ReceiverSettings
@@ -85,7 +85,7 @@ class WorkerNotifier:
             _LOG.warning("sent without a link to acknowledge: %s", error)
             return {}
 
-    def notify(self, alerts: Sequence[AlertView]) -> Result:
+    def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """Have the alerts delivered; returns within the deadline."""
         ack_links = self._ack_links(alerts)
         request = _Request(
@@ -94,16 +94,18 @@ class WorkerNotifier:
         line = msgspec.json.encode(request) + b"\n"
         with self._lock:
             if self._is_closed:
-                return Result(recoverable=True, error="the collector is stopping")
+                return DeliveryResult(recoverable=True, error="the collector is stopping")
             was_there = self._process is not None and self._process.poll() is None
             answer = self._ask(line)
             if not answer and was_there and not self._is_late and not self._is_closed:
                 answer = self._ask(line)  # it ended for being idle just then
         if answer:
-            return msgspec.json.decode(answer, type=Result)
+            return msgspec.json.decode(answer, type=DeliveryResult)
         if self._is_late:
-            return Result(recoverable=True, error=f"no answer in {self._deadline_seconds:g} s")
-        return Result(recoverable=True, error="its process ended without an answer")
+            return DeliveryResult(
+                recoverable=True, error=f"no answer in {self._deadline_seconds:g} s"
+            )
+        return DeliveryResult(recoverable=True, error="its process ended without an answer")
 
     def _ask(self, line: bytes) -> bytes:
         """Return the answer, or nothing where the process is no more."""
@@ -183,7 +185,7 @@ _MOST_AT_ONCE = 16
 
 def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
-) -> list[tuple[str, Result]]:
+) -> list[tuple[str, DeliveryResult]]:
     """Send a test message to one receiver, or to all at once; return what became of each."""
     # Here, for it brings all detectors along, and a page must not wait until they are loaded.
     from trainvitals.alerting import fingerprint
@@ -201,16 +203,16 @@ def send_test(
         updated_unix_ns=now_unix_ns,
     )
 
-    def send(one: ReceiverSettings) -> tuple[str, Result]:
+    def send(one: ReceiverSettings) -> tuple[str, DeliveryResult]:
         notifier = WorkerNotifier(one, links=settings.links)
         try:
             return one.name, notifier.notify([alert])
         finally:
             notifier.close()
 
-    asked = [each for each in settings.receivers if receiver in ("", each.name)]
+    tested = [each for each in settings.receivers if receiver in ("", each.name)]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as at_once:  # one that hangs delays no other
-        return list(at_once.map(send, asked))
+        return list(at_once.map(send, tested))
 
 
 # --------------------------------------------------------------------------------- the process
@@ -221,7 +223,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a library may print; answers are ours alone
     requests: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     notifier: Notifier | None = None
     while True:
         try:
@@ -235,17 +237,17 @@ def main() -> None:
         answers.write(msgspec.json.encode(_delivered(notifier, request.alerts)) + b"\n")
 
 
-def _read(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
+def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
     for line in source:
         requests.put(line)
     os._exit(0)  # the collector is gone, and a call may hang
 
 
-def _delivered(notifier: Notifier, alerts: Sequence[AlertView]) -> Result:
+def _delivered(notifier: Notifier, alerts: Sequence[AlertView]) -> DeliveryResult:
     try:
         return notifier.notify(alerts)
     except Exception as error:  # noqa: BLE001 - a library's fault is an answer; its text may hold an address
-        return Result(recoverable=False, error=f"it raised {type(error).__name__}")
+        return DeliveryResult(recoverable=False, error=f"it raised {type(error).__name__}")
 
 
 def make_notifier(receiver: ReceiverSettings, links: Links) -> Notifier:

@@ -31,7 +31,7 @@ from vitals_collector.alerts.worker import build_notifiers
 from vitals_collector.api.ack_page import ack_router
 from vitals_collector.api.auth import (
     OTLP_PATH,
-    Gate,
+    AuthMiddleware,
     GatedApi,
     access_config,
     bug,
@@ -101,7 +101,7 @@ def create_app(
     settings: CollectorSettings,
     *,
     clock: Clock | None = None,
-    place: str = "",
+    host_port: str = "",
     store: Store | None = None,
 ) -> FastAPI:
     """Return the app, its store open and migrated; the app's shutdown closes it.
@@ -109,7 +109,7 @@ def create_app(
     Args:
         settings: what it needs to know.
         clock: when "now" is.
-        place: what ``serve.only_one`` gives, where its lock is held.
+        host_port: what ``serve.only_one`` gives, where its lock is held.
         store: an open store to use instead of the one in ``settings.data``.
 
     Raises:
@@ -125,13 +125,15 @@ def create_app(
     try:
         folder = FolderIngest(store, settings.folders)
         links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
-        acting = _acting(store, settings, clock, links, place)
-        lease = Lease(store, UPKEEP, clock=clock, is_shared=_is_shared(store), place=place)
+        acting = _acting(store, settings, clock, links, host_port)
+        lease = Lease(
+            store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port
+        )
         ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
         upkeep = _upkeep(store, settings, clock, lease)
         goodput = GoodputCache(price=settings.gpu_hour_price)
         reader = GoodputReader(store, goodput)
-        writer: _Part | None = None
+        writer: _BackgroundService | None = None
         if settings.notifiers.remote_write:
             writer = load_plugin("remote-write")(
                 settings.notifiers.remote_write,
@@ -140,10 +142,18 @@ def create_app(
                 clock=clock,
                 leads=lambda: acting.lease.epoch() is not None,
             )
-        owners = _owners(store, settings, clock, place)
+        owners = _owners(store, settings, clock, host_port)
         known_tokens = KnownTokens(store, clock=clock)
         # What acts ends while the runs are still owned: what it has in hand is stored.
-        parts: list[_Part] = [known_tokens, *owners, acting, ingest_app, lease, *upkeep, reader]
+        parts: list[_BackgroundService] = [
+            known_tokens,
+            *owners,
+            acting,
+            ingest_app,
+            lease,
+            *upkeep,
+            reader,
+        ]
         if writer is not None:
             parts.append(writer)
         app = GatedApi(
@@ -170,7 +180,7 @@ def create_app(
             origins=settings.origins,
         )
         count = store.counters.refuse
-        app.gate = Gate(app.behind, ingest=ingest_app, config=access, count=count)
+        app.gate = AuthMiddleware(app.behind, ingest=ingest_app, config=access, count=count)
         app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
     except BaseException:
         store.close()
@@ -178,7 +188,7 @@ def create_app(
     return app
 
 
-class _Part(Protocol):
+class _BackgroundService(Protocol):
     """What works beside the requests, in threads of its own."""
 
     def start(self) -> None:
@@ -188,11 +198,13 @@ class _Part(Protocol):
         """End, with what is under way."""
 
 
-def _owners(store: Store, settings: CollectorSettings, clock: Clock, place: str) -> list[RunOwners]:
+def _owners(
+    store: Store, settings: CollectorSettings, clock: Clock, host_port: str
+) -> list[RunOwners]:
     """Return who says which runs this collector owns; nobody where there can be no other one."""
     if not _is_shared(store):
         return []
-    owners = RunOwners(store, clock=clock, url=settings.url, place=place)
+    owners = RunOwners(store, clock=clock, url=settings.url, process_place=host_port)
     store.claims = owners
     return [owners]
 
@@ -212,7 +224,7 @@ def _upkeep(store: Store, settings: CollectorSettings, clock: Clock, lease: Leas
 
 
 def _acting(
-    store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, place: str
+    store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, host_port: str
 ) -> Acting:
     return assemble(
         store,
@@ -221,7 +233,7 @@ def _acting(
         config=EngineConfig(lost_after_seconds=settings.lost_after_seconds),
         up_since_unix_ns=clock.time_ns(),
         is_shared=_is_shared(store),
-        place=place,
+        host_port=host_port,
     )
 
 
@@ -284,7 +296,10 @@ def _exposed(
 
 
 def _lifespan(
-    store: Store, folder: FolderIngest, parts: Sequence[_Part], settings: CollectorSettings
+    store: Store,
+    folder: FolderIngest,
+    parts: Sequence[_BackgroundService],
+    settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -84,7 +84,7 @@ _ABOUT_LENGTH = (b"content-length", b"transfer-encoding")
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class ServerTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The three secrets of one collector; ``control`` may also read."""
 
     read: str
@@ -98,16 +98,16 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         """Return what the presented token allows, and its name; nothing, where it is not ours."""
         granted: frozenset[TokenScope] = frozenset()
         named = ""
-        given = presented.encode()
+        presented_bytes = presented.encode()
         for name, scopes in _GRANTS.items():
             # All three are compared, always: the time taken says nothing about which one matched.
-            if hmac.compare_digest(given, getattr(self, name).encode()):
+            if hmac.compare_digest(presented_bytes, getattr(self, name).encode()):
                 granted |= scopes
                 named = name
         return granted, named
 
 
-def load_or_create_tokens(path: Path) -> Tokens:
+def load_or_create_tokens(path: Path) -> ServerTokens:
     """Return the tokens in ``path``, making the file (0600, never through a link) where absent.
 
     Raises:
@@ -115,7 +115,7 @@ def load_or_create_tokens(path: Path) -> Tokens:
         FormatError: the file does not hold three tokens.
         StorageError: it cannot be read or made.
     """
-    fresh = Tokens(**{name: secrets.token_urlsafe(32) for name in _GRANTS})
+    fresh = ServerTokens(**{name: secrets.token_urlsafe(32) for name in _GRANTS})
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
@@ -129,7 +129,7 @@ def load_or_create_tokens(path: Path) -> Tokens:
     return fresh
 
 
-def _read_tokens(path: Path) -> Tokens:
+def _read_tokens(path: Path) -> ServerTokens:
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
@@ -143,7 +143,7 @@ def _read_tokens(path: Path) -> Tokens:
             hint=f"others may have read it: rm {path}, then start again for new tokens",
         )
     try:
-        tokens = msgspec.json.decode(raw, type=Tokens)
+        tokens = msgspec.json.decode(raw, type=ServerTokens)
     except UNREADABLE as error:
         raise FormatError(
             f"{path} does not hold the three tokens: {error}",
@@ -161,7 +161,7 @@ def _read_tokens(path: Path) -> Tokens:
 class AccessConfig:
     """Whom the gate lets in."""
 
-    tokens: Tokens
+    tokens: ServerTokens
     """The secrets of this collector."""
     find: Callable[[str], Principal] = field(default=lambda _secret: Principal())
     """Returns whom any other secret stands for."""
@@ -172,7 +172,7 @@ class AccessConfig:
 
 
 def access_config(
-    tokens: Tokens,
+    tokens: ServerTokens,
     *,
     find: Callable[[str], Principal] = lambda _secret: Principal(),
     bound: str = "127.0.0.1",
@@ -181,8 +181,8 @@ def access_config(
 ) -> AccessConfig:
     """Return the gate's settings for a server bound to ``bound`` and also known as ``hosts``."""
     # A wildcard address is where one listens, never a name one is called by.
-    own = () if bound in ("0.0.0.0", "::", "") else (bound,)
-    names = {_bare(name) for name in (*own, *hosts)}
+    bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
+    names = {_bare(name) for name in (*bound_hosts, *hosts)}
     return AccessConfig(
         tokens=tokens,
         find=find,
@@ -226,7 +226,7 @@ def _bare(host: str) -> str:
     return "" if extra else (parts.hostname or "").lower()
 
 
-class Gate:
+class AuthMiddleware:
     """Refuses a request with a :class:`Problem` before any route sees it, or lets it through.
 
     In this order: Host, Origin, token, content type, size. Nothing of the body is read before the
@@ -310,8 +310,8 @@ class Gate:
     def _check_origin(self, headers: Headers) -> None:
         host = headers["host"].lower()
         for origin in headers.getlist("origin"):
-            own = origin.lower() in (f"http://{host}", f"https://{host}")
-            if not own and origin.lower() not in self._config.origins:
+            is_same_origin = origin.lower() in (f"http://{host}", f"https://{host}")
+            if not is_same_origin and origin.lower() not in self._config.origins:
                 raise Refused(
                     403,
                     UnauthorizedError(
@@ -338,7 +338,7 @@ class Gate:
 class GatedApi(FastAPI):
     """The API behind its gate, in front of FastAPI's own layers: agents' posts pass by those."""
 
-    gate: Gate
+    gate: AuthMiddleware
     """Set before the first request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -386,7 +386,7 @@ def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope
     Raises:
         UsageError: no run of that id is there for this token.
     """
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         reach = principal.reach(connection, scope)
     if reach is not None and run_id not in reach:
         raise beyond(store, run_id)
@@ -394,7 +394,7 @@ def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope
 
 def beyond(store: Store, run_id: str) -> UsageError:
     """Count that a token was used beyond its reach; return what is said of a run that is not."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         is_there = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
     if is_there is not None:
         store.counters.refuse(LIMITED)
@@ -491,13 +491,13 @@ def _too_large(limit: int) -> Refused:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
+    is_replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        given = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay

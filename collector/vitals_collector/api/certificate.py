@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE, ConfigError, FormatError, StorageError
-from trainvitals.io.client import Tokens
+from trainvitals.io.client import CollectorTokens
 from trainvitals.io.private import replace_file
 from trainvitals.io.server_identity import SERVER_NAME, TlsTrust, fingerprint
 
@@ -82,7 +82,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
     """
     try:
         fields = msgspec.json.decode(token_file.read_bytes(), type=dict[str, object])
-        before = msgspec.convert(fields, Tokens).tls
+        before = msgspec.convert(fields, CollectorTokens).tls
         trust = _trust(before, certificate, ca)
         if trust != before:
             fields["tls"] = msgspec.to_builtins(trust)

@@ -184,7 +184,7 @@ def reaches(store: Store, scope: TokenScope) -> Callable[[str, Request], None]:
 
 def _reach(store: Store, request: Request) -> frozenset[str] | None:
     """Return the runs that a token with the scope ``control`` reaches; None: all."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         return principal_of(request).reach(connection, "control")
 
 

@@ -71,7 +71,7 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
     def agents(request: Request) -> Response:
         """Return the agents of runs that go on, for Prometheus' ``http_sd_configs``."""
         here = _this_node() if _asks_here(request) else ""
-        with store.read() as connection:
+        with store.read_transaction() as connection:
             heard = scrapable(connection, liveness())
         return reply(target_groups(heard, this_node=here))
 
@@ -150,9 +150,9 @@ def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return where hosts lead to; one whose name is not found in time is left out."""
     with_names = ThreadPoolExecutor(_LOOKUPS)
     try:
-        asked = {host: with_names.submit(_lookup, host) for host in sorted(hosts)}
-        done = wait(asked.values(), _LOOKUP_SECONDS).done
-        return {host: future.result() for host, future in asked.items() if future in done}
+        lookups = {host: with_names.submit(_lookup, host) for host in sorted(hosts)}
+        done = wait(lookups.values(), _LOOKUP_SECONDS).done
+        return {host: future.result() for host, future in lookups.items() if future in done}
     finally:
         with_names.shutdown(wait=False, cancel_futures=True)
 

@@ -31,14 +31,14 @@ from vitals_collector.api.ingest_route import BUSY
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, Span
+from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, RowSpan
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import (
     LOCKED,
     PARTS,
     REMOVAL_REASONS,
-    Moment,
+    ReadSnapshot,
     SteadyClock,
     Store,
 )
@@ -108,9 +108,9 @@ class StoreCollector(Collector):
             up_since_unix_ns=max(self._up_since_unix_ns, self._store.hearing.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             shown = _shown(overview.summaries(connection, when), now)
-            moment = self._store.moment(connection)
+            moment = self._store.snapshot_on(connection)
             families = _run_families(moment, shown)
             families["train_goodput_seconds_total"] = self._buckets(shown)
             families |= _own_families(self._store)
@@ -150,7 +150,7 @@ class StoreCollector(Collector):
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             silences = silences_now(connection, now_unix_ns)
             for row in connection.execute(_told_alerts(horizon)):
                 view = entry_of(row).view
@@ -181,8 +181,8 @@ def _cause_of(alert: AlertView) -> str:
 def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
     """Yield the cause under which each is told; those that began first keep their own."""
     first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
-    own = set(list(first)[:MAX_CAUSES])
-    return (cause if cause in own else OTHER_CAUSES for _, cause, _ in alerts_of_it)
+    shown_causes = set(list(first)[:MAX_CAUSES])
+    return (cause if cause in shown_causes else OTHER_CAUSES for _, cause, _ in alerts_of_it)
 
 
 def _told_alerts(horizon_unix_ns: int) -> Select[Any]:
@@ -255,7 +255,7 @@ def _shown(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSummary]:
 # --------------------------------------------------------------------------------------- runs
 
 
-def _run_families(moment: Moment, shown: list[RunSummary]) -> dict[str, Samples]:
+def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Samples]:
     connection = moment.sql
     ids = [run.run_id for run in shown]
     families: dict[str, Samples] = {metric.name: {} for metric in _OF_RUN}
@@ -278,7 +278,7 @@ def _run_families(moment: Moment, shown: list[RunSummary]) -> dict[str, Samples]
     return families
 
 
-def _last_row(moment: Moment, run_id: str) -> dict[str, float]:
+def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
     """Return the numbers of the newest row of rank 0's newest start."""
     newest = (
         select(streams.c.incarnation, streams.c.last_seq)
@@ -299,7 +299,7 @@ def _last_row(moment: Moment, run_id: str) -> dict[str, float]:
     row = moment.sql.execute(newest).first()
     if row is None:
         return {}
-    span = Span(run_id, "steps", seqs={row.incarnation: (row.last_seq, row.last_seq + 1)})
+    span = RowSpan(run_id, "steps", seqs={row.incarnation: (row.last_seq, row.last_seq + 1)})
     columns = moment.numbers.scan(span, [metric.column for metric in _OF_RUN])
     return {
         name: float(column.values[0])

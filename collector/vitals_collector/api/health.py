@@ -48,7 +48,7 @@ class HealthCheck:
 
     def _check(self) -> str:
         try:
-            with self._store.read() as connection:
+            with self._store.read_transaction() as connection:
                 connection.exec_driver_sql("SELECT 1")
             self._store.numbers.check_place()
         except VitalsError as error:

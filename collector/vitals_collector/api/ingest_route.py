@@ -95,7 +95,7 @@ class PendingBody:
     def __post_init__(self) -> None:
         self._num_left = len(self.raws)
 
-    def came_to(self, places: Sequence[int], stored: Sequence[Stored] | Exception) -> bool:
+    def record_results(self, places: Sequence[int], stored: Sequence[Stored] | Exception) -> bool:
         """Note what became of some of its batches; return whether that is known of all."""
         if isinstance(stored, Exception):
             self._error = self._error or stored
@@ -109,7 +109,7 @@ class PendingBody:
         """What its asker is told."""
         if self._error is not None:
             return self._error
-        return answer_of([self._stored[place] for place in range(len(self.raws))])
+        return answer_of([self._stored[index] for index in range(len(self.raws))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class CommitLimits:
     """From one transaction with rows to the next, but for a full group."""
 
 
-class _Part(NamedTuple):
+class _LaneBatches(NamedTuple):
     """A body's batches of one lane."""
 
     body: PendingBody
@@ -138,10 +138,10 @@ class _Part(NamedTuple):
 
 
 class _Lane:
-    """What waits to be written by one thread. All but ``take`` is called under ``lock``."""
+    """What waits to be written by one thread. All but ``pop_batches`` is called under ``lock``."""
 
     def __init__(self, lock: threading.Lock, seconds: float, limits: CommitLimits) -> None:
-        self.waiting: deque[_Part] = deque()
+        self.waiting: deque[_LaneBatches] = deque()
         self._changed = threading.Condition(lock)
         self._seconds, self._limits = seconds, limits
         self._num_bytes = 0
@@ -153,7 +153,7 @@ class _Lane:
         """How long what waits longest has."""
         return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
 
-    def put(self, part: _Part) -> None:
+    def enqueue(self, part: _LaneBatches) -> None:
         """Queue a part."""
         self.waiting.append(part)
         self._num_bytes += part.num_bytes
@@ -166,7 +166,7 @@ class _Lane:
         self._is_closed = True
         self._changed.notify()
 
-    def take(self) -> list[_Part]:
+    def pop_batches(self) -> list[_LaneBatches]:
         """Wait for something, and for others; then take what is there up to the bounds.
 
         Nothing when closed. Who comes when nothing was written for a while waits for nobody.
@@ -174,10 +174,10 @@ class _Lane:
         with self._changed:
             while not self.waiting and not self._is_closed:
                 self._changed.wait()
-            while not self._is_due() and (left := self._next_at - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while not self._is_due() and (seconds_left := self._next_at - time.monotonic()) > 0:
+                self._changed.wait(seconds_left)
             self._next_at = time.monotonic() + self._seconds
-            group: list[_Part] = []
+            group: list[_LaneBatches] = []
             num_bytes = num_batches = 0
             while self.waiting:
                 part = self.waiting[0]
@@ -242,15 +242,15 @@ class CommitQueue:
         for thread in self._threads:
             thread.start()
 
-    def put(self, body: PendingBody) -> None:
+    def enqueue(self, body: PendingBody) -> None:
         """Queue a body; its outcome comes through ``on_done``. Never blocks.
 
         Raises:
             StorageError: there is no room, or the intake is closed; send it again later.
         """
         rows, events = list[int](), list[int]()
-        for place, raw in enumerate(body.raws):
-            (events if is_of_events(raw) else rows).append(place)
+        for index, raw in enumerate(body.raws):
+            (events if is_of_events(raw) else rows).append(index)
         with self._lock:
             if self._is_closed:
                 raise StorageError("the collector is shutting down", code=BUSY)
@@ -270,7 +270,9 @@ class CommitQueue:
             now = time.monotonic()
             for lane, places in ((self._rows, rows), (self._events, events)):
                 if places:
-                    lane.put(_Part(body, places, sum(len(body.raws[i]) for i in places), now))
+                    lane.enqueue(
+                        _LaneBatches(body, places, sum(len(body.raws[i]) for i in places), now)
+                    )
 
     def close(self) -> None:
         """Take no more, store what waits, and end the threads."""
@@ -283,13 +285,13 @@ class CommitQueue:
                 thread.join()
 
     def _run(self, lane: _Lane) -> None:
-        while group := lane.take():
+        while group := lane.pop_batches():
             outcomes = self._store_group(group)
             with self._lock:  # before the answers: who has one sends again, and must find room
                 done = [
                     part.body
                     for part, stored in zip(group, outcomes, strict=True)
-                    if part.body.came_to(part.places, stored)
+                    if part.body.record_results(part.places, stored)
                 ]
                 self._num_bytes -= sum(body.num_bytes for body in done)
             if not done:
@@ -300,7 +302,7 @@ class CommitQueue:
                 self._store.counters.fail("ingest")
                 _LOG.exception("answers_not_given num=%d", len(done))
 
-    def _store_group(self, group: Sequence[_Part]) -> Sequence[Sequence[Stored] | Exception]:
+    def _store_group(self, group: Sequence[_LaneBatches]) -> Sequence[Sequence[Stored] | Exception]:
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
             asking, now = [part.body.asks for part in group], self._arrivals.time_ns()
@@ -446,7 +448,7 @@ class IngestApp:
         self, raws: Sequence[bytes], num_bytes: int, principal: Principal, *, asks: bool = False
     ) -> tuple[IngestReply, ...]:
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.commits.put(PendingBody(raws, num_bytes, turn, asks, principal))
+        self.commits.enqueue(PendingBody(raws, num_bytes, turn, asks, principal))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome

@@ -90,7 +90,7 @@ def ask_as(query: Query, principal: Principal, route: Route, question: Question[
     scope = next(scope for scope in route.scopes if scope in principal.scopes)
     reach = None
     if principal.token_id:
-        with query.store.read() as connection:
+        with query.store.read_transaction() as connection:
             reach = principal.reach(connection, scope)
     for name in ("run_id", "other"):
         run_id = getattr(question, name, "")
@@ -125,14 +125,14 @@ def _body_type(route: Route) -> type[Any]:
     )
 
 
-def _parameter(field: FieldInfo, place: Any) -> Parameter:
+def _parameter(field: FieldInfo, location: Any) -> Parameter:
     """Return a field as FastAPI wants it: its type, and its bounds beside it."""
     kind, bounds = _without_meta(field.type)
     return Parameter(
         field.encode_name,
         Parameter.KEYWORD_ONLY,
         default=Parameter.empty if field.required else field.default,
-        annotation=Annotated[kind, place(**bounds)],
+        annotation=Annotated[kind, location(**bounds)],
     )
 
 
@@ -151,8 +151,8 @@ def _without_meta(kind: Any) -> tuple[Any, dict[str, Any]]:
 
 def _name(kind: type[Question[Any]]) -> str:
     """Return what the document calls the route: ``many_series`` of ``ManySeriesQuestion``."""
-    words = re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Question"))
-    return "_".join(words).lower()
+    name_words = re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Question"))
+    return "_".join(name_words).lower()
 
 
 # ----------------------------------------------------------------------------- the OpenAPI document

@@ -105,8 +105,8 @@ def _name_of(lock: int) -> str:
     except OSError:  # not Linux
         return ""
     of_file = os.fstat(lock)
-    words = f"{boot}/{of_file.st_dev}/{of_file.st_ino}"
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
+    boot_and_file = f"{boot}/{of_file.st_dev}/{of_file.st_ino}"
+    return hashlib.sha256(boot_and_file.encode()).hexdigest()[:16]
 
 
 def bind(listen: ListenSettings) -> socket.socket:

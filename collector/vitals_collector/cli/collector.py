@@ -214,11 +214,11 @@ def _serve(
 
     log_to_stderr()
     sys.meta_path.insert(0, _NotHere())
-    with only_one(settings.data) as place, bind(where) as bound:
+    with only_one(settings.data) as data_lock, bind(where) as bound:
         if not plain:
             where = replace(where, tls_cert=where.tls_cert or own_certificate(settings.data))
         settings = replace(settings, url=url_of(bound, where, of_this_machine=True))
-        app = create_app(settings, place=place)
+        app = create_app(settings, host_port=data_lock)
         if where.tls_cert is not None:
             tell_clients(settings.data / TOKENS_FILE, where.tls_cert, ca=tls_ca)
         # A commit makes thousands of objects that live for a moment and hardly a cycle. As Python

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.io.client import CollectorClient, client_of
 from trainvitals.io.control_key import control_folder
@@ -324,7 +324,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
             v.step if v.step >= 0 else None,
             v.command.reason,
             v.detail,
-            moment(v.command.expires_unix_ns),
+            format_time(v.command.expires_unix_ns),
         )
         for v in views
     ]
@@ -453,8 +453,8 @@ def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
         (
             v.id,
             " ".join(v.matchers) or v.fingerprint,
-            moment(v.starts_unix_ns),
-            moment(v.ends_unix_ns),
+            format_time(v.starts_unix_ns),
+            format_time(v.ends_unix_ns),
             v.by,
             v.reason,
             v.num_firing,
@@ -540,7 +540,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
             v.title,
             v.run_id,
             v.step if v.step >= 0 else None,
-            moment(v.started_unix_ns),
+            format_time(v.started_unix_ns),
             v.acknowledged_by or (f"silenced: {v.silence_reason}" if v.silence_reason else ""),
             v.summary,
         )

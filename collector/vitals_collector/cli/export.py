@@ -34,7 +34,7 @@ _WHOLE = ("step", "attempt", "time_unix_ns", "monotonic_ns", "rank")
 Columns = dict[str, Sequence[object]]
 
 
-class Stream(StrEnum):
+class ExportStream(StrEnum):
     """What is written."""
 
     STEPS = "steps"
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
 def export(
     run: Run = "",
     folder: Dir = None,
-    stream: Annotated[Stream, typer.Option(help="Which rows.")] = Stream.STEPS,
+    stream: Annotated[ExportStream, typer.Option(help="Which rows.")] = ExportStream.STEPS,
     form: Annotated[FileFormat, typer.Option("--format", help="How to write them.")] = (
         FileFormat.CSV
     ),
@@ -86,9 +86,9 @@ def export(
                 _write_csv(stretches, to)
 
 
-def _stretches(reader: Reader, summary: RunSummary, stream: Stream) -> Iterator[Columns]:
-    if stream in (Stream.STEPS, Stream.RANKS):
-        table: Literal["steps", "ranks"] = "ranks" if stream is Stream.RANKS else "steps"
+def _stretches(reader: Reader, summary: RunSummary, stream: ExportStream) -> Iterator[Columns]:
+    if stream in (ExportStream.STEPS, ExportStream.RANKS):
+        table: Literal["steps", "ranks"] = "ranks" if stream is ExportStream.RANKS else "steps"
         yield from _of_table(reader, summary, table)
         return
     metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
@@ -117,7 +117,7 @@ def _of_table(
         columns: Columns = dict(zip(reply.columns, reply.data, strict=True))
         return columns if _length(columns) == reply.num_total else None
 
-    yield from _asked(ask, summary.last_step)
+    yield from _query_in_parts(ask, summary.last_step)
 
 
 def _of_series(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
@@ -147,10 +147,10 @@ def _of_series(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Col
             "value": values,
         }
 
-    yield from _asked(ask, summary.last_step)
+    yield from _query_in_parts(ask, summary.last_step)
 
 
-def _asked(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
+def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
     """Yield what is asked for, of as many steps at a time as the answers can hold in full."""
     first, num_steps = -1, _ROWS // 2  # what comes before the first step is at -1
     while first == -1 or first <= last_step:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import typer
 
-from trainvitals.cli.output import moment
+from trainvitals.cli.output import format_time
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorAddress, CollectorClient, client_of
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
@@ -77,11 +77,11 @@ def _follow(
     time_ns: Callable[[], int] = time.time_ns,
     cpu_seconds: Callable[[], float] = time.process_time,
 ) -> None:
-    ending, is_titled = Ending(), False
+    ending, is_titled = RunEndCondition(), False
     while True:
         began = cpu_seconds()
         refresh()
-        progress = reader.look()
+        progress = reader.poll()
         summary = progress.summary
         if not is_titled:
             display.say(_title(summary))
@@ -102,7 +102,7 @@ def _follow(
 
 
 @dataclass(slots=True)
-class Ending:
+class RunEndCondition:
     """Decides whether a run has ended for good. Reads no clock."""
 
     down_since_ns: int | None = None
@@ -234,7 +234,7 @@ class Lines:
         if progress.step < 0 or is_soon:
             return
         self._shown = progress.attempt, progress.step
-        self.say("  ".join(_words(progress)))
+        self.say("  ".join(_status_texts(progress)))
 
     def say(self, line: str) -> None:
         """Write the line."""
@@ -242,7 +242,7 @@ class Lines:
         sys.stdout.flush()
 
 
-def _words(progress: Progress) -> list[str]:
+def _status_texts(progress: Progress) -> list[str]:
     values = _values(progress)
     speed = values.pop("speed", "")
     named = [f"{name} {text}" for name, text in values.items()]
@@ -325,7 +325,9 @@ _STYLES = {"healthy": "green", "critical": "red", "unguarded": "red", "acting": 
 def _title(summary: RunSummary) -> str:
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"
     named = f"{summary.name} ({summary.run_id})" if summary.name else summary.run_id
-    return f"run {named}: {summary.mode} mode, {ranks}, started {moment(summary.started_unix_ns)}"
+    return (
+        f"run {named}: {summary.mode} mode, {ranks}, started {format_time(summary.started_unix_ns)}"
+    )
 
 
 def _end(progress: Progress, said: str) -> str:

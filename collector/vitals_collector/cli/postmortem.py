@@ -48,7 +48,7 @@ def postmortem(
     """
     from vitals_collector.report.postmortem import markdown, page
     from vitals_collector.report.postmortem.report_data import gather
-    from vitals_collector.report.postmortem.story import tell
+    from vitals_collector.report.postmortem.story import report_blocks
 
     if html is not None and html == md:
         raise UsageError(f"--html and --md are both {html}; give two different files")
@@ -56,7 +56,7 @@ def postmortem(
         facts = gather(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
-    blocks = tell(facts)
+    blocks = report_blocks(facts)
     for file, make in ((html, page.write), (md, markdown.write)):
         if file is not None:
             write_file(file, make(blocks).encode(), force=force)

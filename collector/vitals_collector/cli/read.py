@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import (
@@ -88,7 +88,7 @@ def list_runs(
     rows: list[tuple[object, ...]] = [
         (
             *(run.run_id, run.name, run.state, run.health, run.last_step, run.loss),
-            *(run.num_skips, run.num_rollbacks, moment(run.started_unix_ns)),
+            *(run.num_skips, run.num_rollbacks, format_time(run.started_unix_ns)),
         )
         for run in runs
     ]
@@ -228,7 +228,7 @@ def tail(
             write_columns(columns, form, output, force=force)
             return
         shown = Tail(opened.reader, summary.run_id, Format(form.value))
-        shown.begin(first)
+        shown.write_header(first)
         while follow and summary.state == "running":
             time.sleep(1.0)
             opened.refresh()

@@ -154,14 +154,14 @@ def replay(
         assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
         _replay_history(history, assumed, plot, form)
         return
-    given: dict[str, object] = {
+    given_options: dict[str, object] = {
         "--mode": mode,
         "--loss-kind": loss_kind,
         "--no-clip": no_clip or None,
         "--expect": expect,
     }
-    given |= {f"--{name.replace('_', '-')}": value for name, value in columns.items()}
-    _refuse_for_runs([option for option, value in given.items() if value is not None])
+    given_options |= {f"--{name.replace('_', '-')}": value for name, value in columns.items()}
+    _refuse_for_runs([option for option, value in given_options.items() if value is not None])
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, config, plot, form)
@@ -254,8 +254,8 @@ def _replay_run(
         _draw(judged_steps, len(judged_steps), plot, name)
     _write(judged_steps, done.document(), form)
     differences = done.differences()
-    for words in (*differences, *done.missing()):
-        _say(words)
+    for line in (*differences, *done.missing()):
+        _say(line)
     _say(
         f"{name}: {len(done.records)} steps, {len(done.decisions)} decisions: "
         + ("not as recorded" if differences else "all as recorded")
@@ -279,8 +279,8 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
 
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
-    for words in (importers.about(history), *assumptions, *history.notes):
-        _say(printable(words))
+    for line in (importers.about(history), *assumptions, *history.notes):
+        _say(printable(line))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     judged_steps = []
     for judged in judge_history(
@@ -290,8 +290,8 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         clips=assumed.clips,
         expected=assumed.expected,
     ):
-        made = judged.judgement
-        if made.findings or made.readings or made.decision is not None:
+        judgement = judged.judgement
+        if judgement.findings or judgement.readings or judgement.decision is not None:
             judged_steps.append(judged)
         if drawing is not None:
             drawing.add(judged)
@@ -303,19 +303,19 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
 
 def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
     findings = Counter(f.level for judged in judged_steps for f in judged.judgement.findings)
-    made = Counter(
+    counts = Counter(
         judged.judgement.decision.action
         for judged in judged_steps
         if judged.judgement.decision is not None
     )
-    actions = ", ".join(f"{times} {action}" for action, times in made.items())
+    actions = ", ".join(f"{times} {action}" for action, times in counts.items())
     return (
         f"{findings['actionable']} actionable findings, {findings['advisory']} advisory; "
-        f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(judged_steps)}"
+        f"{counts.total()} decisions{': ' if actions else ''}{actions}{_probes_text(judged_steps)}"
     )
 
 
-def _asked(judged_steps: "Sequence[JudgedStep]") -> str:
+def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
     num = sum(len(judged.judgement.readings) for judged in judged_steps)
     return f"; the probe would run {num} times" if num else ""
 
@@ -337,14 +337,16 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
     for judged in judged_steps:
-        made = judged.judgement.decision
+        decision = judged.judgement.decision
         entries = [(f"finding {f.kind}", f.step, "", f.reason) for f in judged.judgement.findings]
         entries += [
             (f"question {read.trigger}", judged.record.step, *_answer(read))
             for read in judged.judgement.readings
         ]
-        if made is not None:
-            entries.append((f"decision {made.action}", made.step, _need(made), made.reason))
+        if decision is not None:
+            entries.append(
+                (f"decision {decision.action}", decision.step, _need(decision), decision.reason)
+            )
         for what, step, probe, reason in entries:
             line = open_at.get(what)
             if line is not None and judged.row - line[5] <= _EPISODE_ROWS:
@@ -368,10 +370,10 @@ def _answer(read: "StateRead") -> tuple[str, str]:
     return ("asked", of_reading(read)) if is_answered else ("would be asked", question(read))
 
 
-def _need(made: "Decision") -> str:
+def _need(decision: "Decision") -> str:
     from trainvitals.judged_log import could_be_ruled_out
 
-    return "could rule it out" if could_be_ruled_out(made) else "not needed"
+    return "could rule it out" if could_be_ruled_out(decision) else "not needed"
 
 
 def _draw(judged_steps: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:

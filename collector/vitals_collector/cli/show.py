@@ -7,7 +7,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import tally
 from trainvitals.views import (
@@ -38,7 +38,7 @@ from vitals_collector.cli.writing import (
     written_to,
 )
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.user_alerts import Episode, episodes
+from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
 MAX_EVENTS = 20
 """The newest events that ``show`` writes; ``--format json`` has all."""
@@ -96,7 +96,7 @@ def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[objec
     times: dict[str, Sequence[object]] = (
         {"time_unix_ns": series.time_unix_ns}
         if form is TableFormat.PARQUET
-        else {"time": [moment(time) for time in series.time_unix_ns]}
+        else {"time": [format_time(time) for time in series.time_unix_ns]}
     )
     return {"step": series.step, "attempt": series.attempt} | times | {series.metric: values}
 
@@ -133,14 +133,14 @@ def write_run(
         ),
         *_waited(findings),
         *_profiled(events),
-        *_held(episodes(view.finding for view in findings)),
+        *_user_alert_table(episodes(view.finding for view in findings)),
         (
             ("checkpoint", "step", "state", "where", "bytes"),
             [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
         ),
         (
             ("time", "source", "step", "message"),
-            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
+            [(format_time(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
         ),
     ]
     for header, rows in tables:
@@ -178,7 +178,7 @@ def _waited(findings: Sequence[FindingView]) -> list[Table]:
     waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
     rows = [
         (
-            moment(v.time_unix_ns),
+            format_time(v.time_unix_ns),
             v.finding.step,
             "yes" if v.finding.kind == "hang" else "no",
             v.finding.reason,
@@ -194,7 +194,7 @@ def _profiled(events: Sequence[EventView]) -> list[Table]:
     return [(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
 
 
-def _held(alerts: Sequence[Episode]) -> list[Table]:
+def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[Table]:
     """Return the table of a person's own alerts; none where the run raised none."""
     header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
     rows = [
@@ -245,27 +245,27 @@ def _counted(metrics: Sequence[str]) -> str:
 
 def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
     """Say how often what was only observed would have been right."""
-    words = tally(view.hindsight or None for view in ledger)
-    return [("observed decisions", words)] if words else []
+    summary = tally(view.hindsight or None for view in ledger)
+    return [("observed decisions", summary)] if summary else []
 
 
 def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
-    kept = ", pinned" if volume.is_pinned else ""
-    lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
+    pin_note = ", pinned" if volume.is_pinned else ""
+    lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{pin_note}")]
     for thinning in volume.thinned:
         until = (
             f"to step {thinning.to_step}"
             if thinning.to_step >= 0
-            else f"to {moment(thinning.to_unix_ns)}"
+            else f"to {format_time(thinning.to_unix_ns)}"
         )
-        words = (
+        removal_note = (
             f"{thinning.num_rows} rows {until} removed for their {thinning.reason}; "
             f"kept: {thinning.rule}"
         )
-        lines.append((f"thinned {thinning.stream}", words))
+        lines.append((f"thinned {thinning.stream}", removal_note))
     return lines
 
 
@@ -276,8 +276,8 @@ def _learning_rates(reader: Reader, run: RunSummary) -> str:
     if run.last_step < 0:
         return ""
     rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows
-    own = [row for row in rows if row.source == "rank:0"]
-    return learning_rates(own[-1].values) if own else ""
+    rank0_rows = [row for row in rows if row.source == "rank:0"]
+    return learning_rates(rank0_rows[-1].values) if rank0_rows else ""
 
 
 def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
@@ -294,8 +294,8 @@ def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
         ("missing", ", ".join(summary.missing)),
         ("mode", summary.mode),
         ("ranks", summary.world_size),
-        ("started", moment(summary.started_unix_ns)),
-        ("last seen", moment(summary.last_seen_unix_ns)),
+        ("started", format_time(summary.started_unix_ns)),
+        ("last seen", format_time(summary.last_seen_unix_ns)),
         ("last step", summary.last_step),
         ("loss", summary.loss),
         ("gradient norm", summary.grad_norm),

@@ -53,10 +53,10 @@ def sql(
     from vitals_collector.storage.store import DATABASE_FILE, libpq
 
     folder = data_dir(data)
-    lake, bucket = _place(folder, database)
+    lake, bucket = _lake_and_bucket(folder, database)
     file = folder / DATABASE_FILE
-    asked = sys.stdin.read() if question == "-" else question
-    if not asked.strip():
+    sql_text = sys.stdin.read() if question == "-" else question
+    if not sql_text.strip():
         raise UsageError("the question is empty", hint="SELECT run_id, name FROM runs")
     with (
         LakeReader(
@@ -69,7 +69,7 @@ def sql(
         ) as reader,
         _ended_after(seconds + _GRACE_SECONDS, too_late(seconds)),
     ):
-        answer = reader.ask(asked, max_rows=limit)
+        answer = reader.ask(sql_text, max_rows=limit)
     if form is Format.JSON:
         write_json([dict(zip(answer.names, row, strict=True)) for row in answer.rows])
     else:
@@ -78,17 +78,17 @@ def sql(
         typer.echo(f"only the first {limit} rows are written; --limit gives more", err=True)
 
 
-def _place(folder: Path, database: str) -> tuple[Path, str]:
+def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
     """Return the lake's folder, and the bucket that its files lie in, if any."""
     from vitals_collector.numbers.lake_engine import S3, known_bucket
     from vitals_collector.storage.store import LAKE_FOLDER, known_lake
 
     lake = folder / LAKE_FOLDER
     if database:
-        place = known_lake(database)
-        bucket = place if place.startswith(S3) else ""
-        lake = lake if bucket or not place else Path(place)
-        is_there = bool(place)
+        lake_place = known_lake(database)
+        bucket = lake_place if lake_place.startswith(S3) else ""
+        lake = lake if bucket or not lake_place else Path(lake_place)
+        is_there = bool(lake_place)
     else:
         bucket = known_bucket(lake / "catalogue.sqlite")
         is_there = (lake / "catalogue.sqlite").exists()

@@ -142,8 +142,8 @@ def copy(
             hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", then copy the '
             "folder of the rows; restore with pg_restore --dbname=URL FILE",
         )
-    made = backup(data_dir(data), folder)
-    _say(f"{made.folder}: {made.num_bytes} bytes, tables of version {made.version}")
+    result = backup(data_dir(data), folder)
+    _say(f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}")
 
 
 def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
@@ -262,8 +262,8 @@ def data_dir(data: Path | None) -> Path:
     if (folder := collector_folder(named)) is not None:
         return folder
     usual = default_data_dir(os.environ).absolute()
-    own = read_collector_file(usual) if named else None
-    if named and (own is None or own.url not in named.split(",")):
+    collector_file = read_collector_file(usual) if named else None
+    if named and (collector_file is None or collector_file.url not in named.split(",")):
         raise UsageError(
             f"VITALS_COLLECTOR_URL is {named}, whose data folder is not {usual}; this command "
             "reads the folder",
@@ -277,7 +277,7 @@ def _names(store: "Store") -> dict[str, str]:
 
     from vitals_collector.storage.schema import runs
 
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         rows = connection.execute(select(runs.c.run_id, runs.c.name)).all()
     return {row.run_id: row.name for row in rows}
 

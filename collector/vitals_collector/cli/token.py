@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import replace_file
@@ -123,7 +123,7 @@ def list_tokens(data: Data = None, database: Database = "", form: Form = Format.
     from vitals_collector.storage import tokens
 
     now = time.time_ns()
-    with _store(data, database) as store, store.read() as connection:
+    with _store(data, database) as store, store.read_transaction() as connection:
         listed = tokens.listed(connection)
     header = ("id", "owner", "scopes", "runs", "created", "ends", "state")
     rows = [
@@ -132,8 +132,8 @@ def list_tokens(data: Data = None, database: Database = "", form: Form = Format.
             row.owner,
             row.scopes,
             f"project {row.project}" if row.project else f"run {row.run_id}" if row.run_id else "",
-            moment(row.created_unix_ns),
-            moment(row.expires_unix_ns),
+            format_time(row.created_unix_ns),
+            format_time(row.expires_unix_ns),
             tokens.state_of(row, now),
         )
         for row in listed
@@ -214,11 +214,11 @@ def _write(
     output: Path, secret: str, scopes: "list[str] | tuple[str, ...]", data: Path, *, is_new: bool
 ) -> None:
     """Write a file as clients read it, for this user alone; a new one never over another."""
-    from trainvitals.io.client import Tokens, read_tokens
+    from trainvitals.io.client import CollectorTokens, read_tokens
     from vitals_collector.api.app import TOKENS_FILE
 
-    own = data / TOKENS_FILE
-    tls = read_tokens(own).tls if own.exists() else Tokens().tls
+    tokens_file = data / TOKENS_FILE
+    tls = read_tokens(tokens_file).tls if tokens_file.exists() else CollectorTokens().tls
     granted = {*scopes, "read"} if "control" in scopes else set(scopes)
     fields: dict[str, object] = dict.fromkeys(sorted(granted), secret)
     body = msgspec.json.encode({**fields, "tls": tls}) + b"\n"

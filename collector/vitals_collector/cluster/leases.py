@@ -50,21 +50,25 @@ NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInt
 
 
 class Lease:
-    """One name, held by one collector at a time. Thread-safe; ``look`` takes and renews it.
+    """One name, held by one collector at a time.
+
+    Thread-safe; ``renew_or_acquire`` takes and renews it.
 
     Args:
         store: whose database the collectors share.
         name: what is held.
         clock: its monotonic clock says when to stop.
         is_shared: there may be other collectors; else all is held, always.
-        place: names what this process alone holds while it lives; "" where nothing does.
+        process_place: names what this process alone holds while it lives; "" where nothing does.
     """
 
     def __init__(
-        self, store: Store, name: str, *, clock: Clock, is_shared: bool, place: str = ""
+        self, store: Store, name: str, *, clock: Clock, is_shared: bool, process_place: str = ""
     ) -> None:
         self.name = name
-        self.holder = f"{socket.gethostname()}/{os.getpid()}/{place or uuid.uuid4().hex[:16]}"
+        self.holder = (
+            f"{socket.gethostname()}/{os.getpid()}/{process_place or uuid.uuid4().hex[:16]}"
+        )
         self.is_shared = is_shared
         self._store = store
         self._clock = clock
@@ -84,7 +88,7 @@ class Lease:
         """Return whether this collector is the holder now."""
         return self.epoch() is not None
 
-    def look(self) -> None:
+    def renew_or_acquire(self) -> None:
         """Renew the lease, or take it where nobody holds it any more.
 
         Raises:
@@ -95,7 +99,7 @@ class Lease:
         asked_ns = self._clock.monotonic_ns()
         is_held = self.epoch() is not None
         with self._store.write() as connection:
-            taken = take(connection, [self.name], self.holder, is_held=is_held)
+            taken = acquire(connection, [self.name], self.holder, is_held=is_held)
             epoch = taken.get(self.name)
         # Where it ended while the database was slow, some of us may have seen that: it is taken
         # anew next time, with a new number.
@@ -142,7 +146,7 @@ class Lease:
     def _look_and_tell(self) -> None:
         before = self.epoch()
         try:
-            self.look()
+            self.renew_or_acquire()
         except Exception as error:  # noqa: BLE001 - without this thread nobody might page
             self._store.counters.fail("leases")
             _LOG.warning("lease_not_renewed name=%s: %s", self.name, error)
@@ -159,7 +163,7 @@ class Lease:
         return check
 
 
-def take(
+def acquire(
     connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
 ) -> dict[str, int]:
     """Renew the holder's leases, or take those that have ended or whose process has.
@@ -190,8 +194,8 @@ def take(
         },
         where=is_of_my_place | (leases.c.expires_unix_ns < NOW),
     )
-    held = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
-    return {row.name: row.epoch for row in held}
+    taken_rows = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
+    return {row.name: row.epoch for row in taken_rows}
 
 
 def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
@@ -214,10 +218,12 @@ def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
 def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
     _bound(connection)
-    mine = (leases.c.holder == holder) & leases.c.name.in_(names)
-    # In the order of ``take``: it locks those as well that it does not get.
-    connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
-    statement = update(leases).where(mine).values(expires_unix_ns=_end())
+    condition = (leases.c.holder == holder) & leases.c.name.in_(names)
+    # In the order of ``acquire``: it locks those as well that it does not get.
+    connection.execute(
+        select(leases.c.name).where(condition).order_by(leases.c.name).with_for_update()
+    )
+    statement = update(leases).where(condition).values(expires_unix_ns=_end())
     renewed = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
     return {row.name: row.epoch for row in renewed}
 
@@ -231,9 +237,11 @@ def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]
 def release(connection: Connection, names: Collection[str], holder: str) -> None:
     """End the holder's leases now; their epochs stay, so that the next ones are above them."""
     _bound(connection)
-    mine = leases.c.name.in_(names) & (leases.c.holder == holder)
-    connection.execute(select(leases.c.name).where(mine).order_by(leases.c.name).with_for_update())
-    connection.execute(update(leases).where(mine).values(expires_unix_ns=0))
+    condition = leases.c.name.in_(names) & (leases.c.holder == holder)
+    connection.execute(
+        select(leases.c.name).where(condition).order_by(leases.c.name).with_for_update()
+    )
+    connection.execute(update(leases).where(condition).values(expires_unix_ns=0))
 
 
 def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
@@ -242,7 +250,7 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
     Raises:
         StorageError: another collector is the holder, or was since.
     """
-    if not held(connection, {name: epoch}, holder):
+    if not held_names(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
             hint="nothing to do: the other one continues from the stored data",
@@ -250,7 +258,7 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
         )
 
 
-def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
+def held_names(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
     """Return the leases that the holder has, by these numbers; nobody takes them meanwhile.
 
     That is until this transaction ends.
@@ -259,7 +267,7 @@ def held(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[
     query = select(leases.c.name, leases.c.epoch).where(
         leases.c.name.in_(epochs), leases.c.holder == holder
     )
-    # In the order of ``take``, so that two do not wait for each other.
+    # In the order of ``acquire``, so that two do not wait for each other.
     rows = connection.execute(query.order_by(leases.c.name).with_for_update(read=True))
     return {row.name for row in rows if row.epoch == epochs[row.name]}
 
@@ -319,7 +327,7 @@ def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) ->
     """Refuse what is committed under other epochs of the runs, once this transaction has ended."""
     rows = [
         {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
-        for run_id, epoch in sorted(epochs.items())  # in order, as in ``take``
+        for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire``
     ]
     statement = insert(connection, leases).values(rows)
     changed = {name: statement.excluded[name] for name in ("holder", "epoch")}
@@ -336,13 +344,13 @@ __all__ = [
     "RUN",
     "UPKEEP",
     "Lease",
+    "acquire",
     "ended",
     "fence",
     "fence_off",
-    "held",
+    "held_names",
     "hold",
     "holders_of",
     "release",
     "renew",
-    "take",
 ]

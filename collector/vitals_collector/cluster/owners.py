@@ -19,14 +19,14 @@ from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
     RUN,
+    acquire,
     ended,
     fence,
     fence_off,
-    held,
+    held_names,
     holders_of,
     release,
     renew,
-    take,
 )
 from vitals_collector.cluster.reports import owned_elsewhere
 from vitals_collector.numbers.lake import Lake
@@ -57,16 +57,18 @@ class RunOwners:
         store: with a lake, and the database that the collectors share.
         clock: its monotonic clock says when a lease is over.
         url: this collector's address, as agents know it; "" if it is not known.
-        place: names what this process alone holds while it lives; "" where nothing does.
+        process_place: names what this process alone holds while it lives; "" where nothing does.
 
     Raises:
         StorageError: the database does not let former owners be refused.
     """
 
-    def __init__(self, store: Store, *, clock: Clock, url: str = "", place: str = "") -> None:
+    def __init__(
+        self, store: Store, *, clock: Clock, url: str = "", process_place: str = ""
+    ) -> None:
         assert isinstance(store.numbers, Lake), "collectors share a lake, or nothing"
         self._store, self._lake, self._clock = store, store.numbers, clock
-        self._holder = f"{url or socket.gethostname()} /{place or uuid.uuid4().hex[:16]}"
+        self._holder = f"{url or socket.gethostname()} /{process_place or uuid.uuid4().hex[:16]}"
         self._taking = threading.Lock()
         """Of what changes which leases are held; it may be had for seconds."""
         self._lock = threading.Lock()
@@ -98,7 +100,7 @@ class RunOwners:
             with self._taking:
                 unowned, elsewhere = self._sorted(run_ids)  # another thread may have taken some
                 if unowned:
-                    elsewhere |= self._take(unowned)
+                    elsewhere |= self._acquire(unowned)
         return elsewhere
 
     def _sorted(self, run_ids: Collection[str]) -> tuple[list[str], dict[str, NotOwnerError]]:
@@ -116,18 +118,18 @@ class RunOwners:
                     unowned.append(run_id)
         return unowned, elsewhere
 
-    def _take(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
+    def _acquire(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         now_ns = self._clock.monotonic_ns()
         with self._store.write() as connection:
             # What an owner that died had comes soon as well: to take a run over costs by the time.
             more = ended(connection, RUN, _ENDED_SECONDS)
-            asked = {RUN + run_id for run_id in run_ids}
-            names = {name: name.removeprefix(RUN) for name in (*asked, *more)}
-            taken = take(connection, names, self._holder, is_held=False)
+            lease_names = {RUN + run_id for run_id in run_ids}
+            names = {name: name.removeprefix(RUN) for name in (*lease_names, *more)}
+            taken = acquire(connection, names, self._holder, is_held=False)
             epochs = {names[name]: epoch for name, epoch in taken.items()}
             if epochs:
                 fence_off(connection, self._holder, epochs)
-            others = asked - taken.keys()
+            others = lease_names - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
             names[name]: _elsewhere(names[name], holders.get(name, "").partition(" ")[0])
@@ -135,7 +137,7 @@ class RunOwners:
         }
         owned: dict[str, _Owned] = {}
         if taken:
-            self._lake.own(epochs)
+            self._lake.become_owner(epochs)
             asked_ns = self._clock.monotonic_ns()  # for many runs that took a while
             with self._store.write() as connection:
                 renewed = renew(connection, self._holder, taken)
@@ -155,12 +157,16 @@ class RunOwners:
         """Return the runs that this collector owns now, and the number of each lease."""
         now_ns = self._clock.monotonic_ns()
         with self._lock:
-            return {run: mine.epoch for run, mine in self._owned.items() if mine.until_ns > now_ns}
+            return {
+                run: owned_run.epoch
+                for run, owned_run in self._owned.items()
+                if owned_run.until_ns > now_ns
+            }
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
         """Return which of the runs are owned, and stay so until the transaction ends."""
         epochs = {RUN + run: epoch for run, epoch in self.owned().items() if run in run_ids}
-        return {name.removeprefix(RUN) for name in held(connection, epochs, self._holder)}
+        return {name.removeprefix(RUN) for name in held_names(connection, epochs, self._holder)}
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
         """Return the runs that other collectors own, with what those last reported."""
@@ -187,15 +193,15 @@ class RunOwners:
             finally:
                 self._taking.release()
         with self._lock:
-            held = [run for run, owned in self._owned.items() if owned.until_ns > now_ns]
+            current_runs = [run for run, owned in self._owned.items() if owned.until_ns > now_ns]
         renewed: dict[str, int] = {}
-        for start in range(0, len(held), _NAMES_AT_ONCE):
-            names = [RUN + run_id for run_id in held[start : start + _NAMES_AT_ONCE]]
+        for start in range(0, len(current_runs), _NAMES_AT_ONCE):
+            names = [RUN + run_id for run_id in current_runs[start : start + _NAMES_AT_ONCE]]
             with self._store.write() as connection:
                 renewed |= renew(connection, self._holder, names)
         with self._lock:
             later_ns = self._clock.monotonic_ns()
-            for run_id in held:
+            for run_id in current_runs:
                 owned = self._owned.get(run_id)
                 if owned is None:
                     continue

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select
 
 from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
-from trainvitals.io.spool import Position, read_batches
+from trainvitals.io.spool import SpoolPosition, read_batches
 from trainvitals.io.spool_files import STATE_FILE
 from vitals_collector.ingest.ingest import Stored, announce, check_batches, runs_in, store_batches
 from vitals_collector.ingest.tail_loss import TailLoss
@@ -105,11 +105,11 @@ class FolderIngest:
 
     def _store_spool(self, spool: Path, stop: threading.Event) -> int:
         position, now = self._position(spool), time.time()
-        if position == Position():
+        if position == SpoolPosition():
             self._store.is_reading_in = True
         promised = self._tail_loss.read(spool)
 
-        def damaged(begin: Position, end: Position) -> None:
+        def damaged(begin: SpoolPosition, end: SpoolPosition) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
             self._count_damage(f"{where} are damaged and skipped")
 
@@ -138,7 +138,7 @@ class FolderIngest:
                 self._store.counters.num_damaged += 1
 
     def _store_some(
-        self, spool: Path, group: Sequence[tuple[Position, bytes]]
+        self, spool: Path, group: Sequence[tuple[SpoolPosition, bytes]]
     ) -> tuple[list[Stored], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
         checked = check_batches([raw for _, raw in group])
@@ -167,16 +167,16 @@ class FolderIngest:
                 self._log_once(f"{spool}: a batch is skipped: {outcome.error}")
         return stored, newer >= 0
 
-    def _position(self, spool: Path) -> Position:
+    def _position(self, spool: Path) -> SpoolPosition:
         query = select(positions.c.position).where(positions.c.spool == str(spool))
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             body = connection.execute(query).scalar()
         if body is None:
-            return Position()
-        position = msgspec.msgpack.decode(body, type=Position)
+            return SpoolPosition()
+        position = msgspec.msgpack.decode(body, type=SpoolPosition)
         file = spool / f"{position.file:06d}.tvs"
         if file.exists() and file.stat().st_size < position.offset:
-            return Position()  # another spool replaced it; the store knows its own rows
+            return SpoolPosition()  # another spool replaced it; the store knows its own rows
         return position
 
     def _log_once(self, text: str, bug: Exception | None = None) -> bool:
@@ -189,9 +189,11 @@ class FolderIngest:
         return True
 
 
-def _next_of(positioned_batches: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
+def _next_of(
+    positioned_batches: Iterator[tuple[SpoolPosition, bytes]],
+) -> list[tuple[SpoolPosition, bytes]]:
     """Return the batches of one transaction, bounded by number and size; none at the end."""
-    group: list[tuple[Position, bytes]] = []
+    group: list[tuple[SpoolPosition, bytes]] = []
     num_bytes = 0
     for positioned_batch in positioned_batches:
         group.append(positioned_batch)
@@ -201,7 +203,7 @@ def _next_of(positioned_batches: Iterator[tuple[Position, bytes]]) -> list[tuple
     return group
 
 
-def _remember(connection: Connection, spool: Path, position: Position) -> None:
+def _remember(connection: Connection, spool: Path, position: SpoolPosition) -> None:
     values = {"position": msgspec.msgpack.encode(position)}
     statement = insert(connection, positions).values(spool=str(spool), **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -66,7 +66,7 @@ from trainvitals.errors import (
 from trainvitals.identity import Identity
 from trainvitals.records import EVENT_SCHEMA, EventRow, RunStarted, decode_events
 from trainvitals.rows import Schema, column_of, rows_of
-from trainvitals.wire import AskingBatch, Batch, IngestReply, decode_batch
+from trainvitals.wire import Batch, IngestReply, ResendableBatch, decode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.numbers.interface import StreamKey
 from vitals_collector.storage.schema import (
@@ -76,7 +76,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import Prepared, Store, StreamOffset, clean, insert
+from vitals_collector.storage.store import PreparedStatement, Store, StreamOffset, clean, insert
 from vitals_collector.storage.tokens import OWN, Principal
 
 _FOREIGN_KEY = "23503"
@@ -216,8 +216,8 @@ def store_bodies(
         next((elsewhere[run_id] for run_id in runs_in(of_body) if run_id in elsewhere), None)
         for of_body in by_body
     ]
-    own = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
-    every = [batch for of_body in own for batch in of_body]
+    local_bodies = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
+    every = [batch for of_body in local_bodies for batch in of_body]
     # Events do not wait for a merge of files: users may be waiting for them.
     of_rows = any(isinstance(batch, Batch) and batch.header.stream != EVENTS for batch in every)
     with store.write_rows() if of_rows else store.write() as connection:
@@ -242,7 +242,7 @@ def check_bodies(bodies: Sequence[Sequence[bytes]], asking: Sequence[bool] = ())
         return checked
     asks = [body_asks for body, body_asks in zip(bodies, asking, strict=True) for _ in body]
     return [
-        AskingBatch(batch.header, batch.rows) if asks_it and isinstance(batch, Batch) else batch
+        ResendableBatch(batch.header, batch.rows) if asks_it and isinstance(batch, Batch) else batch
         for batch, asks_it in zip(checked, asks, strict=True)
     ]
 
@@ -392,7 +392,7 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             continue
         of_rows = key[2] != EVENTS
         missing = numbers.missing(key) if of_rows and key[0] in damaged else ()
-        if missing and isinstance(batch, AskingBatch):
+        if missing and isinstance(batch, ResendableBatch):
             wanted = numbers.wanted(key, batch.header.first_seq)
             if wanted >= 0:
                 stored.append(_ask_for(offset, wanted))
@@ -411,9 +411,11 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     if accepted:
         # Includes rows stored before: their collector may have died before it recorded them.
         _note(connection, accepted, received_unix_ns)
-        told = [(o.batch.header.identity, o.events) for o in stored if o.batch and o.events]
-        if told:
-            projections.apply(connection, told)
+        stored_events = [
+            (o.batch.header.identity, o.events) for o in stored if o.batch and o.events
+        ]
+        if stored_events:
+            projections.apply(connection, stored_events)
     if rows:
         numbers.append(rows)  # last, after every check that may refuse a batch
     _remember(store, [offset for _, offset in accepted])
@@ -436,7 +438,7 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
         reply = IngestReply(durable_seq=offset.last_seq, num_new=header.num_rows, num_duplicate=0)
         return Stored(reply, expected_seq=offset.expected_seq, batch=batch)
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
-    if isinstance(batch, AskingBatch) and num_lost > header.dropped:
+    if isinstance(batch, ResendableBatch) and num_lost > header.dropped:
         return _ask_for(offset, offset.last_seq + 1)
     num_told = max(0, min(offset.expected_seq, header.first_seq - 1) - offset.last_seq)
     if num_known == header.num_rows:
@@ -528,11 +530,11 @@ def _take_offsets(
     if len(offsets) == len(wanted):
         return offsets
     # All in one parameter: a statement with one parameter per key costs more than the rows.
-    asked = [key for key in wanted if key not in offsets]
-    query, words = _OFFSETS[connection.dialect.name], msgspec.json.encode(asked).decode()
-    for row in connection.execute(query, {"keys": words}).all():
-        *own, last_seq, promised, last_ns, source, started_ns, token_id, key_hash = row
-        run_id, incarnation, stream = key = own[0], own[1], own[2]
+    missing_keys = [key for key in wanted if key not in offsets]
+    query, keys_json = _OFFSETS[connection.dialect.name], msgspec.json.encode(missing_keys).decode()
+    for row in connection.execute(query, {"keys": keys_json}).all():
+        *key_parts, last_seq, promised, last_ns, source, started_ns, token_id, key_hash = row
+        run_id, incarnation, stream = key = key_parts[0], key_parts[1], key_parts[2]
         # The store of numbers is ahead of the database if a collector died between the two commits;
         # it is behind if it was restored from an older backup.
         mark = last_seq
@@ -651,7 +653,7 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
     """
     header = batch.header
     num_missing = header.first_seq - offset.last_seq - 1
-    if isinstance(batch, AskingBatch) and num_missing > header.dropped:
+    if isinstance(batch, ResendableBatch) and num_missing > header.dropped:
         return  # the missing rows are requested
     schema = header.stream_schema
     newest = int(column_of(schema, rows_of(schema, batch.rows), "time_unix_ns")[0].max())
@@ -789,17 +791,22 @@ def _foreign(
     connection: Connection, new: Sequence[Batch], named: Named
 ) -> dict[int, ForeignBatchError]:
     """Return the errors, by ``id``, of batches that would start what belongs to other tokens."""
-    asked = [batch.header.identity for batch in new if id(batch) in named]
-    if not asked:
+    identities = [batch.header.identity for batch in new if id(batch) in named]
+    if not identities:
         return {}
-    run_ids = {identity.run_id for identity in asked}
+    run_ids = {identity.run_id for identity in identities}
     of_runs = select(runs.c.run_id, runs.c.owner, runs.c.project).where(runs.c.run_id.in_(run_ids))
     known = {row.run_id: (row.owner, row.project) for row in connection.execute(of_runs)}
-    starts = sorted({(identity.run_id, identity.incarnation) for identity in asked})
-    query, words = _BEGUN_BY[connection.dialect.name], msgspec.json.encode(starts).decode()
+    starts = sorted({(identity.run_id, identity.incarnation) for identity in identities})
+    query, identities_json = (
+        _BEGUN_BY[connection.dialect.name],
+        msgspec.json.encode(starts).decode(),
+    )
     begun_by = {
         (run_id, start): (token_id, key_hash)
-        for run_id, start, token_id, key_hash in connection.execute(query, {"keys": words})
+        for run_id, start, token_id, key_hash in connection.execute(
+            query, {"keys": identities_json}
+        )
     }
     foreign: dict[int, ForeignBatchError] = {}
     for batch in new:
@@ -896,12 +903,14 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
 
 def _summaries(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
     rows, starts, counts = _joined(schema, batches)
-    words = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
+    validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
     times = column_of(schema, rows, "time_unix_ns")[0]
     newest = np.maximum.reduceat(times, starts).tolist()
     is_steps = schema.stream == "steps"
     last = _last_of(schema, rows[starts + counts - 1]) if is_steps else repeat(None, len(batches))
-    return [Summary(*fields) for fields in zip(_as_numbers(words), newest, last, strict=True)]
+    return [
+        Summary(*fields) for fields in zip(_as_numbers(validity_bits), newest, last, strict=True)
+    ]
 
 
 def _last_of(
@@ -932,11 +941,11 @@ def _joined(
     return rows, np.cumsum(counts) - counts, counts
 
 
-def _as_numbers(words: npt.NDArray[np.uint64]) -> list[int]:
-    if words.shape[1] == 1:
-        numbers: list[int] = words[:, 0].tolist()
+def _as_numbers(bit_words: npt.NDArray[np.uint64]) -> list[int]:
+    if bit_words.shape[1] == 1:
+        numbers: list[int] = bit_words[:, 0].tolist()
         return numbers
-    return [int.from_bytes(row.tobytes(), "little") for row in words]
+    return [int.from_bytes(row.tobytes(), "little") for row in bit_words]
 
 
 def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
@@ -956,9 +965,9 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
-        for place in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
+        for row_index in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
             yield (
-                int(place),
+                int(row_index),
                 FormatError("the rows' sequence numbers are not those the header gives"),
             )
     for i, batch in enumerate(batches) if is_events else ():
@@ -1044,8 +1053,8 @@ def _note_columns(
 
 
 def _moved(offset: StreamOffset) -> tuple[Any, ...]:
-    words = offset.last_seq, offset.num_lost, offset.last_unix_ns
-    return (*offset.key, *words, offset.noted_seq, offset.expected_seq)
+    offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
+    return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 
 
 def _note_sources(
@@ -1074,7 +1083,7 @@ def _note_sources(
     _STEPPED.execute(connection, stepped)
 
 
-_MOVE = Prepared(
+_MOVE = PreparedStatement(
     update(streams)
     .where(
         streams.c.run_id == bindparam("of_run"),
@@ -1114,8 +1123,8 @@ _HEAR = (
 )
 _STEP = _HEAR.values({name: bindparam(f"new_{name}") for name in LAST})
 _HEARD_NAMES = ("of_run", "of_writer", "seen", "received")
-_HEARD = Prepared(_HEAR, _HEARD_NAMES)
-_STEPPED = Prepared(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
+_HEARD = PreparedStatement(_HEAR, _HEARD_NAMES)
+_STEPPED = PreparedStatement(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
 
 __all__ = [
     "Answer",

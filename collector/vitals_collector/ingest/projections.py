@@ -183,11 +183,11 @@ def _run_started(
         (runs.c.started_unix_ns > row.time_unix_ns, row.time_unix_ns),
         else_=runs.c.started_unix_ns,
     )
-    mine = runs.c.run_id == identity.run_id
-    connection.execute(update(runs).where(mine).values(started_unix_ns=first))
+    condition = runs.c.run_id == identity.run_id
+    connection.execute(update(runs).where(condition).values(started_unix_ns=first))
     connection.execute(
         update(runs)
-        .where(mine, runs.c.info_unix_ns <= row.time_unix_ns)
+        .where(condition, runs.c.info_unix_ns <= row.time_unix_ns)
         .values(
             name=clean(info.name),
             # Without a project: that of the token that started the run, if it has one.
@@ -266,10 +266,10 @@ def _command_acknowledged(
     connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
 ) -> None:
     ack = event.ack
-    mine = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
+    conditions = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
     connection.execute(
         update(commands)
-        .where(*mine)
+        .where(*conditions)
         .values(
             status=ack.status,
             detail=clean(ack.detail),
@@ -300,13 +300,13 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    mine = (
+    conditions = (
         sources.c.run_id == identity.run_id,
         sources.c.incarnation == identity.incarnation,
     )
     connection.execute(
         update(sources)
-        .where(*mine)
+        .where(*conditions)
         .values(
             ended_state=event.state,
             ended_reason=clean(event.reason),

@@ -16,7 +16,7 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import check_incarnation
 from trainvitals.io.spool_files import (
     STATE_FILE,
-    Position,
+    SpoolPosition,
     State,
     is_settled,
     is_unchanged,
@@ -62,7 +62,7 @@ class TailLoss:
             return None
 
     def count(
-        self, spool: Path, version: Version, state: State, position: Position, now: float
+        self, spool: Path, version: Version, state: State, position: SpoolPosition, now: float
     ) -> None:
         """Record the numbers in the state, if the spool was read to ``position``.
 
@@ -74,7 +74,7 @@ class TailLoss:
         if position < state.scanned and not _is_all_there(spool, now):
             return
         promised = {} if _was_removed(spool, state) else _checked(state, spool.parents[2].name)
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             lost = _lost(connection, promised)
         if lost is None:
             return  # maybe another node's spool has introduced the run
@@ -140,9 +140,15 @@ def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[Stream
     run_ids = {run_id for run_id, _, _ in promised}
     if not run_ids:
         return {}
-    own = streams.c
-    fields = (own.run_id, own.incarnation, own.stream, own.last_seq, own.expected_seq)
-    stream_rows = connection.execute(select(*fields).where(own.run_id.in_(run_ids)))
+    columns = streams.c
+    fields = (
+        columns.run_id,
+        columns.incarnation,
+        columns.stream,
+        columns.last_seq,
+        columns.expected_seq,
+    )
+    stream_rows = connection.execute(select(*fields).where(columns.run_id.in_(run_ids)))
     highest_seqs = {(run, start, stream): max(seqs) for run, start, stream, *seqs in stream_rows}
     if not highest_seqs:
         removed = select(forgotten.c.run_id).where(forgotten.c.run_id.in_(run_ids))

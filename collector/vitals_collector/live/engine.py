@@ -104,7 +104,7 @@ class EngineConfig:
     """How often all runs that go on are looked at; silence tells too."""
 
 
-class Engine:
+class AlertEngine:
     """Reads the store after ingests and at intervals; writes alerts. ``poll`` is one look."""
 
     def __init__(
@@ -259,7 +259,7 @@ class Engine:
             return True
         return self._epoch is not None and self._lease.epoch() == self._epoch
 
-    def _begin(self, epoch: int) -> None:
+    def _become_pager(self, epoch: int) -> None:
         """Become the one that delivers, from what is stored: as after a restart."""
         if self._epoch is not None:  # others did so meanwhile: what we remember is of before
             self._runs = RunStatusCache(is_shared=self._lease.is_shared)
@@ -289,12 +289,12 @@ class Engine:
     def _look_at_others(self, epoch: int, *, only_new: bool) -> None:
         """Take up what other owners report, in a number of queries that is that of one run."""
         if epoch != self._epoch:
-            self._begin(epoch)
+            self._become_pager(epoch)
         elif only_new:
             return
         if self._store.claims.owned() is None:
             return
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             elsewhere = self._store.claims.elsewhere(connection)
         before, self._others = (
             self._others,
@@ -314,7 +314,7 @@ class Engine:
             raise
         self._elsewhere = {run.run_id for run in elsewhere}
 
-    def _take_left(self) -> None:
+    def _claim_orphaned_runs(self) -> None:
         """Own runs that nobody does, and that go on or have rows that no watcher has seen.
 
         Of those whose owner is gone, words that people may be told of are marked at once.
@@ -335,10 +335,10 @@ class Engine:
         due = [run_id for run_id, at in self._left.items() if at <= since and run_id not in let_go]
         if not due:
             return
-        with self._store.read() as connection:
-            left = self._runs.running.intersection(due).union(unread_runs(connection, due))
-        if left:
-            self._store.claims.claim(left)
+        with self._store.read_transaction() as connection:
+            orphaned_runs = self._runs.running.intersection(due).union(unread_runs(connection, due))
+        if orphaned_runs:
+            self._store.claims.claim(orphaned_runs)
         self._settled.update(due)
 
     def _report(
@@ -374,7 +374,7 @@ class Engine:
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
             self._resend()
-            self._take_left()
+            self._claim_orphaned_runs()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
         """Have the watchers look; return the runs of which they found something new."""
@@ -453,7 +453,7 @@ class Engine:
             .where(findings.c.kind.in_(ALERTED_KINDS))
             .group_by(findings.c.run_id, findings.c.incarnation),
         }
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             unread = set[Writer]()
             for what, query in queries.items():
                 if run_ids is not None:
@@ -473,7 +473,7 @@ class Engine:
         run_id, incarnation = writer
         name = _cursor_name(writer)
         while True:
-            with self._store.read() as connection:
+            with self._store.read_transaction() as connection:
                 query = (
                     select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
                     .where(
@@ -493,7 +493,7 @@ class Engine:
                 for alert in alerts_for_decision(decision, run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
-            self._inbox.take(occurrences, cursors={name: rows[-1].seq})
+            self._inbox.raise_alerts(occurrences, cursors={name: rows[-1].seq})
 
     def _readable(
         self, rows: Iterable[Any], decode: Callable[[bytes], _Record]
@@ -532,7 +532,7 @@ class Engine:
                 if num == _AT_ONCE:
                     unread.append(writer)
             if cursors:
-                fired |= self._inbox.take(occurrences, cursors=cursors)
+                fired |= self._inbox.raise_alerts(occurrences, cursors=cursors)
             writers = unread
         return fired
 
@@ -541,7 +541,7 @@ class Engine:
     ) -> tuple[int, int, list[Occurrence]]:
         """Return how many findings come next, the last one's number, and what they raise."""
         run_id, incarnation = writer
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             query = (
                 select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
                 .where(
@@ -575,18 +575,18 @@ class Engine:
         now = self._steady.time_ns()
         hearing = self._store.hearing
         if self._store.no_room is not None:
-            hearing.begin(now)
+            hearing.restart(now)
         when = Liveness(
             now_unix_ns=now,
             up_since_unix_ns=max(self._up_since_unix_ns, hearing.since(now)),
             lost_after_seconds=self._config.lost_after_seconds,
             is_reading_in=self._store.is_reading_in,
         )
-        own = None if is_pager or self._owned is None else self._owned.keys()
+        owned_runs = None if is_pager or self._owned is None else self._owned.keys()
         others = {run_id for run_id in self._others if not self._is_own(run_id)}
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             refreshed = self._runs.refresh(
-                connection, when, only_new=only_new, of=own, but=others if is_pager else ()
+                connection, when, only_new=only_new, of=owned_runs, but=others if is_pager else ()
             )
         if not only_new:
             hearing.looked(now)
@@ -650,7 +650,7 @@ class Engine:
         return replace(run, conditions=conditions, lasting=lasting)
 
     def _hang_of(self, run: RunStatus) -> str:
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             return hang_of(connection, run.run_id, run.last_step)
 
     def _alerts_for_absent(self, run: RunStatus, parts: Absent) -> list[Alert]:
@@ -705,7 +705,7 @@ class Acting(NamedTuple):
     """The parts that act, wired to each other; close them before the store."""
 
     inbox: Inbox
-    engine: Engine
+    engine: AlertEngine
     dispatcher: Dispatcher
     lease: Lease
     receivers: tuple[str, ...] = ()
@@ -733,7 +733,7 @@ def assemble(
     inbox_config: InboxConfig | None = None,
     up_since_unix_ns: int = 0,
     is_shared: bool = False,
-    place: str = "",
+    host_port: str = "",
     is_pager: Callable[[], bool] | None = None,
 ) -> Acting:
     """Return inbox, engine and dispatcher over one store; nothing runs yet.
@@ -746,10 +746,10 @@ def assemble(
         inbox_config: when alerts fire and resolve.
         up_since_unix_ns: since when rows could be received.
         is_shared: other collectors may use the store: one of them watches and delivers.
-        place: names what this process alone holds while it lives (``cluster.leases``).
+        host_port: names what this process alone holds while it lives (``cluster.leases``).
         is_pager: whether this collector delivers; None: while it watches.
     """
-    lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, place=place)
+    lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, process_place=host_port)
     notifiers = list(notifiers)
     dispatcher = Dispatcher(
         notifiers,
@@ -766,7 +766,7 @@ def assemble(
         hush=dispatcher.withdraw,
         config=inbox_config,
     )
-    engine = Engine(
+    engine = AlertEngine(
         store,
         inbox,
         clock=clock,
@@ -824,19 +824,19 @@ def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None
     """Return how far what was said is consumed; of all writers, or of some."""
     name = engine_state.c.name
     if writers is None:
-        chosen = [name.startswith(f"{what}/")]
+        filters = [name.startswith(f"{what}/")]
     else:
         names = [_cursor_name(writer, what) for writer in writers]
-        chosen = [
+        filters = [
             name.in_(names[first : first + _NAMES_AT_ONCE])
             for first in range(0, len(names), _NAMES_AT_ONCE)
         ]
     rows = [
         row
-        for where in chosen
+        for where in filters
         for row in connection.execute(select(name, engine_state.c.body).where(where))
     ]
     return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
 
 
-__all__ = ["Acting", "Engine", "EngineConfig", "assemble"]
+__all__ = ["Acting", "AlertEngine", "EngineConfig", "assemble"]

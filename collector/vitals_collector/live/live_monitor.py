@@ -35,8 +35,8 @@ from vitals_collector.live.step_join import (
     Key,
     LayerPart,
     NodeMerger,
-    Origin,
-    Round,
+    NodeSamples,
+    RowWriters,
     StepMerger,
     Writer,
     decode,
@@ -47,13 +47,13 @@ from vitals_collector.live.tail_reader import (
     HOSTS,
     STEPS,
     WATCHED,
+    CommittedRows,
     RecentRows,
     RowBlock,
     TailReader,
-    Taken,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import Moment, Store, clean, insert
+from vitals_collector.storage.store import ReadSnapshot, Store, clean, insert
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -127,13 +127,13 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
     return unread
 
 
-def set_aside(connection: Connection, run_id: str) -> None:
+def suspend_watching(connection: Connection, run_id: str) -> None:
     """Note that watching a run fails again and again: its rows wait for nobody any more."""
     statement = insert(connection, engine_state).values(name=_ASIDE + run_id, body=b"")
     connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
 
 
-def take_up(connection: Connection, run_id: str) -> None:
+def resume_watching(connection: Connection, run_id: str) -> None:
     """Note that a run which was set aside is watched again."""
     connection.execute(delete(engine_state).where(engine_state.c.name == _ASIDE + run_id))
 
@@ -168,7 +168,7 @@ class TimedFinding(NamedTuple):
     time_unix_ns: int
 
 
-class Saved(msgspec.Struct, kw_only=True):
+class RunWatchState(msgspec.Struct, kw_only=True):
     """What is kept of a run beside its findings."""
 
     done: dict[str, int] = {}
@@ -216,16 +216,16 @@ class StillNodes:
     """By incarnation of an agent."""
     _follower: HangFollower = field(default_factory=HangFollower)
 
-    def read(self, connection: Connection, run_id: str, now_ns: int) -> None:
+    def load_events(self, connection: Connection, run_id: str, now_ns: int) -> None:
         """Take in what came since the last look."""
-        mine = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
-        last = select(events.c.incarnation, func.max(events.c.seq)).where(*mine)
+        conditions = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
+        last = select(events.c.incarnation, func.max(events.c.seq)).where(*conditions)
         for incarnation, seq in connection.execute(last.group_by(events.c.incarnation)).all():
             before = self._words.get(incarnation)
             if before is not None and before.seq >= seq:
                 continue
             query = select(events.c.body).where(
-                *mine, events.c.incarnation == incarnation, events.c.seq == seq
+                *conditions, events.c.incarnation == incarnation, events.c.seq == seq
             )
             try:
                 event = _decode_still(connection.execute(query).scalar() or b"")
@@ -233,8 +233,8 @@ class StillNodes:
                 continue  # a newer agent's: it judges its own node, at least
             self._words[incarnation] = _Word(seq, now_ns, event)
 
-    def look(self, now_ns: int) -> tuple[Finding, ...]:
-        """Return what is to be told now; ``now_ns`` is of the clock of ``read``."""
+    def findings_due(self, now_ns: int) -> tuple[Finding, ...]:
+        """Return what is to be told now; ``now_ns`` is of the clock of ``load_events``."""
         present = [word for word in self._words.values() if now_ns - word.came_ns <= FORGET_NS]
         present = [word for word in present if word.event.ranks]
         if not present and self._follower.verdict is None:
@@ -243,7 +243,9 @@ class StillNodes:
         ranks = {rank.rank: rank for word in present for rank in word.event.ranks}
         world_size = max((word.event.world_size for word in present), default=1)
         limits = _longest(word.event.limits for word in present)
-        return self._follower.look(list(ranks.values()), world_size=world_size, limits=limits)
+        return self._follower.new_findings(
+            list(ranks.values()), world_size=world_size, limits=limits
+        )
 
 
 def _longest(limits: Iterable[HangLimits]) -> HangLimits | None:
@@ -263,10 +265,13 @@ def _longest(limits: Iterable[HangLimits]) -> HangLimits | None:
 
 @dataclass(slots=True)
 class FollowedRun:
-    """One run that is followed. Call ``read``, then ``advance``, and store what that returns."""
+    """One run that is followed.
+
+    Call ``read_stored``, then ``advance``, and store what that returns.
+    """
 
     run_id: str
-    saved: Saved
+    saved: RunWatchState
     watchers: FleetDetectors
     steps: StepMerger
     hosts: NodeMerger = field(default_factory=NodeMerger)
@@ -292,21 +297,23 @@ class FollowedRun:
 
     # -------------------------------------------------------------------------------- reading
 
-    def take(self, taken: Taken, now_ns: int) -> int:
+    def add_committed(self, taken: CommittedRows, now_ns: int) -> int:
         """Take in rows that were just committed; return how many."""
         fresh = self._fresh
         # Where others are behind, rows that wait for them would be more and more.
         is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
-        num = self._take_all(fresh.take(taken.batches, is_full=is_full), now_ns)
+        num = self._take_all(fresh.add_committed(taken.batches, is_full=is_full), now_ns)
         self.steps.world_size = fresh.world_size
         self.has_changed = self.has_changed or num > 0
         return num
 
-    def needs_store(self, taken: Taken, now_ns: int) -> bool:
-        """Say whether ``read`` is to be called: not all that there is was taken."""
+    def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
+        """Say whether ``read_stored`` is to be called: not all that there is was taken."""
         return taken.has_more or not self.is_read or self._is_due(now_ns)
 
-    def read(self, moment: Moment, budget: int, now_ns: int, *, has_more: bool = True) -> int:
+    def read_stored(
+        self, moment: ReadSnapshot, budget: int, now_ns: int, *, has_more: bool = True
+    ) -> int:
         """Read about ``budget`` rows that were not taken; return how many.
 
         Those that are behind are read first, so that a rank's rows which are stored are never
@@ -324,13 +331,13 @@ class FollowedRun:
             self._looked_ns = now_ns
         self.steps.world_size = fresh.world_size
         num_read = 0
-        while num_read < budget and (blocks := fresh.read(*moment, STEPS, budget)):
+        while num_read < budget and (blocks := fresh.read_stored(*moment, STEPS, budget)):
             num_read += self._take_all(blocks, now_ns)
         # Hosts not before: they would be ahead of the steps they belong to.
         while (
             num_read < budget
             and not fresh.behind(("steps",))
-            and (blocks := fresh.read(*moment, HOSTS, budget))
+            and (blocks := fresh.read_stored(*moment, HOSTS, budget))
         ):
             num_read += self._take_all(blocks, now_ns)
         self.has_changed = self.has_changed or num_read > 0
@@ -338,7 +345,7 @@ class FollowedRun:
         if has_more or self._is_paused:
             self._look_for_pause(moment.sql, now_ns)
         if has_more:
-            self._still.read(moment.sql, self.run_id, now_ns)
+            self._still.load_events(moment.sql, self.run_id, now_ns)
         return num_read
 
     def _is_due(self, now_ns: int) -> bool:
@@ -371,16 +378,18 @@ class FollowedRun:
         if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
             self._add_steps(block.schema, block.rows, origin, now_ns, is_rank0=True)
             return
-        for mine, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
-            if mine.any():
-                own = Origin(*(values[mine] for values in origin))
-                self._add_steps(block.schema, block.rows[mine], own, now_ns, is_rank0=is_rank0)
+        for is_rank_zero, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
+            if is_rank_zero.any():
+                writer_ids = RowWriters(*(values[is_rank_zero] for values in origin))
+                self._add_steps(
+                    block.schema, block.rows[is_rank_zero], writer_ids, now_ns, is_rank0=is_rank0
+                )
 
     def _add_steps(
         self,
         schema: Schema,
         raw: npt.NDArray[np.void],
-        origin: Origin,
+        origin: RowWriters,
         now_ns: int,
         *,
         is_rank0: bool,
@@ -452,13 +461,13 @@ class FollowedRun:
             records += self._stepped(step)
         if gate is None:
             self._save_until(self.steps.merged)
-            for left in rounds:
-                records += self._sampled(left)
+            for unjoined in rounds:
+                records += self._sampled(unjoined)
         if is_running and self.is_drained and not self._is_paused:
             records += self._idle(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
-            records += self._timed(self._still.look(now_ns), at)
+            records += self._timed(self._still.findings_due(now_ns), at)
         if merged or rounds or records:
             self._keep_lasting(records)
         self.has_changed = self.has_changed or bool(merged or records)
@@ -466,10 +475,12 @@ class FollowedRun:
 
     def _keep_lasting(self, records: list[TimedFinding]) -> None:
         """Keep the newest finding of each cause for as long as its watcher says it goes on."""
-        kept = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
-        kept |= {(record.finding.kind, record.finding.cause): record.finding for record in records}
-        on = self.watchers.lasting() if kept else frozenset()
-        self.saved.lasting = [finding for finding in kept.values() if finding.detector in on]
+        lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
+        lasting |= {
+            (record.finding.kind, record.finding.cause): record.finding for record in records
+        }
+        on = self.watchers.lasting() if lasting else frozenset()
+        self.saved.lasting = [finding for finding in lasting.values() if finding.detector in on]
 
     def take_unmerged(self) -> int:
         """Return how many rows of ranks steps were merged without, since it was last taken."""
@@ -490,7 +501,7 @@ class FollowedRun:
             self._close("stalled")
         return self._timed(findings, step.time_unix_ns) if findings else []
 
-    def _sampled(self, host_round: Round) -> list[TimedFinding]:
+    def _sampled(self, host_round: NodeSamples) -> list[TimedFinding]:
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
@@ -528,7 +539,7 @@ class FollowedRun:
 
     # ------------------------------------------------------------------------- over restarts
 
-    def saved_with(self, num_findings: int) -> Saved:
+    def saved_with(self, num_findings: int) -> RunWatchState:
         """Return what to store beside so many more findings. It holds once it is committed."""
         done = {"/".join(writer): seq for writer, seq in self._done().items() if seq >= 0}
         return msgspec.structs.replace(
@@ -554,7 +565,7 @@ def open_run(
     """Return the run as it was stored, or from its beginning."""
     query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
     body = connection.execute(query).scalar()
-    saved = Saved() if body is None else msgspec.msgpack.decode(body, type=Saved)
+    saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
         steps.load_state_dict(saved.merger)
@@ -613,11 +624,11 @@ class _Pause(NamedTuple):
     seconds: float
 
 
-class _Kept(NamedTuple):
+class _StateToStore(NamedTuple):
     """What is to be stored of a run."""
 
     followed: FollowedRun
-    saved: Saved
+    saved: RunWatchState
     body: bytes
     """``saved`` as it is stored."""
     findings: Sequence[Mapping[str, object]]
@@ -668,7 +679,7 @@ class LiveMonitor:
         """
         if not run_ids:
             return
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             self._aside = runs_aside(connection)
         for run_id in run_ids:
             self._begin_again(run_id)
@@ -676,7 +687,7 @@ class LiveMonitor:
     def _leave(self, run_ids: Iterable[str]) -> None:
         """Forget runs that others follow now."""
         for run_id in run_ids:
-            self._live.take(run_id)
+            self._live.pop(run_id)
             self._pauses.pop(run_id, None)
             self._forget(run_id)
 
@@ -703,17 +714,17 @@ class LiveMonitor:
             followed_here = {*self._live.waiting(), *self._open, *self._pauses}
             self._leave(followed_here.difference(owned))
         elif self._is_first:
-            self._begin()
+            self._load_unwatched()
             self._is_first = False
         queue = self._queue(running, only_new=only_new)
         budget = self._config.rows_at_once
         has_more = False
-        kept: list[_Kept] = []
+        states: list[_StateToStore] = []
         try:
             for run_id in queue:
                 is_running = run_id in running
                 if self._is_paused(run_id, now_ns):
-                    self._live.take(run_id)  # the store has them
+                    self._live.pop(run_id)  # the store has them
                     continue
                 if budget <= 0 and not is_running:
                     self.note(run_id)
@@ -721,16 +732,16 @@ class LiveMonitor:
                     continue
                 num, to_keep = self._watch(run_id, max(0, budget), now_ns, is_running)
                 budget -= num
-                kept += to_keep
+                states += to_keep
                 followed = self._open.get(run_id)
                 has_more = has_more or (followed is not None and not followed.is_read)
-            self._keep(kept, now_ns)
+            self._keep(states, now_ns)
         except StorageError:
-            for of_run in kept:
+            for of_run in states:
                 if of_run.followed.saved is not of_run.saved:
                     self._begin_again(of_run.followed.run_id)
             raise
-        return Polled(frozenset(k.followed.run_id for k in kept if k.findings), has_more)
+        return Polled(frozenset(k.followed.run_id for k in states if k.findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
         """Return what was told of a followed run and still holds."""
@@ -742,9 +753,9 @@ class LiveMonitor:
         followed = self._open.get(run_id)
         return () if followed is None else tuple(followed.saved.lasting)
 
-    def _begin(self) -> None:
+    def _load_unwatched(self) -> None:
         """Note what an earlier process has stored and not watched."""
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             unread = unread_runs(connection)
             self._aside = runs_aside(connection)
         for run_id in unread:
@@ -768,17 +779,17 @@ class LiveMonitor:
 
     def _watch(
         self, run_id: str, budget: int, now_ns: int, is_running: bool
-    ) -> tuple[int, list[_Kept]]:
+    ) -> tuple[int, list[_StateToStore]]:
         """Look at one run; return how many rows were read, and what is to be stored of it."""
-        kept: list[_Kept] = []
-        taken = self._live.take(run_id)  # before the store is opened: it must have these
+        states: list[_StateToStore] = []
+        taken = self._live.pop(run_id)  # before the store is opened: it must have these
         try:
             followed = self._open.get(run_id) or self._opened(run_id)
-            num = followed.take(taken, now_ns)
+            num = followed.add_committed(taken, now_ns)
             if followed.needs_store(taken, now_ns):
-                with self._store.read() as connection:
-                    moment = self._store.moment(connection)
-                    num += followed.read(moment, budget, now_ns, has_more=taken.has_more)
+                with self._store.read_transaction() as connection:
+                    moment = self._store.snapshot_on(connection)
+                    num += followed.read_stored(moment, budget, now_ns, has_more=taken.has_more)
             before = followed.steps.absent
             records = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.take_unmerged()
@@ -789,7 +800,7 @@ class LiveMonitor:
                 )
             is_over = followed.is_drained and not is_running
             if records or followed.has_new_onset or self._is_due(followed, now_ns, is_over=is_over):
-                kept.append(_to_keep(followed, records, is_over=is_over))
+                states.append(_to_keep(followed, records, is_over=is_over))
         except StorageError:
             self._begin_again(run_id)
             raise
@@ -799,12 +810,12 @@ class LiveMonitor:
         if num:
             self._pauses.pop(run_id, None)
             self._set_aside(run_id, is_aside=False)
-        if is_over and not kept:
+        if is_over and not states:
             self._forget(run_id)
-        return num, kept
+        return num, states
 
     def _opened(self, run_id: str) -> FollowedRun:
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 
@@ -838,7 +849,7 @@ class LiveMonitor:
         if is_aside == (run_id in self._aside):
             return
         with self._store.write() as connection:
-            (set_aside if is_aside else take_up)(connection, run_id)
+            (suspend_watching if is_aside else resume_watching)(connection, run_id)
         self._aside ^= {run_id}
         _LOG.warning("watching_%s run=%s", "set_aside" if is_aside else "taken_up", run_id)
 
@@ -847,24 +858,26 @@ class LiveMonitor:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
 
-    def _keep(self, kept: Sequence[_Kept], now_ns: int) -> None:
+    def _keep(self, states: Sequence[_StateToStore], now_ns: int) -> None:
         """Store findings and memory of runs, of each in one transaction: that of all, if it can.
 
         What is synced to the disk costs the same for one run and for hundreds.
         """
         try:
-            held = self._store_all(kept)
+            stored_runs = self._store_all(states)
         except Exception as error:  # what is wrong with one run is its own
-            if len(kept) > 1:
-                for of_run in kept:
+            if len(states) > 1:
+                for of_run in states:
                     self._keep([of_run], now_ns)
                 return
             if isinstance(error, StorageError):
                 raise
-            self._leave_alone(kept[0].followed.run_id, now_ns)
+            self._leave_alone(states[0].followed.run_id, now_ns)
             return
-        for followed, saved, body, _, is_over in kept:
-            if followed.run_id not in held:  # its new owner goes on from what was stored before
+        for followed, saved, body, _, is_over in states:
+            if (
+                followed.run_id not in stored_runs
+            ):  # its new owner goes on from what was stored before
                 self._leave([followed.run_id])
                 continue
             followed.saved, followed.has_changed = saved, False
@@ -874,17 +887,17 @@ class LiveMonitor:
             if is_over:
                 self._forget(followed.run_id)
 
-    def _store_all(self, kept: Sequence[_Kept]) -> Collection[str]:
+    def _store_all(self, states: Sequence[_StateToStore]) -> Collection[str]:
         """Store what is kept of runs; return those that were still to be followed here."""
-        if not kept:
+        if not states:
             return ()
         with self._store.write() as connection:
-            held = self._store.claims.hold(connection, [k.followed.run_id for k in kept])
-            kept = [of_run for of_run in kept if of_run.followed.run_id in held]
-            rows = [row for of_run in kept for row in of_run.findings]
+            claimed_runs = self._store.claims.hold(connection, [k.followed.run_id for k in states])
+            states = [of_run for of_run in states if of_run.followed.run_id in claimed_runs]
+            rows = [row for of_run in states for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            bodies = [{"name": state_name(k.followed.run_id), "body": k.body} for k in kept]
+            bodies = [{"name": state_name(k.followed.run_id), "body": k.body} for k in states]
             if bodies:
                 statement = insert(connection, engine_state)
                 connection.execute(
@@ -893,14 +906,16 @@ class LiveMonitor:
                     ),
                     bodies,
                 )
-        return held
+        return claimed_runs
 
 
-def _to_keep(followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool) -> _Kept:
+def _to_keep(
+    followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool
+) -> _StateToStore:
     first = followed.saved.next_seq
     rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
     saved = followed.saved_with(len(records))
-    return _Kept(followed, saved, msgspec.msgpack.encode(saved), rows, is_over)
+    return _StateToStore(followed, saved, msgspec.msgpack.encode(saved), rows, is_over)
 
 
 def _row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
@@ -926,14 +941,14 @@ __all__ = [
     "LiveMonitor",
     "LiveMonitorConfig",
     "Polled",
-    "Saved",
+    "RunWatchState",
     "TimedFinding",
     "forget_progress",
     "open_run",
+    "resume_watching",
     "runs_aside",
-    "set_aside",
     "state_name",
-    "take_up",
+    "suspend_watching",
     "unread_runs",
     "watched_onsets",
     "watched_to",

@@ -51,25 +51,31 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
 
     A step has one entry: where that is a rollback or a halt, it says so itself.
     """
-    own = decisions.c
-    query = select(own.run_id, own.cause).where(own.action == "skip_step", own.acted)
+    columns = decisions.c
+    query = select(columns.run_id, columns.cause).where(
+        columns.action == "skip_step", columns.acted
+    )
     skips = Counter[tuple[str, str]]()
     for of, cause, num in connection.execute(
-        _of(query, own.run_id, run_id).add_columns(func.count()).group_by(own.run_id, own.cause)
+        _of(query, columns.run_id, run_id)
+        .add_columns(func.count())
+        .group_by(columns.run_id, columns.cause)
     ):
         skips[of, cause] += num
-    others = select(own.run_id, own.cause, own.body).where(
-        own.action.not_in(("skip_step", "continue"))
+    others = select(columns.run_id, columns.cause, columns.body).where(
+        columns.action.not_in(("skip_step", "continue"))
     )
-    for of, cause, body in connection.execute(_of(others, own.run_id, run_id)):
+    for of, cause, body in connection.execute(_of(others, columns.run_id, run_id)):
         skips[of, cause] += bool(body) and _decision(body).skipped
     return skips
 
 
 def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return by run how many steps are lost work, each once, and the batches dropped."""
-    own = decisions.c
-    query = select(own.run_id, own.body).where(own.run_id.in_(ids), own.action != "continue")
+    columns = decisions.c
+    query = select(columns.run_id, columns.body).where(
+        columns.run_id.in_(ids), columns.action != "continue"
+    )
     lost: dict[str, set[tuple[int, int]]] = {run_id: set() for run_id in ids}
     batches = Counter[str]()
     for run_id, body in connection.execute(query):

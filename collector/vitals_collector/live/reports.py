@@ -50,7 +50,7 @@ class Reporter:
     def report(
         self,
         owned: Mapping[str, int],
-        told: Iterable[str],
+        reported_runs: Iterable[str],
         present: Iterable[RunNow],
         *,
         only_new: bool,
@@ -59,14 +59,14 @@ class Reporter:
 
         Args:
             owned: the number of each run's lease.
-            told: runs of which something came that people may be told of, once for each.
+            reported_runs: runs of which something came that people may be told of, once for each.
             present: runs as they are now.
             only_new: only what cannot wait.
 
         Raises:
             StorageError: the store refused; call again.
         """
-        self._num_told.update(told)
+        self._num_told.update(reported_runs)
         due: dict[str, RunReport] = {}
         for now in present:
             run_id, before = now.run_id, self._written.get(now.run_id)
@@ -80,8 +80,8 @@ class Reporter:
         if not due:
             return
         with self._store.write() as connection:
-            held = self._store.claims.hold(connection, due.keys())
-            bodies = {run_id: msgspec.msgpack.encode(due[run_id]) for run_id in held}
+            claimed_runs = self._store.claims.hold(connection, due.keys())
+            bodies = {run_id: msgspec.msgpack.encode(due[run_id]) for run_id in claimed_runs}
             if bodies:
                 write_reports(connection, bodies)
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due

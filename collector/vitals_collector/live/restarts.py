@@ -48,9 +48,11 @@ class Restart(NamedTuple):
 def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Restart]]:
     """Return the restarts of each of these runs, the oldest first."""
     branches: dict[str, list[tuple[AttemptRow, int]]] = {run_id: [] for run_id in ids}
-    own = attempts.c
-    query = select(own.run_id, own.id, own.parent, own.fork_step, own.started_unix_ns)
-    for row in connection.execute(query.where(own.run_id.in_(ids)).order_by(own.id)):
+    columns = attempts.c
+    query = select(
+        columns.run_id, columns.id, columns.parent, columns.fork_step, columns.started_unix_ns
+    )
+    for row in connection.execute(query.where(columns.run_id.in_(ids)).order_by(columns.id)):
         branch = AttemptRow(row.id, row.parent, row.fork_step)
         branches[row.run_id].append((branch, row.started_unix_ns))
     several = [run_id for run_id, of_run in branches.items() if len(of_run) > 1]
@@ -79,9 +81,11 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
 
 def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
     """Return the attempts that rollbacks began."""
-    own = decisions.c
+    columns = decisions.c
     bodies = connection.execute(
-        select(own.body).where(own.run_id == run_id, own.acted, own.action == "rollback")
+        select(columns.body).where(
+            columns.run_id == run_id, columns.acted, columns.action == "rollback"
+        )
     ).scalars()
     return {_decision(body).new_attempt for body in bodies if body}
 

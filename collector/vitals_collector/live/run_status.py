@@ -102,8 +102,8 @@ def _number_of(source: str) -> int:
 
 def last_seen(sources: Iterable[SourceState]) -> int:
     """Return when the run's own sources were heard of last: what sends beside it is none."""
-    own = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
-    return max((one.last_seen_unix_ns for one in own), default=0)
+    reporting = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
+    return max((one.last_seen_unix_ns for one in reporting), default=0)
 
 
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
@@ -437,11 +437,11 @@ class RunStatusCache:
     def drop(self, run_ids: Iterable[str]) -> None:
         """Forget what was seen of runs; those that are still asked after begin anew."""
         for run_id in run_ids:
-            for kept in (
+            for cache in (
                 *(self._statuses, self._decided, self._moved),
                 *(self._failed_at, self._since, self._rest_until),
             ):
-                kept.pop(run_id, None)
+                cache.pop(run_id, None)
 
     def refresh(
         self,
@@ -475,13 +475,13 @@ class RunStatusCache:
                 self.drop(self._statuses.keys() - every)
                 since = when.now_unix_ns - int(2 * when.lost_after_seconds * 1e9)
                 failed = {run_id for run_id, at in self._failed_at.items() if at >= since}
-                asked = self.running | failed | (every - self._statuses.keys())
+                run_ids = self.running | failed | (every - self._statuses.keys())
                 resting = {
                     run_id
                     for run_id, until in self._rest_until.items()
                     if when.now_unix_ns < until and not touched.get(run_id)
                 }
-                due_runs = ((due_runs | asked) & every) - resting
+                due_runs = ((due_runs | run_ids) & every) - resting
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
                 self._refresh_some(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
@@ -506,11 +506,13 @@ class RunStatusCache:
         for run_id, incarnation, *state in connection.execute(query).all():
             of_run[run_id].append((incarnation, _received(SourceState._make(state), when)))
         for run_id in run_ids:
-            own = [state for _, state in of_run[run_id]]
+            writer_states = [state for _, state in of_run[run_id]]
             heard_since = self._heard_since(run_id, when)
-            status = _status_of(connection, run_id, own, self._decided[run_id], heard_since)
+            status = _status_of(
+                connection, run_id, writer_states, self._decided[run_id], heard_since
+            )
             if status.state == "running":
-                self._rest_until[run_id] = when.now_unix_ns + _rest_ns(len(own), when)
+                self._rest_until[run_id] = when.now_unix_ns + _rest_ns(len(writer_states), when)
             else:
                 self._rest_until.pop(run_id, None)
                 self._moved.pop(run_id, None)
@@ -660,9 +662,9 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         )
         failure = connection.execute(query).first()
         if failure is not None:
-            words = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+            cause = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
             killed = _killed(connection, run_id, started_unix_ns, failure.ended_unix_ns)
-            return f"{killed}; then {words}" if killed else words
+            return f"{killed}; then {cause}" if killed else cause
     notes = (
         select(events.c.summary)
         .where(
@@ -745,12 +747,12 @@ def _last_word(parts: Sequence[SourceState]) -> str:
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
     last = datetime.fromtimestamp(max(part.last_seen_unix_ns for part in parts) / 1e9, UTC)
-    words = f"last seen at {last:%Y-%m-%d %H:%M:%S} UTC"
+    seen_text = f"last seen at {last:%Y-%m-%d %H:%M:%S} UTC"
     if not nodes:
-        return words
+        return seen_text
     more = f" and {len(nodes) - _MOST_NAMED} more" if nodes[_MOST_NAMED:] else ""
     on = "on node" if len(nodes) == 1 else "on nodes"
-    return f"{words}, {on} {', '.join(nodes[:_MOST_NAMED])}{more}"
+    return f"{seen_text}, {on} {', '.join(nodes[:_MOST_NAMED])}{more}"
 
 
 _PROCESS = (
@@ -766,10 +768,10 @@ _GONE = " [rank_gone]"
 
 def _decided(connection: Connection, run_id: str) -> _Decided:
     """Return a run's newest trouble, and the halt that its newest start of rank 0 decided."""
-    mine = decisions.c.run_id == run_id
+    condition = decisions.c.run_id == run_id
     trouble = (
         select(decisions.c.step)
-        .where(mine, decisions.c.action.in_(("skip_step", "rollback")))
+        .where(condition, decisions.c.action.in_(("skip_step", "rollback")))
         .order_by(decisions.c.ledger_seq.desc())
         .limit(1)
     )
@@ -779,7 +781,7 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
     halts = (
         select(decisions.c.body, decisions.c.time_unix_ns)
         .where(
-            mine,
+            condition,
             decisions.c.action == "halt",
             decisions.c.acted,
             decisions.c.incarnation == (_heard_last(starts).incarnation if starts else ""),

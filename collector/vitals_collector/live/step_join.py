@@ -53,7 +53,7 @@ _CELLS_AT_ONCE = 1 << 20
 _NO_TIME = np.int64(-(2**63))
 
 
-class Origin(NamedTuple):
+class RowWriters(NamedTuple):
     """Who wrote each of some rows."""
 
     rank: Ints
@@ -63,10 +63,10 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class WriterRows:
     """Decoded rows of any number of writers, each writer's in the order they were written."""
 
-    origin: Origin
+    origin: RowWriters
     seq: Ints
     attempt: Ints
     step: Ints
@@ -76,12 +76,12 @@ class Rows:
     def __len__(self) -> int:
         return len(self.seq)
 
-    def take(self, which: Mask) -> "Rows":
+    def take(self, which: Mask) -> "WriterRows":
         """Return the chosen rows; these themselves where that is all of them."""
         if which.all():
             return self
-        return Rows(
-            Origin(*(values[which] for values in self.origin)),
+        return WriterRows(
+            RowWriters(*(values[which] for values in self.origin)),
             self.seq[which],
             self.attempt[which],
             self.step[which],
@@ -92,8 +92,8 @@ class Rows:
     def until(self, key: Key) -> Mask:
         """Return which rows lie at or before a key."""
         attempt, step = key
-        chosen: Mask = (self.attempt < attempt) | ((self.attempt == attempt) & (self.step <= step))
-        return chosen
+        mask: Mask = (self.attempt < attempt) | ((self.attempt == attempt) & (self.step <= step))
+        return mask
 
     def last(self) -> Key:
         """Return the highest key; there must be rows."""
@@ -102,8 +102,8 @@ class Rows:
 
 
 def decode(
-    schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: Origin
-) -> Rows:
+    schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: RowWriters
+) -> WriterRows:
     """Return the rows' numbers; text and unknown columns are left out."""
 
     def whole(name: str) -> Ints:
@@ -120,7 +120,7 @@ def decode(
         if values.dtype.kind in "fi":
             columns[name] = (values.copy(), measured)  # the batch's bytes are let go
     seq = rows["seq"].astype(np.int64)
-    return Rows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
+    return WriterRows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
 
 
 def step_columns(schema: Schema, *, is_rank0: bool) -> list[str]:
@@ -138,7 +138,7 @@ class LayerPart(NamedTuple):
     """Rows of the layers of one incarnation, with the names it gave them."""
 
     names: Mapping[int, str]
-    rows: Rows
+    rows: WriterRows
 
 
 class Merged(NamedTuple):
@@ -148,7 +148,7 @@ class Merged(NamedTuple):
     num_missing: int
 
 
-def merge(parts: Sequence[Rows], layers: Sequence[LayerPart] = ()) -> Merged:
+def merge(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> Merged:
     """Return one row for each (attempt, step) that any rank wrote; of one written twice the last.
 
     A layer's rows of a step that no rank wrote are left out.
@@ -157,14 +157,16 @@ def merge(parts: Sequence[Rows], layers: Sequence[LayerPart] = ()) -> Merged:
     steps: list[MergedStep] = []
     num_missing = 0
     for attempt in np.unique(np.concatenate([part.attempt for part in parts])).tolist():
-        mine = [part.take(part.attempt == attempt) for part in parts]
-        mine = [part for part in mine if len(part)]
-        width = max(max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in mine)
-        every = np.unique(np.concatenate([part.step for part in mine]))
+        attempt_parts = [part.take(part.attempt == attempt) for part in parts]
+        attempt_parts = [part for part in attempt_parts if len(part)]
+        width = max(
+            max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in attempt_parts
+        )
+        every = np.unique(np.concatenate([part.step for part in attempt_parts]))
         size = max(1, _CELLS_AT_ONCE // width)
         for start in range(0, len(every), size):
             block = every[start : start + size]
-            merged = _merge_block(attempt, block, width, mine, of_layers)
+            merged = _merge_block(attempt, block, width, attempt_parts, of_layers)
             steps += merged.steps
             num_missing += merged.num_missing
     return Merged(steps, num_missing)
@@ -174,7 +176,7 @@ def _merge_block(
     attempt: int,
     steps: Ints,
     width: int,
-    parts: Sequence[Rows],
+    parts: Sequence[WriterRows],
     layers: Mapping[Key, dict[str, dict[str, float]]],
 ) -> Merged:
     """Merge some steps of one attempt; ``width`` is the number of its ranks."""
@@ -223,19 +225,23 @@ def _merge_block(
     return Merged(merged, int(present.size - present.sum()))
 
 
-def _run_rows(rows: Rows, root: Ints) -> Iterator[dict[str, Value]]:
+def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
     """Yield what rank 0 measured for all, of each of its rows; what is missing is absent."""
     run_columns = {name: c for name, c in rows.columns.items() if name not in RANK_COLUMNS}
     if len(root) == 1:  # mostly; an array for each number would cost more than all else
         at = int(root[0])
         yield {name: v.item(at) for name, (v, ok) in run_columns.items() if ok.item(at)}
         return
-    own = {name: (v[root], ok[root]) for name, (v, ok) in run_columns.items()}
-    whole = [name for name, (_, ok) in own.items() if ok.all()]
+    columns_at_root = {name: (v[root], ok[root]) for name, (v, ok) in run_columns.items()}
+    whole = [name for name, (_, ok) in columns_at_root.items() if ok.all()]
     gapped = [
-        (n, v.tolist(), ok.tolist()) for n, (v, ok) in own.items() if n not in whole and ok.any()
+        (n, v.tolist(), ok.tolist())
+        for n, (v, ok) in columns_at_root.items()
+        if n not in whole and ok.any()
     ]
-    lists = zip(*(own[name][0].tolist() for name in whole), strict=True) if whole else None
+    lists = (
+        zip(*(columns_at_root[name][0].tolist() for name in whole), strict=True) if whole else None
+    )
     for i in range(len(root)):
         row = dict(zip(whole, next(lists), strict=True)) if lists is not None else {}
         for name, values, ok in gapped:
@@ -299,7 +305,7 @@ class _Held:
     """Rows that came together, and wait for others."""
 
     since_ns: int
-    rows: Rows
+    rows: WriterRows
     names: Mapping[int, str] | None = None
     """Of rows of layers, what their numbers are called."""
 
@@ -313,7 +319,7 @@ class _Cadence:
     gap: int = 1
 
     @property
-    def promise(self) -> Key:
+    def complete_through(self) -> Key:
         """Up to here no more of them will come."""
         return self.attempt, self.last + self.gap - 1
 
@@ -332,7 +338,7 @@ class _Positions:
             self.keys = np.pad(self.keys, ((0, more), (0, 0)), constant_values=BEFORE_ALL[0])
             self.absent = np.pad(self.absent, (0, more))
 
-    def move(self, rows: Rows, merged: Key) -> None:
+    def move(self, rows: WriterRows, merged: Key) -> None:
         """Take in which rows there are; who writes beyond what is merged is waited for again."""
         # The newest key of each rank by one sort: a loop over thousands of ranks would cost more
         # than all that is done with their rows.
@@ -419,7 +425,7 @@ class StepMerger:
             self._read = np.pad(self._read, (0, number + 64), constant_values=-1)
         return number
 
-    def add(self, rows: Rows, now_ns: int) -> None:
+    def add(self, rows: WriterRows, now_ns: int) -> None:
         """Take rows of ranks' steps in; those of one writer come in their order."""
         self._note(rows)
         rows = rows.take(rows.origin.rank < MOST_RANKS)
@@ -445,17 +451,17 @@ class StepMerger:
         self._note(rows)
         self._hold(_Held(now_ns, rows, part.names))
 
-    def _note(self, rows: Rows) -> None:
+    def _note(self, rows: WriterRows) -> None:
         np.maximum.at(self._read, rows.origin.writer, rows.seq)
 
-    def _hold(self, held: _Held) -> int:
-        late = held.rows.until(self.merged)
+    def _hold(self, pending: _Held) -> int:
+        late = pending.rows.until(self.merged)
         if late.any():
             self.num_late += int(late.sum())
-            held.rows = held.rows.take(~late)
-        if len(held.rows):
-            self._held.append(held)
-        return len(held.rows)
+            pending.rows = pending.rows.take(~late)
+        if len(pending.rows):
+            self._held.append(pending)
+        return len(pending.rows)
 
     def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
         """Return the steps that are whole or waited for long enough, and hold their rows no more.
@@ -479,28 +485,28 @@ class StepMerger:
         self.merged = (last.attempt, last.step)
         self.num_missing += merged.num_missing
         self._positions.overtake(self._num_ranks, self.merged)
-        if self._cadence is not None and self._cadence.promise < self.merged:
+        if self._cadence is not None and self._cadence.complete_through < self.merged:
             self._awaits_layers = False
         return merged.steps
 
-    def _taken(self, until: Key) -> tuple[list[Rows], list[LayerPart]]:
+    def _taken(self, until: Key) -> tuple[list[WriterRows], list[LayerPart]]:
         """Hold the rows up to a key no more, and return them."""
-        taken: list[Rows] = []
+        taken: list[WriterRows] = []
         layers: list[LayerPart] = []
-        kept: list[_Held] = []
-        for held in self._held:
-            mine = held.rows.until(until)
-            if mine.any():
-                due_rows = held.rows.take(mine)
-                if held.names is None:
+        pending_later: list[_Held] = []
+        for pending in self._held:
+            ready_rows = pending.rows.until(until)
+            if ready_rows.any():
+                due_rows = pending.rows.take(ready_rows)
+                if pending.names is None:
                     self.num_held -= len(due_rows)
                     taken.append(due_rows)
                 else:
-                    layers.append(LayerPart(held.names, due_rows))
-            if not mine.all():
-                held.rows = held.rows.take(~mine)
-                kept.append(held)
-        self._held = kept
+                    layers.append(LayerPart(pending.names, due_rows))
+            if not ready_rows.all():
+                pending.rows = pending.rows.take(~ready_rows)
+                pending_later.append(pending)
+        self._held = pending_later
         return taken, layers
 
     @property
@@ -512,12 +518,12 @@ class StepMerger:
         lowest = self._positions.lowest(self._num_ranks)
         awaited = [] if lowest is None else [lowest]
         if self._awaits_layers and self._cadence is not None:
-            awaited.append(self._cadence.promise)
+            awaited.append(self._cadence.complete_through)
         return min(awaited, default=BEFORE_ALL)
 
     def _overdue(self, now_ns: int) -> Key:
         waited = now_ns - int(self.config.patience_seconds * 1e9)
-        old = (held.rows.last() for held in self._held if held.since_ns <= waited)
+        old = (pending.rows.last() for pending in self._held if pending.since_ns <= waited)
         return max(old, default=BEFORE_ALL)
 
     def _too_many(self) -> Key:
@@ -525,7 +531,7 @@ class StepMerger:
         most = self.most_held
         if self.num_held <= most:
             return BEFORE_ALL
-        ranks = [held.rows for held in self._held if held.names is None]
+        ranks = [pending.rows for pending in self._held if pending.names is None]
         attempt = np.concatenate([rows.attempt for rows in ranks])
         step = np.concatenate([rows.step for rows in ranks])
         at = np.lexsort((step, attempt))[len(step) - most - 1]
@@ -536,8 +542,8 @@ class StepMerger:
     def done(self) -> dict[Writer, int]:
         """Return the sequence number up to which each writer's rows need not be read again."""
         done = self._read.copy()
-        for held in self._held:
-            np.minimum.at(done, held.rows.origin.writer, held.rows.seq - 1)
+        for pending in self._held:
+            np.minimum.at(done, pending.rows.origin.writer, pending.rows.seq - 1)
         return dict(zip(self._numbers, done[: len(self._numbers)].tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -594,7 +600,7 @@ class HostRow(NamedTuple):
     values: Mapping[str, Value]
 
 
-class Round(NamedTuple):
+class NodeSamples(NamedTuple):
     """What an agent sampled at one time: a ``NodeSample`` without a step."""
 
     node: str
@@ -602,7 +608,7 @@ class Round(NamedTuple):
     gpus: Mapping[str, Mapping[str, Value]]
 
 
-class _Waiting(NamedTuple):
+class _PendingHostRow(NamedTuple):
     writer: Writer
     uuid: str
     row: HostRow
@@ -610,8 +616,8 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class _Node:
-    hosts: deque[_Waiting] = field(default_factory=deque)
-    gpus: list[_Waiting] = field(default_factory=list)
+    hosts: deque[_PendingHostRow] = field(default_factory=deque)
+    gpus: list[_PendingHostRow] = field(default_factory=list)
 
 
 class NodeMerger:
@@ -629,31 +635,33 @@ class NodeMerger:
 
     def add(self, writer: Writer, node: str, uuid: str, rows: Iterable[HostRow]) -> None:
         """Take rows in, the node's own where ``uuid`` is empty; those of a writer in order."""
-        kept = self._nodes.setdefault(node, _Node())
+        node_rows = self._nodes.setdefault(node, _Node())
         for row in rows:
             self._read[writer] = row.seq
-            waiting = _Waiting(writer, uuid, row)
+            waiting = _PendingHostRow(writer, uuid, row)
             if not uuid:
-                kept.hosts.append(waiting)
+                node_rows.hosts.append(waiting)
             else:
-                kept.gpus.append(waiting)
-        excess = len(kept.gpus) - _MOST_SAMPLES
+                node_rows.gpus.append(waiting)
+        excess = len(node_rows.gpus) - _MOST_SAMPLES
         if excess > 0:
             self._num_dropped += excess
-            del kept.gpus[:excess]
+            del node_rows.gpus[:excess]
 
-    def take_ready(self, gates: Mapping[str, int]) -> list[Round]:
+    def take_ready(self, gates: Mapping[str, int]) -> list[NodeSamples]:
         """Return the rounds that are whole, by time, and hold their rows no more.
 
         Args:
             gates: of a node that has rows which were not added yet, the monotonic time up to which
                 all have been.
         """
-        rounds: list[Round] = []
-        for node, kept in self._nodes.items():
+        rounds: list[NodeSamples] = []
+        for node, node_rows in self._nodes.items():
             gate = gates.get(node)
-            while len(kept.hosts) > 1 and (gate is None or kept.hosts[1].row.monotonic_ns <= gate):
-                rounds.append(_next_round(node, kept))
+            while len(node_rows.hosts) > 1 and (
+                gate is None or node_rows.hosts[1].row.monotonic_ns <= gate
+            ):
+                rounds.append(_next_round(node, node_rows))
         return sorted(rounds, key=lambda host_round: host_round.time_unix_ns)
 
     def take_dropped(self) -> int:
@@ -664,25 +672,25 @@ class NodeMerger:
     def done(self) -> dict[Writer, int]:
         """Return the sequence number up to which each writer's rows need not be read again."""
         done = dict(self._read)
-        for kept in self._nodes.values():
-            for writer, _, row in (*kept.hosts, *kept.gpus):
+        for node_rows in self._nodes.values():
+            for writer, _, row in (*node_rows.hosts, *node_rows.gpus):
                 done[writer] = min(done[writer], row.seq - 1)
         return done
 
 
-def _next_round(node: str, kept: _Node) -> Round:
-    begin = kept.hosts.popleft().row
-    end = kept.hosts[0].row.monotonic_ns
+def _next_round(node: str, node_rows: _Node) -> NodeSamples:
+    begin = node_rows.hosts.popleft().row
+    end = node_rows.hosts[0].row.monotonic_ns
     is_rebooted = end < begin.monotonic_ns
-    mine: list[_Waiting] = []
-    rest: list[_Waiting] = []
-    for waiting in kept.gpus:
+    round_rows: list[_PendingHostRow] = []
+    rest: list[_PendingHostRow] = []
+    for waiting in node_rows.gpus:
         at = waiting.row.monotonic_ns
         belongs = at >= begin.monotonic_ns if is_rebooted else at < end
-        (mine if belongs else rest).append(waiting)
-    kept.gpus = rest
-    gpus = {waiting.uuid: waiting.row.values for waiting in mine}
-    return Round(node, begin.time_unix_ns, gpus)
+        (round_rows if belongs else rest).append(waiting)
+    node_rows.gpus = rest
+    gpus = {waiting.uuid: waiting.row.values for waiting in round_rows}
+    return NodeSamples(node, begin.time_unix_ns, gpus)
 
 
 def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
@@ -719,11 +727,11 @@ __all__ = [
     "MergeConfig",
     "Merged",
     "NodeMerger",
-    "Origin",
-    "Round",
-    "Rows",
+    "NodeSamples",
+    "RowWriters",
     "StepMerger",
     "Writer",
+    "WriterRows",
     "decode",
     "host_rows",
     "merge",

@@ -22,15 +22,15 @@ from sqlalchemy import Connection, select
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.rows import Column, Schema, rows_of
 from trainvitals.wire import Batch, BatchHeader
-from vitals_collector.live.step_join import BEFORE_ALL, Key, Origin, Writer
-from vitals_collector.numbers.interface import Columns, NumbersReader, Span
+from vitals_collector.live.step_join import BEFORE_ALL, Key, RowWriters, Writer
+from vitals_collector.numbers.interface import Columns, NumbersReader, RowSpan
 from vitals_collector.storage.schema import names, sources, streams
 
 _BATCH_BYTES = 512
 """What a batch costs beside its rows."""
 
 
-class Taken(NamedTuple):
+class CommittedRows(NamedTuple):
     """What was committed of a run since it was last taken, in this order."""
 
     batches: tuple[Batch, ...]
@@ -39,7 +39,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _BufferedRows:
     batches: deque[Batch] = field(default_factory=deque)
     num_bytes: int = 0
     has_more: bool = False
@@ -56,48 +56,48 @@ class RecentRows:
         self._most = most_bytes
         self._num_bytes = 0
         self._lock = threading.Lock()
-        self._runs: dict[str, _Kept] = {}
+        self._runs: dict[str, _BufferedRows] = {}
 
     def add(self, batches: Iterable[Batch]) -> None:
         """Keep batches that were committed."""
         with self._lock:
             for batch in batches:
                 run_id = batch.header.identity.run_id
-                kept = self._runs.get(run_id)
-                if kept is None:
-                    kept = self._runs[run_id] = _Kept()
-                kept.batches.append(batch)
+                buffered = self._runs.get(run_id)
+                if buffered is None:
+                    buffered = self._runs[run_id] = _BufferedRows()
+                buffered.batches.append(batch)
                 size = len(batch.rows) + _BATCH_BYTES
-                kept.num_bytes += size
+                buffered.num_bytes += size
                 self._num_bytes += size
             while self._num_bytes > self._most:
-                self._drop(max(self._runs.values(), key=lambda kept: kept.num_bytes))
+                self._drop(max(self._runs.values(), key=lambda buffered: buffered.num_bytes))
 
     def note(self, run_id: str) -> None:
         """Remember that the store has rows of the run that were not given to ``add``."""
         with self._lock:
-            self._runs.setdefault(run_id, _Kept()).has_more = True
+            self._runs.setdefault(run_id, _BufferedRows()).has_more = True
 
     def waiting(self) -> list[str]:
         """Return the runs that have something; who came first comes first."""
         with self._lock:
             return list(self._runs)
 
-    def take(self, run_id: str) -> Taken:
+    def pop(self, run_id: str) -> CommittedRows:
         """Return what is kept of a run, and keep it no more."""
         with self._lock:
-            kept = self._runs.pop(run_id, None)
-            if kept is None:
-                return Taken((), False)
-            self._num_bytes -= kept.num_bytes
-            return Taken(tuple(kept.batches), kept.has_more)
+            buffered = self._runs.pop(run_id, None)
+            if buffered is None:
+                return CommittedRows((), False)
+            self._num_bytes -= buffered.num_bytes
+            return CommittedRows(tuple(buffered.batches), buffered.has_more)
 
-    def _drop(self, kept: _Kept) -> None:
-        batch = kept.batches.popleft()
+    def _drop(self, buffered: _BufferedRows) -> None:
+        batch = buffered.batches.popleft()
         size = len(batch.rows) + _BATCH_BYTES
-        kept.num_bytes -= size
+        buffered.num_bytes -= size
         self._num_bytes -= size
-        kept.has_more = True
+        buffered.has_more = True
         self.num_dropped += batch.header.num_rows
 
 
@@ -114,7 +114,7 @@ _LEAST_WINDOW = 128
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class StreamProgress:
     """One writer's stream, how far it is read, and how far it is known to be stored."""
 
     writer: Writer
@@ -134,19 +134,19 @@ class Stream:
 class RowBlock(NamedTuple):
     """Rows of one schema, of one or several streams one after the other."""
 
-    streams: Sequence[Stream]
+    streams: Sequence[StreamProgress]
     counts: Sequence[int]
     schema: Schema
     rows: npt.NDArray[np.void]
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> RowWriters:
         """Who wrote each row."""
         of = [(s.rank, s.world_size, s.number) for s in self.streams]
         rank, world_size, writer = np.repeat(np.array(of, dtype=np.int64), self.counts, axis=0).T
-        return Origin(rank, world_size.copy(), writer)
+        return RowWriters(rank, world_size.copy(), writer)
 
-    def by_stream(self) -> Iterator[tuple[Stream, npt.NDArray[np.void]]]:
+    def by_stream(self) -> Iterator[tuple[StreamProgress, npt.NDArray[np.void]]]:
         """Yield the rows of each stream."""
         first = 0
         for stream, num in zip(self.streams, self.counts, strict=True):
@@ -157,7 +157,7 @@ class RowBlock(NamedTuple):
 @dataclass(slots=True)
 class _Open:
     schema: Schema
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[StreamProgress] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     raws: list[bytes] = field(default_factory=list)
 
@@ -170,7 +170,7 @@ class _Blocks:
         self._open: dict[int, _Open] = {}
         self._schema_of: dict[int, int] = {}
 
-    def add(self, stream: Stream, schema: Schema, raw: bytes, num_rows: int) -> None:
+    def add(self, stream: StreamProgress, schema: Schema, raw: bytes, num_rows: int) -> None:
         which = id(schema)
         if self._schema_of.setdefault(stream.number, which) != which:
             self._close()
@@ -220,9 +220,9 @@ class TailReader:
         self._run_id = run_id
         self._done = done
         self._number_of = number_of
-        self._streams: dict[Writer, Stream] = {}
-        self._behind: dict[Writer, Stream] = {}
-        self._nameless: dict[Writer, Stream] = {}
+        self._streams: dict[Writer, StreamProgress] = {}
+        self._behind: dict[Writer, StreamProgress] = {}
+        self._nameless: dict[Writer, StreamProgress] = {}
         self._schemas: dict[tuple[Column, ...], Schema] = {}
         self._head: tuple[int, int] = (-1, 0)
         self._largest = 0
@@ -232,7 +232,7 @@ class TailReader:
         """Ranks of the newest start of rank 0, as far as it is known."""
         return self._head[1] or self._largest
 
-    def behind(self, kinds: Sequence[str]) -> list[Stream]:
+    def behind(self, kinds: Sequence[str]) -> list[StreamProgress]:
         """Return the streams of these kinds of which the store has more than was given out."""
         return [stream for stream in self._behind.values() if stream.writer[1] in kinds]
 
@@ -243,7 +243,7 @@ class TailReader:
 
     # --------------------------------------------------------------------------------- from memory
 
-    def take(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[RowBlock]:
+    def add_committed(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[RowBlock]:
         """Return the rows of batches that were just committed.
 
         Where rows before them were not given out, both are left to the store; where ``is_full``,
@@ -271,7 +271,7 @@ class TailReader:
                 self._behind.pop(stream.writer, None)
         return blocks.all()
 
-    def _introduce(self, header: BatchHeader) -> Stream:
+    def _introduce(self, header: BatchHeader) -> StreamProgress:
         who = header.identity
         return self._add(
             (who.incarnation, header.stream),
@@ -292,10 +292,10 @@ class TailReader:
         world_size: int,
         started: int,
         gpu_uuid: str,
-    ) -> Stream:
+    ) -> StreamProgress:
         done = self._done.get("/".join(writer), -1)
         number = self._number_of(writer)
-        stream = Stream(writer, source, node, rank, world_size, started, number, done)
+        stream = StreamProgress(writer, source, node, rank, world_size, started, number, done)
         self._streams[writer] = stream
         self._largest = max(self._largest, world_size)
         if gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
@@ -304,7 +304,7 @@ class TailReader:
             self._head = (started, world_size)
         return stream
 
-    def _store_has(self, stream: Stream, last_seq: int) -> None:
+    def _store_has(self, stream: StreamProgress, last_seq: int) -> None:
         stream.last_seq = max(last_seq, stream.last_seq)
         if stream.last_seq > stream.read_seq:
             self._behind[stream.writer] = stream
@@ -335,7 +335,7 @@ class TailReader:
             if writer not in self._nameless:
                 self._store_has(stream, last_seq)
 
-    def read(
+    def read_stored(
         self, connection: Connection, numbers: NumbersReader, kinds: Sequence[str], budget: int
     ) -> list[RowBlock]:
         """Return more rows of these kinds from the store, of the writers that are furthest behind.
@@ -358,7 +358,7 @@ class TailReader:
                 return blocks_read
         return []
 
-    def _front(self, kinds: Sequence[str]) -> list[Stream]:
+    def _front(self, kinds: Sequence[str]) -> list[StreamProgress]:
         """Return who is furthest behind, and who is hardly before them."""
         behind = self.behind(kinds)
         if behind and behind[0].writer[1] in STEPS:
@@ -377,29 +377,29 @@ class TailReader:
         self,
         numbers: NumbersReader,
         schema: Schema,
-        kind_streams: Sequence[Stream],
+        kind_streams: Sequence[StreamProgress],
         window: int,
         blocks: _Blocks,
     ) -> None:
         """Read about ``window`` rows of each stream; those that are equally far at once."""
-        left = sorted(kind_streams, key=lambda stream: stream.read_seq)
-        while left:
-            until = left[0].read_seq + max(_LEAST_WINDOW, window)
-            alike = [stream for stream in left if stream.read_seq < until]
-            left = left[len(alike) :]
+        unread_streams = sorted(kind_streams, key=lambda stream: stream.read_seq)
+        while unread_streams:
+            until = unread_streams[0].read_seq + max(_LEAST_WINDOW, window)
+            alike = [stream for stream in unread_streams if stream.read_seq < until]
+            unread_streams = unread_streams[len(alike) :]
             self._read_window(numbers, schema, alike, until, blocks)
 
     def _read_window(
         self,
         numbers: NumbersReader,
         schema: Schema,
-        alike: Sequence[Stream],
+        alike: Sequence[StreamProgress],
         until: int,
         blocks: _Blocks,
     ) -> None:
         """Read rows of some streams of one kind, up to the number ``until``."""
         seqs = {stream.writer[0]: (stream.read_seq + 1, until + 1) for stream in alike}
-        span = Span(self._run_id, schema.stream, seqs=seqs)
+        span = RowSpan(self._run_id, schema.stream, seqs=seqs)
         columns = numbers.scan(span, [*schema.index, "seq", "incarnation"])
         which_of = {stream.writer[0]: i for i, stream in enumerate(alike)}
         incarnations = columns.pop("incarnation").values.tolist()
@@ -409,19 +409,21 @@ class TailReader:
         bounds = np.searchsorted(writer[order], np.arange(len(alike) + 1)).tolist()
         for stream, (begin, end) in zip(alike, pairwise(bounds), strict=True):
             if begin < end:
-                own = rows[begin:end]
-                stream.read_seq = int(own["seq"][-1])
-                stream.position = max(stream.position, _position(schema, own))
-                blocks.add(stream, schema, own.tobytes(), end - begin)
+                writer_rows = rows[begin:end]
+                stream.read_seq = int(writer_rows["seq"][-1])
+                stream.position = max(stream.position, _position(schema, writer_rows))
+                blocks.add(stream, schema, writer_rows.tobytes(), end - begin)
             elif stream.last_seq > until:
                 self._pass_over(numbers, schema.stream, stream, until)
             stream.read_seq = max(stream.read_seq, min(until, stream.last_seq))
 
-    def _pass_over(self, numbers: NumbersReader, kind: str, stream: Stream, until: int) -> None:
+    def _pass_over(
+        self, numbers: NumbersReader, kind: str, stream: StreamProgress, until: int
+    ) -> None:
         """Go on where the next rows are, for what lay before is not in the store any more."""
         seqs = {stream.writer[0]: (until + 1, stream.last_seq + 1)}
-        left = numbers.scan(Span(self._run_id, kind, seqs=seqs), ["seq"])["seq"].values
-        stream.read_seq = int(left.min()) - 1 if len(left) else stream.last_seq
+        remaining_seqs = numbers.scan(RowSpan(self._run_id, kind, seqs=seqs), ["seq"])["seq"].values
+        stream.read_seq = int(remaining_seqs.min()) - 1 if len(remaining_seqs) else stream.last_seq
 
     def _learn_names(self, connection: Connection) -> None:
         """Let layers wait for their names: they come in another stream."""
@@ -461,4 +463,13 @@ def _position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     return last("attempt"), last("step")
 
 
-__all__ = ["HOSTS", "STEPS", "WATCHED", "RecentRows", "RowBlock", "Stream", "TailReader", "Taken"]
+__all__ = [
+    "HOSTS",
+    "STEPS",
+    "WATCHED",
+    "CommittedRows",
+    "RecentRows",
+    "RowBlock",
+    "StreamProgress",
+    "TailReader",
+]

@@ -213,10 +213,10 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
     column = _columns(attempt, _along(points), power or 0)
     is_finite = np.isfinite(points.value)
     finite, others = np.flatnonzero(is_finite), np.flatnonzero(~is_finite)
-    chosen = [others[_starts(column[others])], finite[:1], finite[-1:]]
+    selected_parts = [others[_starts(column[others])], finite[:1], finite[-1:]]
     if len(finite):
-        chosen += _extremes(column[finite], points.value[finite], finite)
-    return points.take(np.unique(np.concatenate(chosen)))
+        selected_parts += _extremes(column[finite], points.value[finite], finite)
+    return points.take(np.unique(np.concatenate(selected_parts)))
 
 
 def column_power(points: Points, num_points: int, branch: Branch = "lineage") -> int | None:
@@ -254,9 +254,11 @@ def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
     at = np.flatnonzero(np.isfinite(value))
-    for own in np.split(at, _starts(attempt[at])):
-        if len(own):
-            value[own] = _decayed(value[own], weight) / _decayed(np.ones(len(own)), weight)
+    for attempt_indices in np.split(at, _starts(attempt[at])):
+        if len(attempt_indices):
+            value[attempt_indices] = _decayed(value[attempt_indices], weight) / _decayed(
+                np.ones(len(attempt_indices)), weight
+            )
     return Points(points.step, points.attempt, points.time_unix_ns, value)
 
 
@@ -269,8 +271,8 @@ def _decayed(values: Floats, weight: float) -> Floats:
     padded[: len(values)] = values
     blocks = padded.reshape(-1, _BLOCK)
     apart = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
-    own = np.where(apart >= 0, (1 - weight) * weight ** np.maximum(apart, 0), 0.0)
-    means = blocks @ own.T
+    weights = np.where(apart >= 0, (1 - weight) * weight ** np.maximum(apart, 0), 0.0)
+    means = blocks @ weights.T
     decay = weight ** np.arange(1, _BLOCK + 1)
     before = 0.0
     for block in means:
@@ -331,7 +333,7 @@ HOST_STREAMS = ("gpu", "node", "process")
 """Streams that are ordered by time: their rows have no step."""
 
 
-class Keyed(NamedTuple):
+class SeriesKey(NamedTuple):
     """Rows that a column names, such as those of one scalar: each start numbers its names anew."""
 
     column: str
@@ -340,7 +342,7 @@ class Keyed(NamedTuple):
     """By incarnation; an incarnation that is not there has no such rows. Or one for all."""
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows of one stream of a run. None leaves a side open, and no sources are all of them."""
 
     run_id: str
@@ -355,19 +357,19 @@ class Span(NamedTuple):
     """Times before it."""
     seqs: Mapping[str, tuple[int, int]] | None = None
     """Of these incarnations only, each with its first number and the one behind its last."""
-    keyed: Keyed | None = None
+    keyed: SeriesKey | None = None
 
 
-class Curve(NamedTuple):
+class CurveRequest(NamedTuple):
     """One column over the rows of a span, and how many points of it are wanted at least."""
 
-    span: Span
+    span: RowSpan
     column: str
     num_points: int | None = None
     """None: every one."""
 
 
-class Drawn(NamedTuple):
+class DownsampledCurve(NamedTuple):
     """A curve, stitched: by step, or by time in streams whose rows have no step."""
 
     points: Points
@@ -377,7 +379,7 @@ class Drawn(NamedTuple):
     """How many the branch has within the span; what was written twice counts as often."""
 
 
-class Column(NamedTuple):
+class ColumnValues(NamedTuple):
     """Values in parallel to those of the other columns."""
 
     values: npt.NDArray[Any]
@@ -385,12 +387,12 @@ class Column(NamedTuple):
     is_missing: npt.NDArray[np.bool_]
     """NaN is a value, and not missing. The sign of a zero may be lost."""
 
-    def take(self, which: npt.NDArray[Any]) -> "Column":
+    def take(self, which: npt.NDArray[Any]) -> "ColumnValues":
         """Return the chosen rows, in the order of the choice."""
-        return Column(self.values[which], self.is_missing[which])
+        return ColumnValues(self.values[which], self.is_missing[which])
 
 
-Columns = dict[str, Column]
+Columns = dict[str, ColumnValues]
 
 ORDER = ("step", "rank", "time_unix_ns", "seq")
 """What decides which row comes first."""
@@ -403,13 +405,14 @@ def in_order(columns: Columns, names: Sequence[str]) -> Columns:
         return {name: columns[name] for name in names}
     order = np.lexsort([columns[name].values for name in reversed(ORDER)])
     return {
-        name: Column(columns[name].values[order], columns[name].is_missing[order]) for name in names
+        name: ColumnValues(columns[name].values[order], columns[name].is_missing[order])
+        for name in names
     }
 
 
-def none_of(num: int) -> Column:
+def none_of(num: int) -> ColumnValues:
     """Return so many missing values."""
-    return Column(np.zeros(num), np.ones(num, np.bool_))
+    return ColumnValues(np.zeros(num), np.ones(num, np.bool_))
 
 
 @lru_cache(maxsize=1 << 16)  # asked of every writer at each commit
@@ -438,7 +441,7 @@ def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
-def joined(columns: Sequence[Column]) -> Column:
+def joined(columns: Sequence[ColumnValues]) -> ColumnValues:
     """Return one column after the other; where types differ as ``scan`` says."""
     if len(columns) == 1:
         return columns[0]
@@ -450,10 +453,12 @@ def joined(columns: Sequence[Column]) -> Column:
     alike = [
         column._replace(values=column.values.astype(dtype, copy=False))
         if (column.values.dtype == object) == (kind == "S")
-        else Column(np.zeros(len(column.values), dtype), np.ones(len(column.values), np.bool_))
+        else ColumnValues(
+            np.zeros(len(column.values), dtype), np.ones(len(column.values), np.bool_)
+        )
         for column in columns
     ]
-    return Column(
+    return ColumnValues(
         np.concatenate([column.values for column in alike]),
         np.concatenate([column.is_missing for column in alike]),
     )
@@ -500,14 +505,14 @@ def arranged(points: Points, stream: str, attempts: Sequence[AttemptRow], branch
 
 def whole_curve(
     columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
-) -> Drawn:
+) -> DownsampledCurve:
     """Return every point of a curve whose rows lie in order.
 
     Raises:
         FormatError: the column is text.
     """
     points = on_branch(points_of(columns, name), stream, attempts, branch)
-    return Drawn(arranged(points, stream, attempts, branch), len(points))
+    return DownsampledCurve(arranged(points, stream, attempts, branch), len(points))
 
 
 # -------------------------------------------------------------------------------- what a store does
@@ -516,7 +521,7 @@ Reason = Literal["age", "size"]
 """Why rows were taken away: they were old, or their run above its cap."""
 
 
-class Window(NamedTuple):
+class StepWindow(NamedTuple):
     """Some steps of one attempt."""
 
     attempt: int
@@ -528,7 +533,7 @@ class Window(NamedTuple):
 class Due(NamedTuple):
     """The oldest window of which nothing was taken away yet."""
 
-    window: Window
+    window: StepWindow
     """Of streams whose rows have no step, nanoseconds stand for steps."""
     newest_unix_ns: int
     """When its newest row was written."""
@@ -570,10 +575,10 @@ class NumbersReader(Protocol):
     def sources(self, run_id: str, stream: str) -> list[str]:
         """Return who wrote rows of the stream, in the order of their names."""
 
-    def num_rows(self, span: Span) -> int:
+    def num_rows(self, span: RowSpan) -> int:
         """Return how many rows a scan would look at, or somewhat more; costs little."""
 
-    def scan(self, span: Span, names: Sequence[str]) -> dict[str, Column]:
+    def scan(self, span: RowSpan, names: Sequence[str]) -> dict[str, ColumnValues]:
         """Return columns of the rows in the span, by step, then rank, then time.
 
         Any of the stream's columns, and ``rank``, ``source``, ``incarnation`` and ``seq``. One that
@@ -582,8 +587,8 @@ class NumbersReader(Protocol):
         """
 
     def curves(
-        self, curves: Sequence[Curve], attempts: Sequence[AttemptRow], branch: Branch
-    ) -> list[Drawn]:
+        self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
+    ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; many cost little more than one.
 
         Args:
@@ -605,7 +610,7 @@ class Numbers(NumbersReader, Protocol):
     def check_place(self) -> None:
         """Raise StorageError if rows that were stored cannot be read; costs little."""
 
-    def turn(self) -> AbstractContextManager[object]:
+    def write_lock(self) -> AbstractContextManager[object]:
         """Wait for the turn to change the store, and hold it: a merge may have it for seconds.
 
         To be taken before the database's own turn, for which others wait.
@@ -656,7 +661,7 @@ class Numbers(NumbersReader, Protocol):
     def level(
         self,
         run_id: str,
-        window: Window,
+        window: StepWindow,
         num_worst: int,
         *,
         is_whole: bool = False,

@@ -20,9 +20,9 @@ from vitals_collector.numbers.interface import (
     Due,
     Levelled,
     Reason,
+    StepWindow,
     StreamKey,
     Thinned,
-    Window,
     type_of,
 )
 from vitals_collector.numbers.lake_catalogue import (
@@ -41,7 +41,7 @@ from vitals_collector.numbers.lake_catalogue import (
     to_arrow,
 )
 from vitals_collector.numbers.lake_damage import DamagedFile
-from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import OpenLake
 from vitals_collector.numbers.levels import ranks_batch
 
@@ -80,7 +80,7 @@ class Lake(OpenLake):
             StorageError: the lake cannot be opened.
             UsageError: the bucket's address or keys are none.
         """
-        engine = Engine(folder, catalogue, memory_limit, bucket)
+        engine = LakeEngine(folder, catalogue, memory_limit, bucket)
         options = engine.ask("SELECT option_name FROM ducklake_options('lake')")
         if "parquet_version" not in options["option_name"].to_pylist():
             for name, value in _OPTIONS.items():
@@ -100,7 +100,7 @@ class Lake(OpenLake):
         """Raise StorageError if rows that were stored cannot be read."""
         self.engine.check_place()
 
-    def turn(self) -> AbstractContextManager[object]:
+    def write_lock(self) -> AbstractContextManager[object]:
         """Wait for the turn to change the lake, and hold it."""
         return self.engine.lock
 
@@ -111,15 +111,17 @@ class Lake(OpenLake):
             StorageError: nothing was stored; send it again.
         """
         with self.engine.lock:
-            self._be_sure()
+            self._reload_if_stale()
             num_new, parts, taken = self._new(batches)
             if parts:
-                own = self.catalogue.epochs
-                epochs = {run_id: own[run_id] for run_id, _, _ in taken if run_id in own}
+                owned_epochs = self.catalogue.epochs
+                epochs = {
+                    run_id: owned_epochs[run_id] for run_id, _, _ in taken if run_id in owned_epochs
+                }
                 self._store(parts, taken, epochs)
             return num_new
 
-    def _be_sure(self) -> None:
+    def _reload_if_stale(self) -> None:
         if self.engine.is_unsure:
             self.catalogue.forget()
             self.engine.is_unsure = False
@@ -164,7 +166,7 @@ class Lake(OpenLake):
             for run_id, stream, name, kind in kinds:
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
-    def own(self, epochs: Mapping[str, int]) -> None:
+    def become_owner(self, epochs: Mapping[str, int]) -> None:
         """Take runs over: what is appended of them from here on is under these leases.
 
         Args:
@@ -173,7 +175,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: it is to be called again.
         """
-        lake_upkeep.own(self.engine, self.catalogue, epochs)
+        lake_upkeep.become_owner(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
@@ -227,12 +229,12 @@ class Lake(OpenLake):
         self.catalogue.look_again()  # another collector may have made them
         places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
-        typed = {place: TYPES[kind] for (_, kind), place in added.items()}
+        typed = {lake_column: TYPES[kind] for (_, kind), lake_column in added.items()}
         with self.engine.transaction():
             if places:
-                for place, kind in typed.items():
+                for lake_column, kind in typed.items():
                     self.engine.execute(
-                        f"ALTER TABLE {schema.stream} ADD COLUMN {quoted(place)} {kind}"
+                        f"ALTER TABLE {schema.stream} ADD COLUMN {quoted(lake_column)} {kind}"
                     )
             else:
                 listed = ", ".join(f"{quoted(k)} {v}" for k, v in {**KEYS, **typed}.items())
@@ -277,7 +279,7 @@ class Lake(OpenLake):
     def level(
         self,
         run_id: str,
-        window: Window,
+        window: StepWindow,
         num_worst: int,
         *,
         is_whole: bool = False,
@@ -294,7 +296,7 @@ class Lake(OpenLake):
         if planned is None:
             return Levelled(0, ())
         with self.engine.lock:
-            self._be_sure()
+            self._reload_if_stale()
             self.catalogue.look_again()
             self.catalogue.forget_run(run_id)  # another process may have made levels of it
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
@@ -304,7 +306,7 @@ class Lake(OpenLake):
                 parts,
                 taken,
                 {},  # maintenance writes levels, whoever owns the run
-                lambda: lake_thinning.take_away(self.engine, planned),
+                lambda: lake_thinning.delete_rows(self.engine, planned),
             )
         return planned.result
 
@@ -312,7 +314,7 @@ class Lake(OpenLake):
         self,
         run_id: str,
         stream: str,
-        window: Window,
+        window: StepWindow,
         every: int,
         *,
         is_whole: bool = False,
@@ -327,7 +329,7 @@ class Lake(OpenLake):
         if run is not None:
             self.engine.files.need(stream, run)  # reads files, so not while commits have to wait
         with self.engine.lock:
-            self._be_sure()
+            self._reload_if_stale()
             self.catalogue.look_again()
             return lake_thinning.thin(
                 self.engine,

@@ -26,13 +26,13 @@ from trainvitals.rows import Schema, column_of
 from trainvitals.wire import Batch
 from vitals_collector.numbers.interface import (
     STORED_STREAMS,
-    Column,
+    ColumnValues,
     common_type,
     rank_of,
     texts_of,
     type_of,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, Engine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, LakeEngine
 
 # ------------------------------------------------------------------------------------------- tables
 
@@ -87,9 +87,9 @@ def places_for(schema: Schema, places: Places) -> Places:
         if (column.name, kind) in places:
             continue
         is_free = column.name.casefold() not in taken and _SPELLED not in column.name
-        place = column.name if is_free else _spelled(column)
-        taken.add(place.casefold())
-        added[column.name, kind] = place
+        lake_column = column.name if is_free else _spelled(column)
+        taken.add(lake_column.casefold())
+        added[column.name, kind] = lake_column
     return added
 
 
@@ -146,23 +146,23 @@ def expression(name: str, places: Places) -> str:
 
 def own_expression(name: str, places: Places) -> str:
     """Return what gives a column of the stream, however many places its types have made for it."""
-    kinds = {kind: place for (column, kind), place in places.items() if column == name}
+    kinds = {kind: lake_column for (column, kind), lake_column in places.items() if column == name}
     if "S" in kinds:
         return quoted(kinds["S"])
-    numbers = [quoted(place) for place in kinds.values()]
+    numbers = [quoted(lake_column) for lake_column in kinds.values()]
     if len(numbers) == 1:
         return numbers[0]
-    doubles = [f"CAST({place} AS DOUBLE)" for place in numbers]
+    doubles = [f"CAST({lake_column} AS DOUBLE)" for lake_column in numbers]
     return f"coalesce({', '.join(doubles)})" if doubles else "CAST(NULL AS DOUBLE)"
 
 
-def to_column(values: pa.ChunkedArray) -> Column:
+def to_column(values: pa.ChunkedArray) -> ColumnValues:
     """Return a column of an answer."""
     is_missing = np.zeros(len(values), np.bool_)
     if values.null_count:
         is_missing = values.is_null().to_numpy()
         values = values.fill_null("" if pa.types.is_string(values.type) else 0)
-    return Column(values.to_numpy(), is_missing)
+    return ColumnValues(values.to_numpy(), is_missing)
 
 
 def number_for(run_id: str, taken: Iterable[int]) -> int:
@@ -190,10 +190,10 @@ def _spelled(column: RowColumn) -> str:
     return f"{type_of(column)}{_SPELLED}{column.name.encode().hex()}"
 
 
-def unspelled(place: str) -> str:
+def unspelled(lake_column: str) -> str:
     """Return the name of the column that a place holds."""
-    _, mark, rest = place.partition(_SPELLED)
-    return bytes.fromhex(rest).decode() if mark else place
+    _, mark, rest = lake_column.partition(_SPELLED)
+    return bytes.fromhex(rest).decode() if mark else lake_column
 
 
 # ------------------------------------------------------------------------------- what is remembered
@@ -312,7 +312,7 @@ def newest_marks(runs: Iterable[int]) -> str:
 class Catalogue:
     """What is remembered of the catalogue. For any thread."""
 
-    def __init__(self, engine: Engine, *, is_shared: bool) -> None:
+    def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
         """Make the tables that are missing, and read what there is.
 
         Args:
@@ -343,18 +343,18 @@ class Catalogue:
         """Read which runs and columns there are: another collector may have added to them."""
         listed = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
         self.runs = dict(zip(listed["run_id"], listed["run"], strict=True))
-        kinds = {place: kind for kind, place in TYPES.items()}
+        kinds = {lake_type: kind for kind, lake_type in TYPES.items()}
         columns = self._engine.ask(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
             " WHERE database_name = 'lake' ORDER BY column_index"
         )
         self.tables = frozenset(columns["table_name"].to_pylist())
         places: dict[str, Places] = {}
-        for table, place, kind in zip(*columns.to_pydict().values(), strict=True):
+        for table, lake_type, kind in zip(*columns.to_pydict().values(), strict=True):
             if table in STORED_STREAMS:
                 of_table = places.setdefault(table, {})
-                if place not in (*KEYS, FORMER_KEY):
-                    of_table[unspelled(place), kinds[kind]] = place
+                if lake_type not in (*KEYS, FORMER_KEY):
+                    of_table[unspelled(lake_type), kinds[kind]] = lake_type
         self.places = places
 
     @locked

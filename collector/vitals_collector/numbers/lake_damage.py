@@ -17,7 +17,7 @@ from vitals_collector.numbers.lake_catalogue import (
     newest_marks,
     table_of,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -40,16 +40,16 @@ class DamagedFile(NamedTuple):
         return self.path.partition("/")[0]
 
 
-def check(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
+def check(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged, or gone."""
     catalogue.look_again()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_described(engine, catalogue, path) for path in paths]
 
 
-def _described(engine: Engine, catalogue: Catalogue, path: str) -> DamagedFile:
+def _described(engine: LakeEngine, catalogue: Catalogue, path: str) -> DamagedFile:
     name = path.partition("/")[2]
-    held = engine.ask(
+    column_stats = engine.ask(
         f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
         f" FROM {META}_data_file d JOIN {META}_column c ON c.table_id = d.table_id"
         f" JOIN {META}_file_column_stats s"
@@ -59,12 +59,12 @@ def _described(engine: Engine, catalogue: Catalogue, path: str) -> DamagedFile:
     ).to_pylist()
     bounds = {
         row["name"]: (int(row["min_value"]), int(row["max_value"]))
-        for row in held
+        for row in column_stats
         if row["min_value"] is not None
     }
     low, high = bounds.get("run", (-(2**63), 2**63 - 1))
     run_ids = tuple(sorted(r for r, number in catalogue.runs.items() if low <= number <= high))
-    return DamagedFile(path, int(held[0]["num"]) if held else 0, run_ids, bounds)
+    return DamagedFile(path, int(column_stats[0]["num"]) if column_stats else 0, run_ids, bounds)
 
 
 _DATA_FILE = (
@@ -73,7 +73,7 @@ _DATA_FILE = (
 )
 
 
-def unsummed(engine: Engine) -> list[str]:
+def unsummed(engine: LakeEngine) -> list[str]:
     """Return the files of the newest state without a checksum: nobody could read them."""
     live = " UNION ALL ".join(
         f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
@@ -85,7 +85,7 @@ def unsummed(engine: Engine) -> list[str]:
     return sorted(paths - engine.files.summed())
 
 
-def forget_damaged(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
+def forget_damaged(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
     """Take the damaged files out of the lake, and open holes where their rows were.
 
     A writer's rows that are whole stay; those that were in the file are taken when they are sent
@@ -111,7 +111,7 @@ def forget_damaged(engine: Engine, catalogue: Catalogue) -> list[DamagedFile]:
         return damaged
 
 
-def _end_files(engine: Engine, names: Sequence[str]) -> None:
+def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
     """Make a state of the lake that has not these files: what they hold cannot be deleted by row.
 
     It is done as DuckLake ends a file of which every row was deleted.
@@ -147,7 +147,7 @@ def _marks(values: Sequence[object]) -> str:
 
 
 def _mend(
-    engine: Engine,
+    engine: LakeEngine,
     catalogue: Catalogue,
     numbers: Sequence[int],
     damaged: Iterable[DamagedFile],
@@ -157,16 +157,16 @@ def _mend(
     listed = ", ".join(map(str, numbers))
     with engine.transaction():
         marks: dict[tuple[int, str, str], tuple[str, int]] = {}
-        for row in engine.read(newest_marks(numbers)).to_pylist():
+        for row in engine.query_in_transaction(newest_marks(numbers)).to_pylist():
             key = row["run"], row["incarnation"], row["stream"]
             marks[key] = row["source"], row["seq"]
         if any(file.table in (MARKS, NEW_MARKS) for file in damaged):
             for stream in catalogue.places:
-                left = engine.read(
+                last_seqs = engine.query_in_transaction(
                     f"SELECT run, incarnation, source, max(seq) AS seq FROM {stream}"
                     f" WHERE run IN ({listed}) GROUP BY ALL"
                 )
-                for row in left.to_pylist():
+                for row in last_seqs.to_pylist():
                     key = row["run"], row["incarnation"], stream
                     if marks.get(key, ("", -1))[1] < row["seq"]:
                         marks[key] = row["source"], row["seq"]
@@ -181,7 +181,9 @@ def _mend(
             bounds = [file.bounds["seq"] for file in damaged if file.table == stream]
             first, last = min(low for low, _ in bounds), max(high for _, high in bounds)
             of_stream = f"FROM {HOLES} WHERE run IN ({listed}) AND stream = '{stream}'"
-            before = engine.read(f"SELECT {', '.join(_HOLE)} {of_stream}").to_pydict()
+            before = engine.query_in_transaction(
+                f"SELECT {', '.join(_HOLE)} {of_stream}"
+            ).to_pydict()
             holes = [
                 *zip(*before.values(), strict=True),
                 *_holes(engine, stream, numbers, marks, first, last),
@@ -192,7 +194,7 @@ def _mend(
 
 
 def _holes(
-    engine: Engine,
+    engine: LakeEngine,
     stream: str,
     numbers: Sequence[int],
     marks: dict[tuple[int, str, str], tuple[str, int]],
@@ -204,23 +206,23 @@ def _holes(
     Those of rows that became levels, or were thinned, are not missing.
     """
     listed = ", ".join(map(str, numbers))
-    left = engine.read(
+    stored_seqs = engine.query_in_transaction(
         f"SELECT run, incarnation, list(seq) AS seqs FROM {stream}"
         f" WHERE run IN ({listed}) AND seq BETWEEN {first} AND {last} GROUP BY ALL"
     )
     present = {
         (row["run"], row["incarnation"]): np.sort(np.array(row["seqs"], np.int64))
-        for row in left.to_pylist()
+        for row in stored_seqs.to_pylist()
     }
     levelled = _levelled(engine, stream, listed, first, last)
     holes = []
     for (run, incarnation, of_stream), (source, mark) in marks.items():
         if of_stream != stream or not source:
             continue
-        own = present.get((run, incarnation), np.zeros(0, np.int64))
+        present_seqs = present.get((run, incarnation), np.zeros(0, np.int64))
         levels = [np.arange(*bounds) for bounds in levelled.get((run, incarnation), ())]
-        own = np.unique(np.concatenate((own, *levels)))
-        ends = np.concatenate(([first - 1], own, [min(last, mark) + 1]))
+        present_seqs = np.unique(np.concatenate((present_seqs, *levels)))
+        ends = np.concatenate(([first - 1], present_seqs, [min(last, mark) + 1]))
         holes += [
             (run, incarnation, stream, int(ends[i]) + 1, int(ends[i + 1]))
             for i in np.flatnonzero(np.diff(ends) > 1).tolist()
@@ -229,11 +231,11 @@ def _holes(
 
 
 def _levelled(
-    engine: Engine, stream: str, runs: str, first: int, last: int
+    engine: LakeEngine, stream: str, runs: str, first: int, last: int
 ) -> dict[tuple[int, str], list[tuple[int, int]]]:
     """Return by writer the numbers between two that were thinned, as a first and an end."""
     ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    levels = engine.read(
+    levels = engine.query_in_transaction(
         f"SELECT run, incarnation, greatest(first_seq, {first}) AS low,"
         f" least(last_seq, {last}) + 1 AS high FROM {LEVELLED}"
         f" WHERE run IN ({runs}) AND stream = '{stream}'"
@@ -257,7 +259,11 @@ def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
 
 
 def fill(
-    engine: Engine, run: int, writer: Sequence[str], first: int, holes: Sequence[tuple[int, int]]
+    engine: LakeEngine,
+    run: int,
+    writer: Sequence[str],
+    first: int,
+    holes: Sequence[tuple[int, int]],
 ) -> None:
     """Note, in a commit, which holes a writer has left, and that rows from ``first`` on are new.
 

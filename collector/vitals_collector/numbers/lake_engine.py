@@ -54,7 +54,7 @@ WHERE t.table_name = '{{table}}'
 Ask = Callable[..., pa.Table]
 
 
-class Place(Protocol):
+class FileStore(Protocol):
     """Where the files lie. A file is named by its table and its own name: ``steps/NAME``."""
 
     root: str
@@ -68,14 +68,17 @@ class Place(Protocol):
     def prepare(self) -> None:
         """Have everything there that has to be, and know what is."""
 
-    def begin(self) -> None:
+    def on_transaction_start(self) -> None:
         """Be told that a transaction begins."""
 
     def check_place(self) -> None:
         """Raise StorageError if rows that were stored there cannot be read."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files that came since ``begin``, by these statements or others'; durable."""
+        """Return the files that came since ``on_transaction_start``, durably stored.
+
+        These statements wrote them, or other ones.
+        """
 
     def crc(self, path: str) -> int | None:
         """Return a file's checksum; None where it is not there or its disk cannot read it."""
@@ -146,7 +149,7 @@ class Folder:
         """Return whether ``prepare`` found files of rows."""
         return any(self._synced.values())
 
-    def begin(self) -> None:
+    def on_transaction_start(self) -> None:
         """Do nothing: what was there is known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
@@ -255,7 +258,7 @@ class Bucket:
         """Look whether the bucket answers."""
         self._ask(f"SELECT file FROM glob('{self.root}main/runs/*') LIMIT 1")
 
-    def begin(self) -> None:
+    def on_transaction_start(self) -> None:
         """Note the time: the names of files begin with it."""
         self._began = time.time() * 1000, time.monotonic() * 1000
 
@@ -449,14 +452,14 @@ class _Unchecked(NamedTuple):
 class Files:
     """What is known of the files in the tables' folders. For any thread."""
 
-    def __init__(self, place: Place, ask: Ask) -> None:
+    def __init__(self, file_store: FileStore, ask: Ask) -> None:
         """Know nothing yet.
 
         Args:
-            place: where they lie, and checksums that the lake does not have yet.
+            file_store: where they lie, and checksums that the lake does not have yet.
             ask: puts a question to the lake.
         """
-        self._place, self._ask = place, ask
+        self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
         """Of what is known; never held while a file is read, so that commits go on."""
         self._reading = threading.Lock()
@@ -496,11 +499,11 @@ class Files:
 
     def _need(self, table: str, is_needed: Callable[[str, _Unchecked], bool]) -> None:
         def needed(files: dict[str, _Unchecked]) -> list[str]:
-            mine = ((path, of) for path, of in files.items() if path.startswith(f"{table}/"))
-            return [path for path, bounds in mine if is_needed(path, bounds)]
+            table_files = ((path, of) for path, of in files.items() if path.startswith(f"{table}/"))
+            return [path for path, bounds in table_files if is_needed(path, bounds)]
 
         with self._lock:
-            self._look(table)
+            self._discover_files(table)
             is_known = not needed(self._unchecked)
         if not is_known:
             with self._reading:
@@ -558,7 +561,7 @@ class Files:
                 self._damaged.pop(path, None)
                 self._dead.add(path)
 
-    def _look(self, table: str) -> None:
+    def _discover_files(self, table: str) -> None:
         """Learn of files that came since the last look."""
         state = self._place.state(table)
         if state is None or state == self._seen_at.get(table):
@@ -574,8 +577,8 @@ class Files:
                         self._unchecked[path] = bounds
                     else:
                         self._dead.add(path)
-        for kept in (self._whole, self._dead):
-            kept -= {path for path in kept if path.startswith(f"{table}/")} - there
+        for file_sets in (self._whole, self._dead):
+            file_sets -= {path for path in file_sets if path.startswith(f"{table}/")} - there
         if not new:  # else another collector is about to commit one
             self._seen_at[table] = state
 
@@ -638,7 +641,7 @@ class _Asking:
         self.reader: duckdb.DuckDBPyConnection | None = None
 
 
-class Engine:
+class LakeEngine:
     """One process's way to a lake: one connection that writes, others that read."""
 
     def __init__(self, folder: Path, catalogue: str, memory_limit: str, bucket: str = "") -> None:
@@ -652,7 +655,7 @@ class Engine:
         self._statements: list[str] = []
         """Of the transaction under way."""
         bucket = bucket or ("" if catalogue else known_bucket(folder / CATALOGUE))
-        self._place: Place = Bucket(bucket, self.ask) if bucket else Folder(folder)
+        self._place: FileStore = Bucket(bucket, self.ask) if bucket else Folder(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
         self._asking: list[_Asking] = []
@@ -817,7 +820,7 @@ class Engine:
         with self.lock, translated():
             self._root.execute("BEGIN")
             self._statements.clear()
-            self._place.begin()
+            self._place.on_transaction_start()
             try:
                 yield
                 # A file of another collector may be among them: its own checksum counts beside
@@ -829,9 +832,9 @@ class Engine:
                 elif checksums:
                     self._insert_checksums(checksums)
                 if epochs:
-                    words = escaped(json.dumps(epochs))
+                    epochs_json = escaped(json.dumps(epochs))
                     self._root.execute(
-                        f"CALL lake.set_commit_message('', '', extra_info => '{words}')"
+                        f"CALL lake.set_commit_message('', '', extra_info => '{epochs_json}')"
                     )
                 self._commit()
             except BaseException:
@@ -867,7 +870,7 @@ class Engine:
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
-    def read(self, sql: str) -> pa.Table:
+    def query_in_transaction(self, sql: str) -> pa.Table:
         """Return a question's answer as the transaction under way sees the lake.
 
         Raises:
@@ -962,8 +965,8 @@ class Engine:
         root, reader = self._root, None
         while self._readers and reader is None:
             with suppress(IndexError):  # another thread took it
-                of_root, kept = self._readers.pop()
-                reader = kept if of_root is root else None
+                of_root, cached = self._readers.pop()
+                reader = cached if of_root is root else None
         if reader is None:
             reader = root.cursor()
             reader.execute("USE lake")
@@ -999,8 +1002,10 @@ def extension(name: str) -> Path:
     """
     spec = find_spec(f"duckdb_extension_{name}")
     places = [] if spec is None else spec.submodule_search_locations or []
-    for place in places:
-        for path in Path(place).glob(f"extensions/v{duckdb.__version__}/{name}.duckdb_extension"):
+    for directory in places:
+        for path in Path(directory).glob(
+            f"extensions/v{duckdb.__version__}/{name}.duckdb_extension"
+        ):
             return path
     extra = {"postgres_scanner": "postgresql", "httpfs": "s3"}.get(name, "collector")
     raise MissingDependencyError(

@@ -25,16 +25,16 @@ from vitals_collector.numbers.interface import (
     ORDER,
     POINT,
     AttemptRow,
-    Column,
     Columns,
-    Curve,
-    Drawn,
+    ColumnValues,
+    CurveRequest,
+    DownsampledCurve,
     Floats,
     Ints,
-    Keyed,
     Mask,
     Points,
-    Span,
+    RowSpan,
+    SeriesKey,
     arranged,
     column_power,
     common_type,
@@ -56,7 +56,7 @@ from vitals_collector.numbers.lake_catalogue import (
     table_of,
     to_column,
 )
-from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.outlines import EXTREMES, NONFINITE, ROWS, STREAMS, STRETCH
 
 # --------------------------------------------------------------------------------------------- rows
@@ -76,11 +76,11 @@ class Chosen(NamedTuple):
         return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
 
 
-def chosen_of(span: Span, run: int, places: Places) -> Chosen:
+def chosen_of(span: RowSpan, run: int, places: Places) -> Chosen:
     """Return the rows of a span of the run with this number."""
-    chosen = Chosen(run, "", "run = ?", [run], {})
+    selection = Chosen(run, "", "run = ?", [run], {})
     if span.sources:
-        chosen = of_sources(chosen, span.sources)
+        selection = of_sources(selection, span.sources)
     for side, bound in (
         ("step >= ?", span.from_step),
         ("step < ?", span.to_step),
@@ -88,13 +88,13 @@ def chosen_of(span: Span, run: int, places: Places) -> Chosen:
         ("time_unix_ns < ?", span.to_unix_ns),
     ):
         if bound is not None:
-            chosen = chosen.also(side, bound)
+            selection = selection.also(side, bound)
     if span.seqs is not None:
-        chosen = of_seqs(chosen, span.seqs)
-    return chosen if span.keyed is None else _of_key(chosen, span.keyed, places)
+        selection = of_seqs(selection, span.seqs)
+    return selection if span.keyed is None else _of_key(selection, span.keyed, places)
 
 
-def of_sources(chosen: Chosen, sources: Iterable[str]) -> Chosen:
+def of_sources(selection: Chosen, sources: Iterable[str]) -> Chosen:
     """Return those of these sources."""
     ranks = sorted({rank_of(source) for source in sources} - {NOT_A_RANK})
     others = [source for source in sources if rank_of(source) == NOT_A_RANK]
@@ -104,56 +104,58 @@ def of_sources(chosen: Chosen, sources: Iterable[str]) -> Chosen:
     if others:
         sides.append(f"source IN ({', '.join('?' * len(others))})")
         values += others
-    return chosen.also(f"({' OR '.join(sides)})", *values)
+    return selection.also(f"({' OR '.join(sides)})", *values)
 
 
-def of_seqs(chosen: Chosen, seqs: Mapping[str, tuple[int, int]]) -> Chosen:
+def of_seqs(selection: Chosen, seqs: Mapping[str, tuple[int, int]]) -> Chosen:
     """Return those of these writers, each with its first number and the one behind its last."""
     bounds = table_of(
         ("incarnation", "first_seq", "end_seq"),
         [(incarnation, *bounds) for incarnation, bounds in seqs.items()],
     )
     if not seqs:
-        return chosen.also("false")
+        return selection.also("false")
     # What can be skipped is skipped by these; what holds for each writer is joined.
-    chosen = chosen.also("seq >= ?", min(first for first, _ in seqs.values()))
-    chosen = chosen.also("seq < ?", max(end for _, end in seqs.values()))
-    return chosen._replace(
-        joins=f"{chosen.joins} JOIN span_seqs USING (incarnation)",
-        tables={**chosen.tables, "span_seqs": bounds},
+    selection = selection.also("seq >= ?", min(first for first, _ in seqs.values()))
+    selection = selection.also("seq < ?", max(end for _, end in seqs.values()))
+    return selection._replace(
+        joins=f"{selection.joins} JOIN span_seqs USING (incarnation)",
+        tables={**selection.tables, "span_seqs": bounds},
     ).also("seq >= first_seq AND seq < end_seq")
 
 
-def _of_key(chosen: Chosen, keyed: Keyed, places: Places) -> Chosen:
+def _of_key(selection: Chosen, keyed: SeriesKey, places: Places) -> Chosen:
     column = own_expression(keyed.column, places)
     if (keyed.column, "S") in places or keyed.number_of == {}:
-        return chosen.also("false")
+        return selection.also("false")
     if isinstance(keyed.number_of, int):
-        return chosen.also(f"{column} = ?", keyed.number_of)
+        return selection.also(f"{column} = ?", keyed.number_of)
     keys = table_of(("incarnation", "span_key"), keyed.number_of.items())
-    return chosen._replace(
-        joins=f"{chosen.joins} JOIN span_keys USING (incarnation)",
-        tables={**chosen.tables, "span_keys": keys},
+    return selection._replace(
+        joins=f"{selection.joins} JOIN span_keys USING (incarnation)",
+        tables={**selection.tables, "span_keys": keys},
     ).also(f"{column} = span_key")
 
 
-def select(engine: Engine, stream: str, chosen: Chosen, expressions: Mapping[str, str]) -> pa.Table:
+def select(
+    engine: LakeEngine, stream: str, selection: Chosen, expressions: Mapping[str, str]
+) -> pa.Table:
     """Return what the expressions give of the chosen rows, by their names, in no order.
 
     Raises:
         StorageError: a file that may hold some of them is damaged.
     """
-    engine.files.need(stream, chosen.run)
+    engine.files.need(stream, selection.run)
     listed = ", ".join(f"{sql} AS c{i}" for i, sql in enumerate(expressions.values()))
     answer = engine.ask(
-        f"SELECT {listed} FROM {stream}{chosen.joins} WHERE {chosen.where}",
-        chosen.values,
-        chosen.tables,
+        f"SELECT {listed} FROM {stream}{selection.joins} WHERE {selection.where}",
+        selection.values,
+        selection.tables,
     )
     return answer.rename_columns(list(expressions))
 
 
-def located(catalogue: Catalogue, span: Span) -> tuple[int, Places] | None:
+def located(catalogue: Catalogue, span: RowSpan) -> tuple[int, Places] | None:
     """Return the run's number and the places of its columns; None where it has no such rows."""
     places = catalogue.columns(span.run_id, span.stream)
     return (catalogue.runs[span.run_id], places) if places else None
@@ -171,7 +173,7 @@ class Group(NamedTuple):
 
     run: int
     places: Places
-    span: Span
+    span: RowSpan
     """Of all of them, without what tells them apart."""
     column: str
     """What tells apart whose rows are whose: ``source``, the column of a key, or "" for nothing."""
@@ -215,13 +217,13 @@ class Fetched(NamedTuple):
         start, end = self.bounds[cell], self.bounds[cell + 1]
         parts = (*POINT, name)
         columns = {
-            key: Column(c.values[start:end], c.is_missing[start:end])
+            key: ColumnValues(c.values[start:end], c.is_missing[start:end])
             for key, c in ((key, self.columns[key]) for key in parts)
         }
         return points_of(columns, name)
 
 
-def grouped(catalogue: Catalogue, curves: Sequence[Curve]) -> Iterator[tuple[Group, bool]]:
+def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tuple[Group, bool]]:
     """Yield the curves in groups; with whether outlines may stand for rows.
 
     Raises:
@@ -245,29 +247,31 @@ def grouped(catalogue: Catalogue, curves: Sequence[Curve]) -> Iterator[tuple[Gro
             yield group, is_overview
 
 
-def _distinct(curves: Sequence[Curve]) -> tuple[list[Curve], list[int]]:
+def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[int]]:
     """Return each curve once, with the most points that are wanted of it, and where each lies.
 
     Two charts of a page may show the same one, and outlines have one place for it.
     """
     distinct: dict[Any, int] = {}
-    kept: list[Curve] = []
+    unique_curves: list[CurveRequest] = []
     places = []
     for curve in curves:
         # Keys and numbers of writers are mappings, which have no hash.
         is_plain = curve.span.keyed is None and curve.span.seqs is None
-        name = curve._replace(num_points=None) if is_plain else len(kept)
-        place = distinct.setdefault(name, len(kept))
-        if place == len(kept):
-            kept.append(curve)
-        own, other = kept[place].num_points, curve.num_points
-        most = None if own is None or other is None else max(own, other)
-        kept[place] = curve._replace(num_points=most)
-        places.append(place)
-    return kept, places
+        name = curve._replace(num_points=None) if is_plain else len(unique_curves)
+        curve_index = distinct.setdefault(name, len(unique_curves))
+        if curve_index == len(unique_curves):
+            unique_curves.append(curve)
+        num_points, other = unique_curves[curve_index].num_points, curve.num_points
+        most = None if num_points is None or other is None else max(num_points, other)
+        unique_curves[curve_index] = curve._replace(num_points=most)
+        places.append(curve_index)
+    return unique_curves, places
 
 
-def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]) -> Group | None:
+def _group(
+    catalogue: Catalogue, curves: Sequence[CurveRequest], numbers: Sequence[int]
+) -> Group | None:
     span = curves[numbers[0]].span
     places = catalogue.columns(span.run_id, span.stream)
     if not places:
@@ -279,13 +283,13 @@ def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]
     cells: dict[Any, int] = {}
     placed = []
     for i in numbers:
-        own = curves[i].span
+        first_span = curves[i].span
         cell: Any = None
-        if own.keyed is not None:
-            of = own.keyed.number_of
+        if first_span.keyed is not None:
+            of = first_span.keyed.number_of
             cell = of if isinstance(of, int) else tuple(of.items())
-        elif len(own.sources) == 1:
-            cell = own.sources[0]
+        elif len(first_span.sources) == 1:
+            cell = first_span.sources[0]
         placed.append((i, curves[i].column, cells.setdefault(cell, len(cells))))
     column = "" if span.keyed is None else span.keyed.column
     if span.keyed is None and len(span.sources) == 1:
@@ -296,7 +300,9 @@ def _group(catalogue: Catalogue, curves: Sequence[Curve], numbers: Sequence[int]
 
 
 def fetch(
-    engine: Engine, group: Group, narrowed: Sequence[Callable[[Chosen], Chosen]] = (lambda c: c,)
+    engine: LakeEngine,
+    group: Group,
+    narrowed: Sequence[Callable[[Chosen], Chosen]] = (lambda c: c,),
 ) -> Fetched:
     """Return a group's rows.
 
@@ -305,16 +311,18 @@ def fetch(
         group: whose rows.
         narrowed: of all of them those that each of these gives, together.
     """
-    chosen, cell = chosen_of(group.span, group.run, group.places), ""
+    selection, cell = chosen_of(group.span, group.run, group.places), ""
     if group.column == "source":
         is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)
         cell = "rank" if is_by_rank else "source"
     elif group.column:
-        chosen, cell = _joined_to_cells(chosen, group), "span_cell"
+        selection, cell = _joined_to_cells(selection, group), "span_cell"
     expressions = {n: expression(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
     if cell:
         expressions[_CELL] = cell
-    parts = [select(engine, group.span.stream, narrow(chosen), expressions) for narrow in narrowed]
+    parts = [
+        select(engine, group.span.stream, narrow(selection), expressions) for narrow in narrowed
+    ]
     rows = pa.concat_tables(parts)
     if not cell:
         codes = np.zeros(len(rows), np.int64)
@@ -327,11 +335,13 @@ def fetch(
     order = _order(codes, columns)
     if order is not None:
         codes = codes[order]
-        columns = {n: Column(c.values[order], c.is_missing[order]) for n, c in columns.items()}
+        columns = {
+            n: ColumnValues(c.values[order], c.is_missing[order]) for n, c in columns.items()
+        }
     return Fetched(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
 
 
-def _joined_to_cells(chosen: Chosen, group: Group) -> Chosen:
+def _joined_to_cells(selection: Chosen, group: Group) -> Chosen:
     """Return the rows that have one of the keys, with the cell of each."""
     column = own_expression(group.column, group.places)
     names: tuple[str, ...] = ("span_key", "span_cell")
@@ -341,11 +351,11 @@ def _joined_to_cells(chosen: Chosen, group: Group) -> Chosen:
         names = ("incarnation", *names)
         rows = [(*key, i) for i, keys in enumerate(group.cells) for key in keys]
     if not rows or (group.column, "S") in group.places:
-        return chosen.also("false")._replace(joins=", (SELECT 0 AS span_cell)")
+        return selection.also("false")._replace(joins=", (SELECT 0 AS span_cell)")
     using = "ON true" if is_each else "USING (incarnation)"
-    return chosen._replace(
-        joins=f"{chosen.joins} JOIN span_cells {using}",
-        tables={**chosen.tables, "span_cells": table_of(names, rows)},
+    return selection._replace(
+        joins=f"{selection.joins} JOIN span_cells {using}",
+        tables={**selection.tables, "span_cells": table_of(names, rows)},
     ).also(f"{column} = span_key")
 
 
@@ -369,13 +379,13 @@ def _is_rising(codes: Ints, step: Ints) -> bool:
 
 
 def whole_curves(
-    engine: Engine, group: Group, attempts: Sequence[AttemptRow], branch: Branch
-) -> Iterable[tuple[int, Drawn]]:
+    engine: LakeEngine, group: Group, attempts: Sequence[AttemptRow], branch: Branch
+) -> Iterable[tuple[int, DownsampledCurve]]:
     """Yield every point of each curve of a group, by its place in the call."""
     fetched, stream = fetch(engine, group), group.span.stream
     for number, name, cell in group.curves:
         points = on_branch(fetched.points(name, cell), stream, attempts, branch)
-        yield number, Drawn(arranged(points, stream, attempts, branch), len(points))
+        yield number, DownsampledCurve(arranged(points, stream, attempts, branch), len(points))
 
 
 # ---------------------------------------------------------------------------------------- overviews
@@ -410,13 +420,13 @@ class _Entries(NamedTuple):
 
 
 def _overviews(
-    engine: Engine,
+    engine: LakeEngine,
     catalogue: Catalogue,
     group: Group,
     least: Mapping[int, int],
     attempts: Sequence[AttemptRow],
     branch: Branch,
-) -> dict[int, Drawn]:
+) -> dict[int, DownsampledCurve]:
     """Return those curves of which the outlines have as many points as are wanted."""
     stream = group.span.stream
     along = "unix_ns" if stream in HOST_STREAMS else "step"
@@ -432,11 +442,11 @@ def _overviews(
 
     def drawn_with(
         is_read: Mask, reread: Fetched | None, ranges: Sequence[_Ranges]
-    ) -> dict[int, Drawn]:
+    ) -> dict[int, DownsampledCurve]:
         """Return each curve out of outlines and of what was read, by its place in the group."""
-        kept, _ = _cut_out(entries, is_read, along, len(group.curves))
-        owners, points = _drawn_points(kept, along)
-        bounds = np.searchsorted(kept.curve, np.arange(len(group.curves) + 1))
+        kept_entries, _ = _cut_out(entries, is_read, along, len(group.curves))
+        owners, points = _drawn_points(kept_entries, along)
+        bounds = np.searchsorted(kept_entries.curve, np.arange(len(group.curves) + 1))
         ends_of = np.searchsorted(owners, np.arange(len(group.curves) + 1))
         drawn = {}
         for i, (_, name, cell) in enumerate(group.curves):
@@ -444,10 +454,10 @@ def _overviews(
             if reread is not None and len(ranges[i]):
                 read.append(_within(reread.points(name, cell), ranges[i], along))
             of_rows = on_branch(join(read), stream, attempts, branch)
-            own = points.take(np.arange(ends_of[i], ends_of[i + 1]))
-            curve = arranged(join([own, of_rows]), stream, attempts, branch)
-            num_values = int(kept.numbers["num"][bounds[i] : bounds[i + 1]].sum())
-            drawn[i] = Drawn(curve, num_values + len(of_rows))
+            curve_points = points.take(np.arange(ends_of[i], ends_of[i + 1]))
+            curve = arranged(join([curve_points, of_rows]), stream, attempts, branch)
+            num_values = int(kept_entries.numbers["num"][bounds[i] : bounds[i + 1]].sum())
+            drawn[i] = DownsampledCurve(curve, num_values + len(of_rows))
         return drawn
 
     # Of fewer points than there are columns become narrower at most: all that these cut is read.
@@ -469,23 +479,23 @@ def _overviews(
     return {group.curves[i][0]: drawn[i] for i in enough}
 
 
-def _entries(engine: Engine, group: Group) -> tuple[_Entries, dict[str, int]]:
+def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]]:
     """Return the outlines of the curves, and how far each writer is outlined."""
     span = group.span
     engine.files.need(OUTLINES, group.run)
-    chosen = Chosen(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
+    selection = Chosen(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
     keys = [*map(name_key, group.names), name_key(ROWS)]
-    chosen = chosen.also(f"name IN ({', '.join(map(str, keys))})")
+    selection = selection.also(f"name IN ({', '.join(map(str, keys))})")
     if span.sources:
-        chosen = of_sources(chosen, span.sources)
+        selection = of_sources(selection, span.sources)
     for side, bound in (("last_step >= ?", span.from_step), ("first_step < ?", span.to_step)):
         if bound is not None:
-            chosen = chosen.also(f"(name = {keys[-1]} OR {side})", bound)
+            selection = selection.also(f"(name = {keys[-1]} OR {side})", bound)
     listed = ", ".join((*_INTS, *_FLOATS))
     outlines = engine.ask(
         f"SELECT name, source, incarnation, last_seq, {listed} FROM {OUTLINES}"
-        f" WHERE {chosen.where}",
-        chosen.values,
+        f" WHERE {selection.where}",
+        selection.values,
     )
     is_rows = pa.compute.equal(outlines["name"], keys[-1])
     marks = outlines.select(["incarnation", "last_seq"]).filter(is_rows)
@@ -515,9 +525,9 @@ def _curve_of(group: Group, outlines: pa.Table) -> Ints:
             outlines["source"], pa.array(group.cells, pa.string())
         ).to_numpy()
     numbers = np.full(len(names) * num_cells, -1)
-    place = {name: i for i, name in enumerate(names)}
+    index_by_name = {name: i for i, name in enumerate(names)}
     for i, (_, of_curve, of_cell) in enumerate(group.curves):
-        numbers[place[of_curve] * num_cells + of_cell] = i
+        numbers[index_by_name[of_curve] * num_cells + of_cell] = i
     curve: Ints = numbers[name.astype(np.int64) * num_cells + cell]
     return curve
 
@@ -593,7 +603,7 @@ def _pending(
 
 def _numbered(seqs: Mapping[str, tuple[int, int]]) -> Callable[[Chosen], Chosen]:
     """Return what narrows rows to these of each writer."""
-    return lambda chosen: of_seqs(chosen, seqs)
+    return lambda selection: of_seqs(selection, seqs)
 
 
 def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
@@ -603,11 +613,11 @@ def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
     first, last = entries.numbers["first_step"], entries.numbers["last_step"]
     is_stretch = ~entries.is_kind(NONFINITE)
     for i, (_, _, cell) in enumerate(group.curves):
-        own = slice(bounds[i], bounds[i + 1])
+        entry_slice = slice(bounds[i], bounds[i + 1])
         steps = rows.steps_of(cell, "step")
-        if len(steps) and bounds[i] < bounds[i + 1] and steps[0] <= last[own].max():
-            is_met[own] = np.searchsorted(steps, first[own]) < np.searchsorted(
-                steps, last[own], side="right"
+        if len(steps) and bounds[i] < bounds[i + 1] and steps[0] <= last[entry_slice].max():
+            is_met[entry_slice] = np.searchsorted(steps, first[entry_slice]) < np.searchsorted(
+                steps, last[entry_slice], side="right"
             )
     is_met &= is_stretch
     return is_met
@@ -644,15 +654,15 @@ def _cut_out(
     is_drawn = ~is_read
     bounds = np.searchsorted(entries.curve, np.arange(num_curves + 1))
     for i in np.unique(entries.curve[is_read]).tolist():
-        own = slice(bounds[i], bounds[i + 1])
-        is_drawn[own] &= ~_is_within(first[own], ranges[i])
+        entry_slice = slice(bounds[i], bounds[i + 1])
+        is_drawn[entry_slice] &= ~_is_within(first[entry_slice], ranges[i])
     return entries.take(is_drawn), ranges
 
 
 def _is_within(along: Ints, ranges: _Ranges) -> Mask:
     begins, ends_at = np.array(ranges, np.int64).T
-    place = np.searchsorted(begins, along, side="right") - 1
-    is_within: Mask = (place >= 0) & (along <= ends_at[place])
+    interval_index = np.searchsorted(begins, along, side="right") - 1
+    is_within: Mask = (interval_index >= 0) & (along <= ends_at[interval_index])
     return is_within
 
 
@@ -661,7 +671,7 @@ def _within(points: Points, ranges: _Ranges, along: str) -> Points:
 
 
 def _reread(
-    engine: Engine,
+    engine: LakeEngine,
     group: Group,
     ranges: Sequence[_Ranges],
     enough: Iterable[int],
@@ -677,14 +687,14 @@ def _reread(
     narrowed = []
     for begin, end in _coalesced(together):
 
-        def narrow(chosen: Chosen, begin: int = begin, end: int = end) -> Chosen:
-            chosen = chosen.also(f"{column} BETWEEN ? AND ?", begin, end)
+        def narrow(selection: Chosen, begin: int = begin, end: int = end) -> Chosen:
+            selection = selection.also(f"{column} BETWEEN ? AND ?", begin, end)
             if not pending:
-                return chosen
+                return selection
             marks = table_of(("incarnation", "outlined_seq"), outlined.items())
-            return chosen._replace(
-                joins=f"{chosen.joins} JOIN span_outlined USING (incarnation)",
-                tables={**chosen.tables, "span_outlined": marks},
+            return selection._replace(
+                joins=f"{selection.joins} JOIN span_outlined USING (incarnation)",
+                tables={**selection.tables, "span_outlined": marks},
             ).also("seq <= outlined_seq")
 
         narrowed.append(narrow)
@@ -761,7 +771,7 @@ def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
 class OpenLake:
     """A lake that is open, and all that can be asked of it (``NumbersReader``)."""
 
-    def __init__(self, engine: Engine, catalogue: Catalogue) -> None:
+    def __init__(self, engine: LakeEngine, catalogue: Catalogue) -> None:
         self.engine = engine
         self.catalogue = catalogue
 
@@ -773,52 +783,52 @@ class OpenLake:
         """Return who wrote rows of the stream, in the order of their names."""
         return self.catalogue.sources(run_id, stream)
 
-    def scan(self, span: Span, names: Sequence[str]) -> Columns:
+    def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
         all_names = tuple(dict.fromkeys((*ORDER, *names)))
-        place = located(self.catalogue, span)
-        if place is None:
+        location = located(self.catalogue, span)
+        if location is None:
             return {name: none_of(0) for name in names}
-        run, places = place
-        chosen = chosen_of(span, run, places)
+        run, places = location
+        selection = chosen_of(span, run, places)
         rows = select(
-            self.engine, span.stream, chosen, {n: expression(n, places) for n in all_names}
+            self.engine, span.stream, selection, {n: expression(n, places) for n in all_names}
         )
         return in_order({name: to_column(rows[name]) for name in all_names}, names)
 
-    def num_rows(self, span: Span) -> int:
+    def num_rows(self, span: RowSpan) -> int:
         """Return how many rows the span has."""
-        place = located(self.catalogue, span)
-        if place is None:
+        location = located(self.catalogue, span)
+        if location is None:
             return 0
-        counted = select(self.engine, span.stream, chosen_of(span, *place), {"num": "count(*)"})
+        counted = select(self.engine, span.stream, chosen_of(span, *location), {"num": "count(*)"})
         return int(counted["num"][0].as_py())
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
-        place = located(self.catalogue, Span(run_id, stream))
-        if place is None:
+        location = located(self.catalogue, RowSpan(run_id, stream))
+        if location is None:
             return {}
         answer = self.engine.ask(
             f"SELECT attempt, max(step) AS step FROM {stream}"
             " WHERE run = ? AND attempt IS NOT NULL AND step IS NOT NULL GROUP BY attempt",
-            [place[0]],
+            [location[0]],
         )
         return dict(zip(answer["attempt"].to_pylist(), answer["step"].to_pylist(), strict=True))
 
     def curves(
         self,
-        curves: Sequence[Curve],
+        curves: Sequence[CurveRequest],
         attempts: Sequence[AttemptRow],
         branch: Branch,
-    ) -> list[Drawn]:
+    ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; of an overview, what keeps its shape.
 
         Raises:
             FormatError: a column is text.
         """
         distinct, places = _distinct(curves)
-        drawn: dict[int, Drawn] = {}
+        drawn: dict[int, DownsampledCurve] = {}
         for group, is_overview in grouped(self.catalogue, distinct):
             rest = group.curves
             if is_overview:
@@ -827,4 +837,4 @@ class OpenLake:
                 rest = [curve for curve in group.curves if curve[0] not in drawn]
             if rest:
                 drawn |= whole_curves(self.engine, group.of(rest), attempts, branch)
-        return [drawn.get(i, Drawn(NO_POINTS, 0)) for i in places]
+        return [drawn.get(i, DownsampledCurve(NO_POINTS, 0)) for i in places]

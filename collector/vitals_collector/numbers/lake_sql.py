@@ -35,7 +35,7 @@ from vitals_collector.numbers.lake_catalogue import (
     quoted,
     unspelled,
 )
-from vitals_collector.numbers.lake_engine import Bucket, Folder, Place, extension, translated
+from vitals_collector.numbers.lake_engine import Bucket, FileStore, Folder, extension, translated
 
 # -------------------------------------------------------------------------------------------- views
 
@@ -124,17 +124,17 @@ def _numbers(
 ) -> str:
     kinds = {kind: short for short, kind in TYPES.items()}
     places: Places = {
-        (unspelled(place), kinds[kind]): place
-        for place, kind in columns
-        if place not in (*KEYS, FORMER_KEY)
+        (unspelled(lake_column), kinds[kind]): lake_column
+        for lake_column, kind in columns
+        if lake_column not in (*KEYS, FORMER_KEY)
     }
     shown = {"rank": "rank", "time": _time("time_unix_ns")}
-    for (name, _), place in places.items():
+    for (name, _), lake_column in places.items():
         if own_expression(name, places) not in shown.values():
             # The engine folds case: the second of two such names is shown as the lake spells it.
             labels = (*shown, *_WRITER, "run", "run_id")
             is_free = name.casefold() not in {label.casefold() for label in labels}
-            shown[name if is_free else place] = own_expression(name, places)
+            shown[name if is_free else lake_column] = own_expression(name, places)
     listed = ", ".join(f"{value} AS {quoted(label)}" for label, value in shown.items())
     rows = f"SELECT run, {listed}, {', '.join(_WRITER)} FROM lake.{stream} WHERE {which}"
     every = "SELECT u.run_id, r.* EXCLUDE (run)"
@@ -276,7 +276,7 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
 _NARROWER = "name a run (WHERE run_id = '...'), fewer columns, or a range of steps"
 
 
-class Answer(NamedTuple):
+class SqlResult(NamedTuple):
     """Rows of an answer, and the names of their columns."""
 
     names: tuple[str, ...]
@@ -326,10 +326,10 @@ class LakeReader:
             }
         )
         with translated():
-            place = Bucket(bucket, self._rows) if bucket else Folder(folder)
-            self._attach(folder, catalogue, database, place)
+            file_store = Bucket(bucket, self._rows) if bucket else Folder(folder)
+            self._attach(folder, catalogue, database, file_store)
             self._make_views(has_records=bool(catalogue) or database is not None)
-            self._lock_in(place)
+            self._lock_in(file_store)
 
     def __enter__(self) -> "LakeReader":
         """Return self."""
@@ -347,17 +347,19 @@ class LakeReader:
     def _rows(self, sql: str) -> pa.Table:
         return self._connection.execute(sql).to_arrow_table()
 
-    def _attach(self, folder: Path, catalogue: str, database: Path | None, place: Place) -> None:
+    def _attach(
+        self, folder: Path, catalogue: str, database: Path | None, file_store: FileStore
+    ) -> None:
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{catalogue}" if catalogue else f"sqlite:{folder / 'catalogue.sqlite'}"
         # Who meets a writer on SQLite waits for it, instead of being refused.
         waits = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
-        for name in ("ducklake", scanner, *place.extensions):
+        for name in ("ducklake", scanner, *file_store.extensions):
             self._connection.execute(f"LOAD '{extension(name)}'")
-        place.enter(self._connection)
+        file_store.enter(self._connection)
         self._connection.execute(
             f"ATTACH {_text(f'ducklake:{uri}')} AS lake"
-            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH {_text(place.root)}{waits})"
+            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH {_text(file_store.root)}{waits})"
         )
         if catalogue:
             self._connection.execute(f"ATTACH {_text(catalogue)} AS db (TYPE postgres, READ_ONLY)")
@@ -383,19 +385,19 @@ class LakeReader:
         self.views = tuple(views)
         """What can be asked."""
 
-    def _lock_in(self, place: Place) -> None:
+    def _lock_in(self, file_store: FileStore) -> None:
         """Take every way out from the questions to come."""
         for setting in (
             f"memory_limit = {_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
             "temp_directory = ''",
-            f"allowed_directories = [{_text(place.root)}]",
+            f"allowed_directories = [{_text(file_store.root)}]",
             "enable_external_access = false",
             "lock_configuration = true",
         ):
             self._connection.execute(f"SET {setting}")
 
-    def ask(self, sql: str, *, max_rows: int = 10_000) -> Answer:
+    def ask(self, sql: str, *, max_rows: int = 10_000) -> SqlResult:
         """Return a question's answer, at most so many rows of it.
 
         Raises:
@@ -415,7 +417,7 @@ class LakeReader:
             cursor = self._connection.execute(sql)
             names = tuple(column[0] for column in cursor.description or ())
             rows = cursor.fetchmany(max_rows + 1)
-            return Answer(names, rows[:max_rows], len(rows) > max_rows)
+            return SqlResult(names, rows[:max_rows], len(rows) > max_rows)
         except duckdb.OutOfMemoryException:
             raise StorageError(
                 f"the question needs more than {self._memory_limit} of memory", hint=_NARROWER

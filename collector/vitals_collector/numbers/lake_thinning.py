@@ -22,14 +22,14 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
-    Column,
     Columns,
+    ColumnValues,
     Due,
     Levelled,
     Reason,
-    Span,
+    RowSpan,
+    StepWindow,
     Thinned,
-    Window,
 )
 from vitals_collector.numbers.lake_catalogue import (
     KEYS,
@@ -44,7 +44,7 @@ from vitals_collector.numbers.lake_catalogue import (
     table_of,
     to_column,
 )
-from vitals_collector.numbers.lake_engine import Engine
+from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import Chosen, located, select
 from vitals_collector.numbers.levels import DURATION, LOSS, NUM_RANKS, STATISTICS, worst_of
 from vitals_collector.numbers.outlines import ROWS
@@ -54,10 +54,10 @@ from vitals_collector.numbers.outlines import ROWS
 _WINDOW = "attempt = ? AND step >= ? AND step < ? AND rank > 0"
 
 
-class Plan(NamedTuple):
+class RollUpPlan(NamedTuple):
     """What a window's rows come to."""
 
-    window: Window
+    window: StepWindow
     run: int
     names: list[str]
     numbers: Columns
@@ -73,61 +73,65 @@ class Plan(NamedTuple):
 
 
 def plan(
-    engine: Engine,
+    engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
-    window: Window,
+    window: StepWindow,
     num_worst: int,
     *,
     is_whole: bool,
     reason: Reason,
-) -> Plan | None:
+) -> RollUpPlan | None:
     """Return what the window's rows come to; None where it has none.
 
     Raises:
         StorageError: a file that may hold some of them is damaged.
     """
-    place = located(catalogue, Span(run_id, "steps"))
-    if place is None:
+    location = located(catalogue, RowSpan(run_id, "steps"))
+    if location is None:
         return None
-    run, places = place
-    own = {column.name for column in ROW_COLUMNS}
+    run, places = location
+    row_columns = {column.name for column in ROW_COLUMNS}
     names = [
-        n for n, kind in catalogue.kinds(run_id, "steps").items() if kind != "S" and n not in own
+        n
+        for n, kind in catalogue.kinds(run_id, "steps").items()
+        if kind != "S" and n not in row_columns
     ]
-    chosen = Chosen(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
+    selection = Chosen(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: own_expression(name, places) for name in names}
-    numbers = _numbers(engine, chosen, expressions)
+    numbers = _numbers(engine, selection, expressions)
     if not len(numbers["step"].values):
         return None
     broken = [name for name in names if numbers[f"{name}:nonfinite"].values.any()]
-    writers = _writers_in(engine, chosen, places, [expressions[name] for name in broken])
+    writers = _writers_in(engine, selection, places, [expressions[name] for name in broken])
     sources = writers["source"].to_pylist()
-    kept = sorted(set(sources))
+    kept_sources = sorted(set(sources))
     if not is_whole:
-        kept = worst_of(
+        kept_sources = worst_of(
             _by(sources, writers["broken"]),
             _by(sources, writers["slow"]),
-            _furthest(engine, chosen, places),
+            _furthest(engine, selection, places),
             num_worst,
         )
     nums = writers["num"].to_pylist()
-    taken = sum(num for source, num in zip(sources, nums, strict=True) if source not in kept)
-    result = Levelled(taken, tuple(kept))
-    return Plan(window, run, names, numbers, writers, result, reason)
+    taken = sum(
+        num for source, num in zip(sources, nums, strict=True) if source not in kept_sources
+    )
+    result = Levelled(taken, tuple(kept_sources))
+    return RollUpPlan(window, run, names, numbers, writers, result, reason)
 
 
-def _numbers(engine: Engine, chosen: Chosen, expressions: dict[str, str]) -> Columns:
-    engine.files.need("steps", chosen.run)
+def _numbers(engine: LakeEngine, selection: Chosen, expressions: dict[str, str]) -> Columns:
+    engine.files.need("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
         values.append(f"{sql}::DOUBLE AS x{i}, CASE WHEN isfinite(x{i}) THEN x{i} END AS f{i}")
         statistics.append(f"min(f{i}), sum(f{i}), max(f{i}), count(f{i}), count(x{i})")
     rows = engine.ask(
         f"SELECT {', '.join(('step, max(time_unix_ns), count(*)', *statistics))} FROM"
-        f" (SELECT {', '.join(('step, time_unix_ns', *values))} FROM steps WHERE {chosen.where})"
+        f" (SELECT {', '.join(('step, time_unix_ns', *values))} FROM steps WHERE {selection.where})"
         " GROUP BY step ORDER BY step",
-        chosen.values,
+        selection.values,
     )
     columns = [to_column(column) for column in rows.columns]
     numbers = dict(zip(("step", "time_unix_ns", NUM_RANKS), columns, strict=False))
@@ -137,18 +141,25 @@ def _numbers(engine: Engine, chosen: Chosen, expressions: dict[str, str]) -> Col
 
 
 def _statistics(
-    name: str, low: Column, total: Column, high: Column, num: Column, of: Column
+    name: str,
+    low: ColumnValues,
+    total: ColumnValues,
+    high: ColumnValues,
+    num: ColumnValues,
+    of: ColumnValues,
 ) -> Columns:
     nums, none = num.values, of.values == 0
     with np.errstate(over="ignore"):
-        mean = Column(total.values / np.maximum(nums, 1), total.is_missing)
-    counts = Column(nums, none), Column(of.values - nums, none)
+        mean = ColumnValues(total.values / np.maximum(nums, 1), total.is_missing)
+    counts = ColumnValues(nums, none), ColumnValues(of.values - nums, none)
     return dict(
         zip((f"{name}:{what}" for what in STATISTICS), (low, mean, high, *counts), strict=True)
     )
 
 
-def _writers_in(engine: Engine, chosen: Chosen, places: Places, broken: Sequence[str]) -> pa.Table:
+def _writers_in(
+    engine: LakeEngine, selection: Chosen, places: Places, broken: Sequence[str]
+) -> pa.Table:
     """Return each writer's numbers of rows, its longest step, and its first with a broken value."""
     is_broken = " OR ".join(f"NOT isfinite({sql}::DOUBLE)" for sql in broken) or "false"
     duration = f"{own_expression(DURATION, places)}::DOUBLE"
@@ -162,20 +173,20 @@ def _writers_in(engine: Engine, chosen: Chosen, places: Places, broken: Sequence
         "slow": f"max({duration}) FILTER (isfinite({duration}))",
         "broken": f"min(step) FILTER ({is_broken})",
     }
-    grouped = chosen._replace(where=f"{chosen.where} GROUP BY incarnation, source, rank")
+    grouped = selection._replace(where=f"{selection.where} GROUP BY incarnation, source, rank")
     return select(engine, "steps", grouped, expressions)
 
 
-def _furthest(engine: Engine, chosen: Chosen, places: Places) -> dict[str, float]:
+def _furthest(engine: LakeEngine, selection: Chosen, places: Places) -> dict[str, float]:
     """Return how far each source's loss was from its step's median at most."""
     loss = f"{own_expression(LOSS, places)}::DOUBLE"
     answer = engine.ask(
         f"WITH losses AS (SELECT step, source, {loss} AS loss FROM steps"
-        f" WHERE {chosen.where} AND isfinite({loss})),"
+        f" WHERE {selection.where} AND isfinite({loss})),"
         " medians AS (SELECT step, median(loss) AS middle FROM losses GROUP BY step)"
         " SELECT source, max(abs(loss - middle)) AS far FROM losses JOIN medians USING (step)"
         " GROUP BY source",
-        chosen.values,
+        selection.values,
     )
     return _by(answer["source"].to_pylist(), answer["far"])
 
@@ -186,19 +197,21 @@ def _by(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
     return {source: value for source, value in pairs if value is not None}
 
 
-def take_away(engine: Engine, planned: Plan) -> None:
+def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
     """Remove, in a commit, the rows that are part of the numbers now, and say which they were.
 
     Raises:
         StorageError: rows came meanwhile, or another collector was quicker; look again.
     """
     run, window = planned.run, planned.window
-    own = f"run = {run} AND attempt = {window.attempt}"
-    steps = f"{own} AND step >= {window.first_step} AND step < {window.end_step} AND rank > 0"
-    present = engine.read(f"SELECT count(*) AS num FROM steps WHERE {steps}")["num"][0].as_py()
-    done = engine.read(
+    where = f"run = {run} AND attempt = {window.attempt}"
+    steps = f"{where} AND step >= {window.first_step} AND step < {window.end_step} AND rank > 0"
+    present = engine.query_in_transaction(f"SELECT count(*) AS num FROM steps WHERE {steps}")[
+        "num"
+    ][0].as_py()
+    done = engine.query_in_transaction(
         f"SELECT count(*) AS num FROM {LEVELLED}"
-        f" WHERE {own} AND stream = 'steps' AND first_at = {window.first_step}"
+        f" WHERE {where} AND stream = 'steps' AND first_at = {window.first_step}"
     )["num"][0].as_py()
     if present != planned.num_rows or done:
         raise StorageError(
@@ -212,19 +225,19 @@ def take_away(engine: Engine, planned: Plan) -> None:
         engine.execute(f"DELETE FROM steps WHERE {steps} AND {is_taken}")
         # What says how far a writer is outlined stays.
         engine.execute(
-            f"DELETE FROM {OUTLINES} WHERE {own} AND stream = 'steps' AND rank > 0 AND {is_taken}"
+            f"DELETE FROM {OUTLINES} WHERE {where} AND stream = 'steps' AND rank > 0 AND {is_taken}"
             f" AND first_step >= {window.first_step} AND first_step < {window.end_step}"
             f" AND name <> {name_key(ROWS)}"
         )
     engine.insert(LEVELLED, _rows_levelled(planned))
 
 
-def _rows_levelled(planned: Plan) -> pa.Table:
-    kept = set(planned.result.kept)
+def _rows_levelled(planned: RollUpPlan) -> pa.Table:
+    kept_sources = set(planned.result.kept)
     writers = planned.writers.select(["source", "incarnation", "first_seq", "last_seq", "num"])
     window = (planned.run, "steps", *planned.window)
     rows = [
-        (*window, incarnation, first, last, 0 if source in kept else num, planned.reason)
+        (*window, incarnation, first, last, 0 if source in kept_sources else num, planned.reason)
         for source, incarnation, first, last, num in zip(*writers.to_pydict().values(), strict=True)
     ]
     return table_of(LEVELLED_COLUMNS, rows)
@@ -236,17 +249,17 @@ _GROUP = ("run", "incarnation", "source", "rank")
 
 
 def next_window(
-    engine: Engine, catalogue: Catalogue, run_id: str, stream: str, attempt: int, size: int
+    engine: LakeEngine, catalogue: Catalogue, run_id: str, stream: str, attempt: int, size: int
 ) -> Due | None:
     """Return the oldest window of a stream's rows that were not thinned yet; None where none is.
 
     Of steps those of ranks other than 0. Of hosts, nanoseconds stand for steps, and all attempts
     are one.
     """
-    place = located(catalogue, Span(run_id, stream))
-    if place is None:
+    location = located(catalogue, RowSpan(run_id, stream))
+    if location is None:
         return None
-    run = place[0]
+    run = location[0]
     where, along = _where(stream, attempt)
     done = engine.ask(
         f"SELECT max(end_at) AS at FROM {LEVELLED}"
@@ -262,7 +275,7 @@ def next_window(
     if not first:
         return None
     start = first[0] // size * size
-    window = Window(attempt, start, start + size)
+    window = StepWindow(attempt, start, start + size)
     writers = engine.ask(
         f"SELECT incarnation, max(seq) AS seq, coalesce(max(time_unix_ns), 0) AS at FROM {stream}"
         f" WHERE run = ? AND {where} AND {along} >= ? AND {along} < ? GROUP BY incarnation",
@@ -280,11 +293,11 @@ def _where(stream: str, attempt: int) -> tuple[str, str]:
 
 
 def thin(
-    engine: Engine,
+    engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
     stream: str,
-    window: Window,
+    window: StepWindow,
     every: int,
     *,
     is_whole: bool,
@@ -305,10 +318,10 @@ def thin(
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    place = located(catalogue, Span(run_id, stream))
-    if place is None:
+    location = located(catalogue, RowSpan(run_id, stream))
+    if location is None:
         return 0
-    run, places = place
+    run, places = location
     where, along = _where(stream, window.attempt)
     rows = (
         f"run = {run} AND {where} AND {along} >= {window.first_step}"
@@ -318,14 +331,16 @@ def thin(
     with engine.transaction():
         before = _numbered(engine, stream, rows)
         if stream in HOST_STREAMS and not is_whole:
-            ends = engine.read(_ends(stream, rows, places, every))
+            ends = engine.query_in_transaction(_ends(stream, rows, places, every))
             engine.execute(f"DELETE FROM {stream} WHERE {rows}")
             engine.insert(stream, ends)
         elif not is_whole:
             firsts = f"SELECT min(step) FROM {stream} WHERE {rows} GROUP BY step // {every}"
             engine.execute(f"DELETE FROM {stream} WHERE {rows} AND step NOT IN ({firsts})")
-        left = before if is_whole else _numbered(engine, stream, rows)
-        num_left = dict(zip(*(left[name].to_pylist() for name in ("writer", "num")), strict=True))
+        remaining_rows = before if is_whole else _numbered(engine, stream, rows)
+        num_left = dict(
+            zip(*(remaining_rows[name].to_pylist() for name in ("writer", "num")), strict=True)
+        )
         listed = [
             (run, stream, *window, writer, first, last, num - num_left.get(writer, 0), reason)
             for writer, first, last, num in zip(*before.to_pydict().values(), strict=True)
@@ -334,8 +349,8 @@ def thin(
     return len(before) and sum(before["num"].to_pylist()) - sum(num_left.values())
 
 
-def _numbered(engine: Engine, stream: str, rows: str) -> pa.Table:
-    return engine.read(
+def _numbered(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
+    return engine.query_in_transaction(
         "SELECT incarnation AS writer, min(seq) AS first, max(seq) AS last, count(*) AS num"
         f" FROM {stream} WHERE {rows} GROUP BY incarnation"
     )
@@ -366,7 +381,7 @@ def _ends(stream: str, rows: str, places: Places, every: int) -> str:
     return " UNION ALL BY NAME ".join(sides)
 
 
-def thinned(engine: Engine, catalogue: Catalogue, run_id: str) -> list[Thinned]:
+def thinned(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[Thinned]:
     """Return what was taken away of the run, by stream and reason."""
     run = catalogue.number(run_id)
     if run is None:

@@ -15,7 +15,7 @@ import pyarrow.compute
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import outlines
-from vitals_collector.numbers.interface import Column, Span, rank_of
+from vitals_collector.numbers.interface import ColumnValues, RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
     HOLES,
     LEVELLED,
@@ -30,9 +30,9 @@ from vitals_collector.numbers.lake_catalogue import (
     newest_marks,
     to_column,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, Engine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
 from vitals_collector.numbers.lake_reading import chosen_of, select
-from vitals_collector.numbers.outlines import ROWS, STREAMS, Entries, outline
+from vitals_collector.numbers.outlines import ROWS, STREAMS, ChunkStats, outline
 
 # ----------------------------------------------------------------------------------------- outlines
 
@@ -47,7 +47,7 @@ _KEYS = {
 }
 _NUMBERS = {
     name: "DOUBLE" if name in ("low", "high", "first", "last") else "BIGINT"
-    for name in Entries._fields
+    for name in ChunkStats._fields
     if name not in ("name", "writer", "kind")
 }
 _SORTED_BY = "run ASC, stream ASC, name ASC, rank ASC, first_step ASC"
@@ -58,7 +58,7 @@ _MOST_VALUES = 4 << 20
 """Outlined at a time: as many take 32 MB, and a few times that for a moment."""
 
 
-def prepare(engine: Engine, tables: Collection[str]) -> None:
+def prepare(engine: LakeEngine, tables: Collection[str]) -> None:
     """Make the table if it is none of those that the lake has."""
     if OUTLINES in tables:
         return
@@ -68,7 +68,9 @@ def prepare(engine: Engine, tables: Collection[str]) -> None:
         engine.execute(f"ALTER TABLE {OUTLINES} SET SORTED BY ({_SORTED_BY})")
 
 
-def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[str, str], int]]:
+def _outlined_seqs(
+    engine: LakeEngine, runs: Sequence[int]
+) -> dict[int, dict[tuple[str, str], int]]:
     """Return by run, incarnation and stream the number of the last row that is outlined."""
     engine.files.need(OUTLINES, *runs)
     marks = engine.ask(
@@ -82,7 +84,9 @@ def _outlined_seqs(engine: Engine, runs: Sequence[int]) -> dict[int, dict[tuple[
     return done
 
 
-def outline_runs(engine: Engine, catalogue: Catalogue, run_ids: Sequence[str], end: float) -> bool:
+def outline_runs(
+    engine: LakeEngine, catalogue: Catalogue, run_ids: Sequence[str], end: float
+) -> bool:
     """Outline the runs' rows that are not yet, but for a few; return whether all were by ``end``.
 
     Args:
@@ -101,7 +105,7 @@ def outline_runs(engine: Engine, catalogue: Catalogue, run_ids: Sequence[str], e
 
 
 def _outline_run(
-    engine: Engine,
+    engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
     state: RunState,
@@ -118,14 +122,14 @@ def _outline_run(
         for seqs in _pieces(pending, most_rows):
             if time.monotonic() > end:
                 return False
-            span = Span(run_id, stream, seqs=seqs)
+            span = RowSpan(run_id, stream, seqs=seqs)
             _outline(engine, catalogue.runs[run_id], span, state, columns, names)
     return True
 
 
 def _outlined_columns(kinds: Mapping[str, str]) -> list[str]:
-    own = {column.name for column in ROW_COLUMNS}
-    return [name for name, kind in kinds.items() if kind != "S" and name not in own]
+    row_columns = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
 
 def _pending(
@@ -163,12 +167,17 @@ def _pieces(
 
 
 def _outline(
-    engine: Engine, run: int, span: Span, state: RunState, places: Places, names: Sequence[str]
+    engine: LakeEngine,
+    run: int,
+    span: RowSpan,
+    state: RunState,
+    places: Places,
+    names: Sequence[str],
 ) -> None:
     stream, writers = span.stream, sorted(span.seqs or ())
     read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
-    chosen = chosen_of(span, run, places)
-    rows = select(engine, stream, chosen, {name: expression(name, places) for name in read})
+    selection = chosen_of(span, run, places)
+    rows = select(engine, stream, selection, {name: expression(name, places) for name in read})
     codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
     order = np.lexsort((rows["seq"].to_numpy(), codes))
     if not len(order):
@@ -179,8 +188,8 @@ def _outline(
     columns = {}
     for name in names:
         column = to_column(rows[name])
-        columns[name] = Column(column.values[order], column.is_missing[order])
-    entries = outline(stream, outlines.Rows(codes[order], *of_row), columns)
+        columns[name] = ColumnValues(column.values[order], column.is_missing[order])
+    entries = outline(stream, outlines.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():
         engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))
@@ -189,7 +198,7 @@ def _outline(
 def _table(
     run: int,
     stream: str,
-    entries: Entries,
+    entries: ChunkStats,
     names: list[str],
     writers: list[str],
     sources: list[str],
@@ -214,7 +223,7 @@ _MOST_TRIES = 50
 """At giving runs numbers while others do."""
 
 
-def own(engine: Engine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
+def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
     """Take runs over: from here on this process commits for them.
 
     Args:
@@ -267,7 +276,7 @@ WHERE d.end_snapshot IS NULL AND t.end_snapshot IS NULL GROUP BY ALL
 _CALLS = ("merge_adjacent_files", "rewrite_data_files")
 
 
-def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
+def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
     """Outline new rows, make few sorted files of many small ones, forget the states before.
 
     Returns:
@@ -288,9 +297,9 @@ def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
         for call, is_needed in zip(_CALLS, is_due, strict=True):
             if is_needed and table in tables:
                 is_done &= _merge_table(engine, table, call, end)
-    kept = f"older_than => now() - INTERVAL {_KEPT_SECONDS} SECOND"
+    older_than = f"older_than => now() - INTERVAL {_KEPT_SECONDS} SECOND"
     for call in ("expire_snapshots", "cleanup_old_files"):
-        engine.execute(f"CALL ducklake_{call}('lake', {kept})")
+        engine.execute(f"CALL ducklake_{call}('lake', {older_than})")
     engine.keep_checksums()
     _forget_checksums(engine)
     catalogue.forget_idle()
@@ -298,7 +307,7 @@ def merge(engine: Engine, catalogue: Catalogue, max_seconds: float) -> bool:
     return is_done
 
 
-def _merge_table(engine: Engine, table: str, call: str, end: float) -> bool:
+def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
     """Merge the table's files one by one; commits take turns with it, and wait for one at most."""
     engine.files.need_small(table, _MERGED_BYTES)  # what is damaged would get a right checksum
     is_merge = call == _CALLS[0]
@@ -307,13 +316,13 @@ def _merge_table(engine: Engine, table: str, call: str, end: float) -> bool:
         bound = f", max_compacted_files => 1, max_file_size => {_SMALL_BYTES}"
     while time.monotonic() < end:
         with engine.transaction(is_merge=True):
-            merged = engine.read(f"CALL ducklake_{call}('lake', '{table}'{bound})")
+            merged = engine.query_in_transaction(f"CALL ducklake_{call}('lake', '{table}'{bound})")
         if not len(merged) or not is_merge:
             return True
     return False
 
 
-def _forget_checksums(engine: Engine) -> None:
+def _forget_checksums(engine: LakeEngine) -> None:
     """Remove the checksums of files that the catalogue names no more."""
     paths = engine.ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
     named = " UNION ALL ".join(
@@ -328,18 +337,20 @@ def _forget_checksums(engine: Engine) -> None:
             engine.execute(f"DELETE FROM {CHECKSUMS} WHERE path IN ({listed})")
 
 
-def _fold_marks(engine: Engine) -> None:
+def _fold_marks(engine: LakeEngine) -> None:
     """Leave one mark of each writer: a commit adds one for each that it had rows of."""
     with engine.transaction():
-        runs = engine.read(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist()
+        runs = engine.query_in_transaction(f"SELECT DISTINCT run FROM {NEW_MARKS}")[
+            "run"
+        ].to_pylist()
         if runs:
-            marks = engine.read(newest_marks(runs))
+            marks = engine.query_in_transaction(newest_marks(runs))
             engine.execute(f"DELETE FROM {MARKS} WHERE run IN ({', '.join(map(str, runs))})")
             engine.execute(f"DELETE FROM {NEW_MARKS}")
             engine.insert(MARKS, marks)
 
 
-def delete(engine: Engine, catalogue: Catalogue, run_id: str, but: Collection[str]) -> None:
+def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, but: Collection[str]) -> None:
     """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
 
     Its columns stay as well: a process that goes on writing the run knows that they are there.
@@ -352,17 +363,17 @@ def delete(engine: Engine, catalogue: Catalogue, run_id: str, but: Collection[st
         run = catalogue.runs.get(run_id)
         if run is None:
             return
-        kept = ", ".join("?" * len(but)) or "''"
-        own = f"run = ? AND incarnation NOT IN ({kept})"
+        placeholders = ", ".join("?" * len(but)) or "''"
+        row_filter = f"run = ? AND incarnation NOT IN ({placeholders})"
         with engine.transaction():
             for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
-                engine.execute(f"DELETE FROM {table} WHERE {own}", [run, *but])
+                engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *but])
             for table in (NEW_MARKS, MARKS):  # whose rows are gone is no source any more
-                engine.execute(f"UPDATE {table} SET source = '' WHERE {own}", [run, *but])
+                engine.execute(f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *but])
         catalogue.forget_run(run_id)
 
 
-def sizes(engine: Engine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
+def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
     """Return about how many bytes of the files are a run's: by its share of each stream's rows.
 
     Args:
@@ -389,7 +400,7 @@ def sizes(engine: Engine, catalogue: Catalogue, run_id: str | None = None) -> di
     return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
 
 
-def size(engine: Engine) -> int:
+def size(engine: LakeEngine) -> int:
     """Return the bytes of all files that the catalogue knows."""
     files = " UNION ALL ".join(
         f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")

@@ -15,7 +15,7 @@ from trainvitals.identity import Identity
 from trainvitals.rows import Column as RowColumn
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch, BatchHeader
-from vitals_collector.numbers.interface import RANKS, Column, Columns
+from vitals_collector.numbers.interface import RANKS, Columns, ColumnValues
 
 STATISTICS = ("min", "mean", "max", "num", "nonfinite")
 """What is kept of a column: of its finite values, and how many were finite, and were not."""
@@ -79,7 +79,7 @@ def _extreme_of(
     return extremes
 
 
-def _is_finite(column: Column) -> npt.NDArray[np.bool_]:
+def _is_finite(column: ColumnValues) -> npt.NDArray[np.bool_]:
     is_finite: npt.NDArray[np.bool_] = np.isfinite(column.values) & ~column.is_missing
     return is_finite
 
@@ -105,11 +105,11 @@ def over_ranks(rows: Columns, names: Sequence[str]) -> Columns:
     return numbers
 
 
-def _present(values: npt.NDArray[Any]) -> Column:
-    return Column(values, np.zeros(len(values), np.bool_))
+def _present(values: npt.NDArray[Any]) -> ColumnValues:
+    return ColumnValues(values, np.zeros(len(values), np.bool_))
 
 
-def _statistics(name: str, column: Column, at: npt.NDArray[Any], num: int) -> Columns:
+def _statistics(name: str, column: ColumnValues, at: npt.NDArray[Any], num: int) -> Columns:
     is_finite = _is_finite(column)
     places, finite = at[is_finite], column.values[is_finite].astype(np.float64)
     low, high = np.full(num, np.inf), np.full(num, -np.inf)
@@ -123,7 +123,9 @@ def _statistics(name: str, column: Column, at: npt.NDArray[Any], num: int) -> Co
     values = dict(zip(STATISTICS, (low, mean, high, nums, nonfinite), strict=True))
     missing = dict.fromkeys(("min", "mean", "max"), is_missing)
     none = is_missing & (nonfinite == 0)
-    return {f"{name}:{what}": Column(values[what], missing.get(what, none)) for what in STATISTICS}
+    return {
+        f"{name}:{what}": ColumnValues(values[what], missing.get(what, none)) for what in STATISTICS
+    }
 
 
 def ranks_schema(names: Iterable[str]) -> Schema:
@@ -147,10 +149,10 @@ def ranks_batch(
     for name in names:
         low, mean, high = (numbers[f"{name}:{what}"].values for what in ("min", "mean", "max"))
         is_missing = numbers[f"{name}:mean"].is_missing
-        numbers[f"{name}:mean"] = Column(np.minimum(high, np.maximum(low, mean)), is_missing)
+        numbers[f"{name}:mean"] = ColumnValues(np.minimum(high, np.maximum(low, mean)), is_missing)
     num = len(numbers["step"].values)
-    own = {"attempt": np.full(num, attempt), "monotonic_ns": np.zeros(num, np.int64)}
-    columns = [numbers.get(c.name) or _present(own[c.name]) for c in schema.columns]
+    key_columns = {"attempt": np.full(num, attempt), "monotonic_ns": np.zeros(num, np.int64)}
+    columns = [numbers.get(c.name) or _present(key_columns[c.name]) for c in schema.columns]
     listed = [
         [
             None if is_missing else value

@@ -19,18 +19,18 @@ from vitals_collector.numbers.interface import (
     POINT,
     RANKS,
     AttemptRow,
-    Column,
     Columns,
-    Curve,
-    Drawn,
+    ColumnValues,
+    CurveRequest,
+    DownsampledCurve,
     Due,
-    Keyed,
     Levelled,
     Reason,
-    Span,
+    RowSpan,
+    SeriesKey,
+    StepWindow,
     StreamKey,
     Thinned,
-    Window,
     common_type,
     in_order,
     none_of,
@@ -47,7 +47,7 @@ _OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
 """What a row has of its writer."""
 
 
-class _Part(NamedTuple):
+class _StoredRows(NamedTuple):
     """Rows of one writer that were new."""
 
     identity: Identity
@@ -60,7 +60,7 @@ class MemoryNumbers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
+        self._parts: dict[tuple[str, str], list[_StoredRows]] = defaultdict(list)
         """By run and stream."""
         self._marks: dict[StreamKey, int] = {}
         self._levelled: dict[tuple[str, int], int] = {}
@@ -78,7 +78,7 @@ class MemoryNumbers:
                 rows = rows[max(0, self._marks.get(key, -1) + 1 - header.first_seq) :]
                 num_new.append(len(rows))
                 if len(rows):
-                    part = _Part(header.identity, schema, rows)
+                    part = _StoredRows(header.identity, schema, rows)
                     self._parts[header.identity.run_id, header.stream].append(part)
                     self._marks[key] = header.last_seq
         return num_new
@@ -103,7 +103,7 @@ class MemoryNumbers:
     def check_place(self) -> None:
         """Do nothing: memory can always be read."""
 
-    def turn(self) -> AbstractContextManager[object]:
+    def write_lock(self) -> AbstractContextManager[object]:
         """Wait for nobody: nothing here takes long."""
         return nullcontext()
 
@@ -127,21 +127,22 @@ class MemoryNumbers:
         """Return who wrote rows of the stream, in the order of their names."""
         return sorted({part.identity.source for part in self._of(run_id, stream)})
 
-    def num_rows(self, span: Span) -> int:
+    def num_rows(self, span: RowSpan) -> int:
         """Return how many rows the span has."""
         return sum(len(part.rows) for part in self._chosen(span))
 
-    def scan(self, span: Span, names: Sequence[str]) -> Columns:
+    def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
         all_names = tuple(dict.fromkeys((*ORDER, *names)))
-        chosen, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
+        matching_parts, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
         return in_order(
-            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), chosen) for n in all_names}, names
+            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts) for n in all_names},
+            names,
         )
 
     def curves(
-        self, curves: Sequence[Curve], attempts: Sequence[AttemptRow], branch: Branch
-    ) -> list[Drawn]:
+        self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
+    ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; every one, however few are wanted."""
         return [
             whole_curve(
@@ -156,14 +157,14 @@ class MemoryNumbers:
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
-        rows = self.scan(Span(run_id, stream), ["attempt", "step"])
+        rows = self.scan(RowSpan(run_id, stream), ["attempt", "step"])
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
     def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
         """Return the oldest steps that are no level yet."""
         rows = self.scan(
-            Span(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
+            RowSpan(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
             ["step", "attempt", "rank", "time_unix_ns", "incarnation", "seq"],
         )
         step, times = rows["step"].values, rows["time_unix_ns"].values
@@ -179,41 +180,41 @@ class MemoryNumbers:
             strict=True,
         ):
             last_seqs[writer] = max(seq, last_seqs.get(writer, seq))
-        return Due(Window(attempt, first, first + size), int(times[is_in].max()), last_seqs)
+        return Due(StepWindow(attempt, first, first + size), int(times[is_in].max()), last_seqs)
 
     def level(
         self,
         run_id: str,
-        window: Window,
+        window: StepWindow,
         num_worst: int,
         *,
         is_whole: bool = False,
         reason: Reason = "age",
     ) -> Levelled:
         """Put numbers over the ranks in the place of most ranks' rows."""
-        own = {column.name for column in ROW_COLUMNS}
+        row_columns = {column.name for column in ROW_COLUMNS}
         kinds = self.kinds(run_id, "steps")
-        names = [name for name, kind in kinds.items() if kind != "S" and name not in own]
-        span = Span(run_id, "steps", from_step=window.first_step, to_step=window.end_step)
+        names = [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
+        span = RowSpan(run_id, "steps", from_step=window.first_step, to_step=window.end_step)
         rows = self.scan(span, ["step", "attempt", "rank", "source", "time_unix_ns", *names])
         is_mine = (rows["attempt"].values == window.attempt) & (rows["rank"].values > 0)
         if not is_mine.any():
             return Levelled(0, ())
         rows = {name: column.take(is_mine) for name, column in rows.items()}
         sources = rows["source"].values
-        kept = sorted(set(sources)) if is_whole else worst(rows, names, num_worst)
+        kept_sources = sorted(set(sources)) if is_whole else worst(rows, names, num_worst)
         first_seq = self.mark((run_id, RANKS, RANKS)) + 1
         numbers = over_ranks(rows, names)
         self.append([ranks_batch(run_id, window.attempt, names, numbers, first_seq)])
         with self._lock:
             parts = self._parts[run_id, "steps"]
-            parts[:] = [_without(part, window, kept) for part in parts]
+            parts[:] = [_without(part, window, kept_sources) for part in parts]
             self._levelled[run_id, window.attempt] = window.end_step
-        num_taken = int(np.sum(~np.isin(sources.astype(str), kept)))
+        num_taken = int(np.sum(~np.isin(sources.astype(str), kept_sources)))
         if num_taken:
             last = window.end_step - 1
             self._thinned[run_id].append(Thinned("steps", reason, num_taken, last, 0))
-        return Levelled(num_taken, tuple(kept))
+        return Levelled(num_taken, tuple(kept_sources))
 
     def thinned(self, run_id: str) -> list[Thinned]:
         """Return what was taken away of the run, by stream and reason."""
@@ -225,11 +226,11 @@ class MemoryNumbers:
             for key, parts in sorted(of_reason.items())
         ]
 
-    def _of(self, run_id: str, stream: str) -> list[_Part]:
+    def _of(self, run_id: str, stream: str) -> list[_StoredRows]:
         with self._lock:
             return list(self._parts.get((run_id, stream), ()))
 
-    def _chosen(self, span: Span) -> list[_Part]:
+    def _chosen(self, span: RowSpan) -> list[_StoredRows]:
         parts = [
             part._replace(rows=part.rows[_is_in(span, part)])
             for part in self._of(span.run_id, span.stream)
@@ -256,27 +257,29 @@ class MemoryNumbers:
         """Forget the run's rows; its marks stay."""
         with self._lock:
             for key in [key for key in self._parts if key[0] == run_id]:
-                left = [part for part in self._parts[key] if part.identity.incarnation in but]
-                if left:
-                    self._parts[key] = left
+                remaining_parts = [
+                    part for part in self._parts[key] if part.identity.incarnation in but
+                ]
+                if remaining_parts:
+                    self._parts[key] = remaining_parts
                 else:
                     del self._parts[key]
             self._thinned.pop(run_id, None)
 
 
-def _without(part: _Part, window: Window, kept: Sequence[str]) -> _Part:
+def _without(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str]) -> _StoredRows:
     """Return what is left of a part when a window has become a level."""
-    if part.identity.source in kept or rank_of(part.identity.source) <= 0:
+    if part.identity.source in kept_sources or rank_of(part.identity.source) <= 0:
         return part
-    own: list[npt.NDArray[Any]] = [
+    column_values: list[npt.NDArray[Any]] = [
         column_of(part.schema, part.rows, name)[0] for name in ("step", "attempt")
     ]
-    step, attempt = own
+    step, attempt = column_values
     is_in = (step >= window.first_step) & (step < window.end_step) & (attempt == window.attempt)
     return part._replace(rows=part.rows[~is_in])
 
 
-def _is_in(span: Span, part: _Part) -> npt.NDArray[np.bool_]:
+def _is_in(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
     is_in = np.ones(len(part.rows), np.bool_)
     bounds = (
         ("step", span.from_step, span.to_step),
@@ -294,7 +297,7 @@ def _is_in(span: Span, part: _Part) -> npt.NDArray[np.bool_]:
     return is_in if span.keyed is None else is_in & _has_key(span.keyed, part)
 
 
-def _has_key(keyed: Keyed, part: _Part) -> npt.NDArray[np.bool_]:
+def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
     number: int | None
     if isinstance(keyed.number_of, int):
         number = keyed.number_of
@@ -307,37 +310,39 @@ def _has_key(keyed: Keyed, part: _Part) -> npt.NDArray[np.bool_]:
     return has_key
 
 
-def _joined(name: str, kind: str, parts: Sequence[_Part]) -> Column:
+def _joined(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
     if not parts:
         return none_of(0)
     columns = [_column(name, *part) for part in parts]
-    return Column(
+    return ColumnValues(
         np.concatenate([_as(column, _DTYPES[kind]) for column in columns]),
         np.concatenate([_missing(column, _DTYPES[kind]) for column in columns]),
     )
 
 
-def _column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> Column:
+def _column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
         texts = np.full(len(rows), of_writer[name], object)
-        return Column(texts, np.zeros(len(rows), np.bool_))
+        return ColumnValues(texts, np.zeros(len(rows), np.bool_))
     if name == "rank":
-        return Column(np.full(len(rows), rank_of(identity.source)), np.zeros(len(rows), np.bool_))
+        return ColumnValues(
+            np.full(len(rows), rank_of(identity.source)), np.zeros(len(rows), np.bool_)
+        )
     if name == "seq":
-        return Column(rows["seq"], np.zeros(len(rows), np.bool_))
+        return ColumnValues(rows["seq"], np.zeros(len(rows), np.bool_))
     return _own_column(name, schema, rows)
 
 
-def _own_column(name: str, schema: Schema, rows: _Rows) -> Column:
+def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
     if name not in schema.index:
         return none_of(len(rows))
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
     values, is_valid = column
-    return Column(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
+    return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
 
 
-def _as(column: Column, dtype: Any) -> npt.NDArray[Any]:
+def _as(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
     if dtype is object and column.values.dtype != object:
         return np.full(len(column.values), "", object)
     if dtype is not object and column.values.dtype == object:
@@ -345,6 +350,6 @@ def _as(column: Column, dtype: Any) -> npt.NDArray[Any]:
     return column.values.astype(dtype)
 
 
-def _missing(column: Column, dtype: Any) -> npt.NDArray[np.bool_]:
+def _missing(column: ColumnValues, dtype: Any) -> npt.NDArray[np.bool_]:
     is_other = (dtype is object) != (column.values.dtype == object)
     return np.ones_like(column.is_missing) if is_other else column.is_missing

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitals_collector.numbers.interface import HOST_STREAMS, Column, Floats, Ints, Mask
+from vitals_collector.numbers.interface import HOST_STREAMS, ColumnValues, Floats, Ints, Mask
 
 STREAMS = ("steps", "gpu", "node")
 """Whose curves have outlines: a column of the others mixes several series."""
@@ -28,7 +28,7 @@ ROWS = ""
 """The column of the entries that say which rows were outlined."""
 
 
-class Rows(NamedTuple):
+class StreamRows(NamedTuple):
     """Rows of one stream by writer and number, in parallel arrays."""
 
     writer: Ints
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     time_unix_ns: Ints
 
 
-class Entries(NamedTuple):
+class ChunkStats(NamedTuple):
     """What is kept of stretches, in parallel arrays."""
 
     name: Ints
@@ -65,7 +65,7 @@ class Entries(NamedTuple):
     last_unix_ns: Ints
 
 
-def outline(stream: str, rows: Rows, columns: Mapping[str, Column]) -> Entries:
+def outline(stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]) -> ChunkStats:
     """Return the entries of all columns, and those of ``ROWS``."""
     stretch = _stretches(stream, rows)
     last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
@@ -76,10 +76,10 @@ def outline(stream: str, rows: Rows, columns: Mapping[str, Column]) -> Entries:
         if len(at):
             values = column.values[at].astype(np.float64, copy=False)
             parts.append(_entries(i, rows, stretch, last_seq, at, values))
-    return Entries(*map(np.concatenate, zip(*parts, strict=True)))
+    return ChunkStats(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _stretches(stream: str, rows: Rows) -> Ints:
+def _stretches(stream: str, rows: StreamRows) -> Ints:
     """Return the number of each row's stretch."""
     is_host = stream in HOST_STREAMS
     along = rows.time_unix_ns // _HOST_STRETCH if is_host else rows.step // STRETCH
@@ -93,8 +93,8 @@ def _stretches(stream: str, rows: Rows) -> Ints:
 
 
 def _entries(
-    name: int, rows: Rows, stretch: Ints, last_seq: Ints, at: Ints, values: Floats
-) -> Entries:
+    name: int, rows: StreamRows, stretch: Ints, last_seq: Ints, at: Ints, values: Floats
+) -> ChunkStats:
     of_value = stretch[at]
     starts = _starts(of_value)
     ends = np.append(starts[1:], len(at)) - 1
@@ -116,10 +116,10 @@ def _entries(
     bad = bad[kind[group[bad]] == EXTREMES]  # these are kept one by one
     num = np.where(kind == EXTREMES, nums - num_bad, nums)
     which = np.concatenate((np.arange(len(starts)), group[bad]))
-    own = [np.concatenate((places, bad)) for places in (lows, highs, starts, ends)]
-    low_at, high_at, first_at, last_at = (at[places] for places in own)
-    of_low, of_high, of_first, of_last = (values[places] for places in own)
-    return Entries(
+    entry_indices = [np.concatenate((places, bad)) for places in (lows, highs, starts, ends)]
+    low_at, high_at, first_at, last_at = (at[places] for places in entry_indices)
+    of_low, of_high, of_first, of_last = (values[places] for places in entry_indices)
+    return ChunkStats(
         name=np.full(len(which), name),
         writer=rows.writer[first_at],
         kind=np.concatenate((kind, np.full(len(bad), NONFINITE))).astype(np.int8),

@@ -23,17 +23,17 @@ from vitals_collector.live.step_join import (
     RANK_COLUMNS,
     RUN_COLUMNS,
     LayerPart,
-    Origin,
-    Rows,
+    RowWriters,
+    WriterRows,
     merge,
 )
-from vitals_collector.numbers.interface import Columns, Span
+from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import attempt_of
 from vitals_collector.storage.schema import events, measured_columns
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
 """Steps before the trouble that are passed through: layers are written every tenth step."""
@@ -56,7 +56,9 @@ class Precursor:
         return "" if self.onset is None else sentence(self.onset)
 
 
-def precursor(moment: Moment, run_id: str, attempt: int, step: int, cause: str) -> Precursor | None:
+def precursor(
+    moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
+) -> Precursor | None:
     """Return what moved first before trouble that was seen at a step; None: nobody could tell.
 
     Args:
@@ -104,7 +106,9 @@ def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[in
     return planned
 
 
-def at_step(moment: Moment, run_id: str, step: int, findings: Sequence[FindingView]) -> str | None:
+def at_step(
+    moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
+) -> str | None:
     """Return what moved first before the trouble at a step, in a sentence.
 
     Empty where nothing did; None where there was no trouble, or nobody could tell.
@@ -122,10 +126,10 @@ def at_step(moment: Moment, run_id: str, step: int, findings: Sequence[FindingVi
 # ------------------------------------------------------------------------------- stored rows
 
 
-def stored_steps(moment: Moment, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
+def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the watchers see them live: by attempt, then by step."""
     columns = _measured(moment.sql, run_id)
-    span = Span(run_id, "steps", from_step=max(first, 0), to_step=behind(last))
+    span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=behind(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
         first = last - int((last - first) * _MOST_ROWS / num)
@@ -156,7 +160,7 @@ def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
     return there
 
 
-def _rows(columns: Columns, names: list[str]) -> Rows:
+def _rows(columns: Columns, names: list[str]) -> WriterRows:
     def whole(name: str) -> np.ndarray:
         return columns[name].values.astype(np.int64)
 
@@ -164,8 +168,8 @@ def _rows(columns: Columns, names: list[str]) -> Rows:
     size = np.full(len(rank), int(rank.max(initial=0)) + 1)
     measured = {name: (columns[name].values, ~columns[name].is_missing) for name in names}
     numbers = {name: c for name, c in measured.items() if c[0].dtype.kind in "fi"}
-    return Rows(
-        Origin(rank, size, np.zeros_like(rank)),
+    return WriterRows(
+        RowWriters(rank, size, np.zeros_like(rank)),
         whole("seq"),
         whole("attempt"),
         whole("step"),
@@ -183,10 +187,10 @@ def _layers(
     writers = np.array(columns["incarnation"].values.tolist())
     named = layer_names(connection, run_id)
     for writer in dict.fromkeys(writers.tolist()):
-        own = {
+        names_of_writer = {
             number: name for (incarnation, number), name in named.items() if incarnation == writer
         }
-        yield LayerPart(own, rows.take(writers == writer))
+        yield LayerPart(names_of_writer, rows.take(writers == writer))
 
 
 # ------------------------------------------------------------------------------------- words
@@ -195,17 +199,19 @@ def _layers(
 def sentence(onset: Onset) -> str:
     """Say what moved first, and what followed it."""
     at = f"at step {onset.step:,}"
-    words = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
+    first_moved = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
     if not onset.is_cause:
-        words += " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
+        first_moved += (
+            " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
+        )
     later = [effect for effect in onset.next if effect.step > onset.step]
     if later:
         listed = "; ".join(
             f"{_followed(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]
         )
         more = len(later) - _MAX_TOLD
-        words += f" Then: {listed}{f'; and {more} more' if more > 0 else ''}."
-    return words
+        first_moved += f" Then: {listed}{f'; and {more} more' if more > 0 else ''}."
+    return first_moved
 
 
 _SERIES = {

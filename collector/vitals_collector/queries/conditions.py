@@ -29,7 +29,7 @@ _WORDS = 40
 """Characters of what was given that an error repeats."""
 
 
-class Cells(NamedTuple):
+class TableColumn(NamedTuple):
     """One column of a table."""
 
     values: npt.NDArray[np.generic]
@@ -37,9 +37,9 @@ class Cells(NamedTuple):
     valid: Mask | None = None
     """Which were measured; None where all were."""
 
-    def take(self, which: npt.NDArray[np.intp] | Mask) -> "Cells":
+    def take(self, which: npt.NDArray[np.intp] | Mask) -> "TableColumn":
         """Return the chosen cells, in the order of the choice."""
-        return Cells(self.values[which], None if self.valid is None else self.valid[which])
+        return TableColumn(self.values[which], None if self.valid is None else self.valid[which])
 
 
 class Condition(NamedTuple):
@@ -50,7 +50,7 @@ class Condition(NamedTuple):
     value: float | int | str | bool | None
     """None asks whether the value is missing."""
 
-    def met(self, cells: Cells) -> Mask:
+    def met(self, cells: TableColumn) -> Mask:
         """Return which cells meet the condition."""
         there = np.ones(len(cells.values), bool) if cells.valid is None else cells.valid
         if self.value is None:
@@ -159,4 +159,4 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
 
 
-__all__ = ["OPERATORS", "Cells", "Condition", "Kind", "parse", "unknown_column"]
+__all__ = ["OPERATORS", "Condition", "Kind", "TableColumn", "parse", "unknown_column"]

@@ -12,11 +12,11 @@ from trainvitals.errors import ConfigError
 from trainvitals.records import is_skip
 from trainvitals.views import DecisionView, LostWork
 from vitals_collector.live.restarts import Lost, Restart
-from vitals_collector.numbers.interface import AttemptRow, NumbersReader, Span, lineage
+from vitals_collector.numbers.interface import AttemptRow, NumbersReader, RowSpan, lineage
 from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.queries.top_changes import ancestry
 from vitals_collector.storage.schema import sources
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 N = TypeVar("N", int, float)
 PRICE_VARIABLE = "VITALS_GPU_HOUR_PRICE"
@@ -48,7 +48,7 @@ def price_of_environment() -> float:
 
 
 def lost_work(
-    moment: Moment,
+    moment: ReadSnapshot,
     run_id: str,
     decided: Sequence[DecisionView],
     price: float,
@@ -83,7 +83,7 @@ def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restar
     """Return how long no step ended: from each failure to the next step; None: not known."""
     total_ns = 0
     for restart in (each for each in restarts if not each.is_planned):
-        span = Span(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
+        span = RowSpan(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
         rows = numbers.scan(span, ["attempt", "time_unix_ns"])
         times = rows["time_unix_ns"].values[rows["attempt"].values == restart.attempt]
         if len(times):
@@ -147,7 +147,7 @@ def _measured(
     seconds, num, tokens, num_counted = 0.0, 0, 0, 0
     for attempt, low, high in spans:
         # One step more: tokens are counted up, so those of a step are what it added.
-        span = Span(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
+        span = RowSpan(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
         rows = numbers.scan(
             span, ["step", "attempt", "step_duration_seconds", "tokens_seen", *_BETWEEN_STEPS]
         )
@@ -155,8 +155,8 @@ def _measured(
         # A rollback may go back behind the step at which its attempt began.
         bounds = lineage(ancestry(attempts, attempt)) | {attempt: math.inf}
         is_own = np.zeros(len(steps), dtype=bool)
-        for own, bound in bounds.items():
-            is_own |= (rows["attempt"].values == own) & (steps < bound)
+        for measured, bound in bounds.items():
+            is_own |= (rows["attempt"].values == measured) & (steps < bound)
         took, is_missing = rows["step_duration_seconds"]
         took = took.astype(np.float64)
         for name in _BETWEEN_STEPS:

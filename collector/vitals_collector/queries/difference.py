@@ -15,65 +15,66 @@ from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
 from vitals_collector.numbers.interface import HOST_STREAMS, Floats, Points, downsample
 from vitals_collector.queries import series
 from vitals_collector.queries.series import attempt_rows
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 TOKENS = "steps.tokens_seen"
 
 
-class Curve(NamedTuple):
+class SampledCurve(NamedTuple):
     """Values at rising places along x; NaN where there was no finite one."""
 
     x: Floats
     value: Floats
 
 
-def difference(moment: Moment, asked: DifferenceQuestion) -> DifferenceReply:
+def difference(moment: ReadSnapshot, question: DifferenceQuestion) -> DifferenceReply:
     """Return what ``other`` has more than ``base`` wherever both have steps.
 
     Raises:
         UsageError: a run lacks the metric, or the metric has no steps.
     """
-    base, other, metric, along = asked.run_id, asked.other, asked.metric, asked.along
+    base, other, metric, along = question.run_id, question.other, question.metric, question.along
     if metric.partition(".")[0] in HOST_STREAMS:
         raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
-    mine, theirs = (_curve(moment, run_id, metric, along) for run_id in (base, other))
-    delta = subtract(mine, theirs)
-    place = np.rint(delta.x).astype(np.int64)
-    zero = np.zeros(len(place), dtype=np.int64)
-    drawn = downsample(Points(place, zero, zero, delta.value), asked.points)
+    first, theirs = (_curve(moment, run_id, metric, along) for run_id in (base, other))
+    delta = subtract(first, theirs)
+    step_positions = np.rint(delta.x).astype(np.int64)
+    zero = np.zeros(len(step_positions), dtype=np.int64)
+    drawn = downsample(Points(step_positions, zero, zero, delta.value), question.points)
     values = drawn.value.tolist()
     return DifferenceReply(
         base=base,
         other=other,
         metric=metric,
         along=along,
-        num_total=len(place),
-        is_interpolated=len(delta.x) > len(np.intersect1d(mine.x, theirs.x)),
+        num_total=len(step_positions),
+        is_interpolated=len(delta.x) > len(np.intersect1d(first.x, theirs.x)),
         x=tuple(drawn.step.tolist()),
         value=tuple(value if math.isfinite(value) else None for value in values),
     )
 
 
-def subtract(base: Curve, other: Curve) -> Curve:
+def subtract(base: SampledCurve, other: SampledCurve) -> SampledCurve:
     """Return ``other`` less ``base`` at every x of either that both reach; a gap of one is one.
 
     Between its points a curve is a straight line. Pure.
     """
     finite = [
-        Curve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)]) for c in (base, other)
+        SampledCurve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)])
+        for c in (base, other)
     ]
     if any(not len(curve.x) for curve in finite):
-        return Curve(np.zeros(0), np.zeros(0))
+        return SampledCurve(np.zeros(0), np.zeros(0))
     low, high = max(c.x[0] for c in finite), min(c.x[-1] for c in finite)
     xs = np.union1d(base.x, other.x)
     xs = xs[(xs >= low) & (xs <= high)]
     values = np.interp(xs, *finite[1]) - np.interp(xs, *finite[0])
     for curve in (base, other):
         values[np.isin(xs, curve.x[~np.isfinite(curve.value)])] = np.nan
-    return Curve(xs, values)
+    return SampledCurve(xs, values)
 
 
-def _curve(moment: Moment, run_id: str, metric: str, along: Along) -> Curve:
+def _curve(moment: ReadSnapshot, run_id: str, metric: str, along: Along) -> SampledCurve:
     attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:
@@ -89,7 +90,7 @@ def _curve(moment: Moment, run_id: str, metric: str, along: Along) -> Curve:
     # A step of no tokens stands where the one before it does: the last of them counts.
     x, value = np.maximum.accumulate(x[is_placed]), points.value[is_placed]
     is_last = np.append(x[1:] > x[:-1], True) if len(x) else np.zeros(0, dtype=np.bool_)
-    return Curve(x[is_last], value[is_last])
+    return SampledCurve(x[is_last], value[is_last])
 
 
 def _tokens(load: Callable[[str], Points], steps: Floats) -> Floats:
@@ -101,4 +102,4 @@ def _tokens(load: Callable[[str], Points], steps: Floats) -> Floats:
     return np.interp(steps, at, counted.value, left=np.nan, right=np.nan)
 
 
-__all__ = ["Curve", "difference", "subtract"]
+__all__ = ["SampledCurve", "difference", "subtract"]

@@ -7,12 +7,12 @@ import numpy as np
 
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import MoverView, RunSummary, StepView
-from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, Span
+from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, RowSpan
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.ledger import data_of, step_rows
 from vitals_collector.queries.series import behind
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 AFTER_SECONDS = 60
 BEFORE_SECONDS = 600
@@ -49,7 +49,7 @@ class Evidence:
 
 
 def gather(
-    moment: Moment,
+    moment: ReadSnapshot,
     run: RunSummary,
     attempt: int,
     onset: int,
@@ -67,7 +67,7 @@ def gather(
         decisions=(),
         data=data_of(moment.sql, run.run_id, onset),
     )
-    near = Span(run.run_id, "layers", from_step=onset - 500, to_step=behind(onset))
+    near = RowSpan(run.run_id, "layers", from_step=onset - 500, to_step=behind(onset))
     has_layers = moment.numbers.num_rows(near) > 0
     gpus = _gpus(moment.numbers, run.run_id, attempt, onset, last)
     return Evidence(
@@ -90,7 +90,7 @@ def _gpus(
         return None
     early, begin = when[0] - BEFORE_SECONDS * 10**9, when[0]
     end = max(when[1], begin) + AFTER_SECONDS * 10**9
-    near = Span(run_id, "gpu", from_unix_ns=early, to_unix_ns=behind(end))
+    near = RowSpan(run_id, "gpu", from_unix_ns=early, to_unix_ns=behind(end))
     if not numbers.num_rows(near):
         return None
     by_gpu: dict[str, list[MoverView]] = {}
@@ -102,9 +102,9 @@ def _gpus(
         for row, source in enumerate(rows["source"].values.tolist()):
             which_of.setdefault(source, []).append(row)
         for source, which in which_of.items():
-            mine = {name: column.take(np.array(which)) for name, column in rows.items()}
-            if np.any(mine["time_unix_ns"].values >= begin):
-                by_gpu[source] = _of_gpu(source, mine, begin)
+            gpu_columns = {name: column.take(np.array(which)) for name, column in rows.items()}
+            if np.any(gpu_columns["time_unix_ns"].values >= begin):
+                by_gpu[source] = _of_gpu(source, gpu_columns, begin)
     if not by_gpu:
         return None
     movers = [view for views in by_gpu.values() for view in views]
@@ -172,10 +172,10 @@ def _times(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
     """Return when the steps ended on rank 0."""
-    span = Span(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
+    span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
-    mine = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
-    return (int(mine.min()), int(mine.max())) if len(mine) else None
+    attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
+    return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
 
 
 __all__ = ["THROTTLED", "Evidence", "gather"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trainvitals.clock import Clock
-from vitals_collector.live.engine import Engine, assemble
+from vitals_collector.live.engine import AlertEngine, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
@@ -23,7 +23,7 @@ class FolderQuery(Query):
     ) -> None:
         super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price)
         self._folder = folder
-        self._engine: Engine | None = None
+        self._engine: AlertEngine | None = None
 
     def run_dir(self, run_id: str) -> Path | None:
         """Return the run's folder: the one that is read, or in it."""

@@ -11,7 +11,7 @@ from vitals_collector.live.overview import info_of
 from vitals_collector.numbers.interface import Floats, Points
 from vitals_collector.queries import series
 from vitals_collector.queries.ledger import run_row
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 LOSS, TOKENS = "steps.loss", "steps.tokens_seen"
 _TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
@@ -19,7 +19,11 @@ _TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
 
 
 def forecast(
-    moment: Moment, asked: ForecastQuestion, runs: Sequence[RunSummary], *, now_unix_ns: int
+    moment: ReadSnapshot,
+    question: ForecastQuestion,
+    runs: Sequence[RunSummary],
+    *,
+    now_unix_ns: int,
 ) -> ForecastView:
     """Return when the first of the runs ends, at what loss, and how far it is behind the other.
 
@@ -27,12 +31,12 @@ def forecast(
         UsageError: the planned number of steps is negative, or a run is compared with itself.
     """
     run = runs[0]
-    if asked.total_steps < 0:
-        raise UsageError(f"total_steps is {asked.total_steps}; it must be at least 1")
-    if asked.other == run.run_id:
+    if question.total_steps < 0:
+        raise UsageError(f"total_steps is {question.total_steps}; it must be at least 1")
+    if question.other == run.run_id:
         raise UsageError("a run cannot be behind itself", hint="name another run")
-    of_run = _Steps(moment, run.run_id)
-    total = asked.total_steps or info_of(run_row(moment.sql, run.run_id)).total_steps
+    of_run = _LineageCurves(moment, run.run_id)
+    total = question.total_steps or info_of(run_row(moment.sql, run.run_id)).total_steps
     timed = next((points for name in _TIMED if len(points := of_run.curve(name))), None)
     last_step = int(timed.step[-1]) if timed is not None else -1
     view = {
@@ -44,8 +48,8 @@ def forecast(
         "total_steps": total,
     }
     view |= _end(timed, run, total, now_unix_ns) | _loss(of_run, total)
-    if asked.other:
-        view |= _behind(of_run, _Steps(moment, asked.other), runs[1])
+    if question.other:
+        view |= _behind(of_run, _LineageCurves(moment, question.other), runs[1])
     return ForecastView(**view)  # type: ignore[arg-type]
 
 
@@ -81,7 +85,7 @@ def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) ->
     }
 
 
-def _loss(of_run: "_Steps", total: int) -> dict[str, object]:
+def _loss(of_run: "_LineageCurves", total: int) -> dict[str, object]:
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
@@ -95,7 +99,9 @@ def _loss(of_run: "_Steps", total: int) -> dict[str, object]:
     }
 
 
-def _behind(of_run: "_Steps", of_other: "_Steps", other: RunSummary) -> dict[str, object]:
+def _behind(
+    of_run: "_LineageCurves", of_other: "_LineageCurves", other: RunSummary
+) -> dict[str, object]:
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
     foreseen = lag(*of_run.losses(along), *of_other.losses(along))
@@ -106,7 +112,7 @@ def _behind(of_run: "_Steps", of_other: "_Steps", other: RunSummary) -> dict[str
     return view | {"behind_steps": _in_steps(of_run, along, foreseen)}
 
 
-def _in_steps(of_run: "_Steps", along: Along, foreseen: Lag) -> float | None:
+def _in_steps(of_run: "_LineageCurves", along: Along, foreseen: Lag) -> float | None:
     """Return a lag in steps of the run, by the tokens of its steps so far."""
     if along == "step":
         return foreseen.tokens
@@ -116,10 +122,10 @@ def _in_steps(of_run: "_Steps", along: Along, foreseen: Lag) -> float | None:
     return foreseen.tokens * steps / tokens if tokens > 0 else None
 
 
-class _Steps:
+class _LineageCurves:
     """Reads a run's curves as rollbacks have left them; each once."""
 
-    def __init__(self, moment: Moment, run_id: str) -> None:
+    def __init__(self, moment: ReadSnapshot, run_id: str) -> None:
         self._moment = moment
         self._run_id = run_id
         self._attempts = series.attempt_rows(moment.sql, run_id)

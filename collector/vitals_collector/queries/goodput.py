@@ -14,22 +14,22 @@ from sqlalchemy import Connection, Row, select
 
 from trainvitals.goodput import (
     Ended,
+    EndedSteps,
     Floats,
     Goodput,
     Ints,
     Launch,
-    Span,
-    StepTimes,
+    TimeSpan,
     goodput,
 )
 from trainvitals.records import Finding, RankStarted, TrainingPaused
 from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
 from vitals_collector.numbers.interface import RANKS, NumbersReader, ends, is_of_lineage
-from vitals_collector.numbers.interface import Span as Rows
+from vitals_collector.numbers.interface import RowSpan as Rows
 from vitals_collector.queries.cost import hours_and_money
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.schema import events, findings, sources
-from vitals_collector.storage.store import Moment, Store
+from vitals_collector.storage.store import ReadSnapshot, Store
 
 MAX_RANKS = 32
 """Ranks whose waits are read: of more, so many, evenly chosen."""
@@ -42,7 +42,7 @@ _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _decode_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
-def run_goodput(moment: Moment, run: RunSummary, *, price: float = 0.0) -> GoodputView:
+def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) -> GoodputView:
     """Return where the run's time went.
 
     Args:
@@ -87,17 +87,21 @@ def _starts(connection: Connection, run: RunSummary) -> list[_Start]:
         until = heads[k + 1].started_unix_ns if k + 1 < len(heads) else math.inf
         # Ranks of one launch start within a moment, and rank 0 opens its journal no earlier than
         # the process before it ended.
-        own = [row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS]
-        own = [row for row in own if row.started_unix_ns + _MOMENT_NS < until]
+        other_ranks = [
+            row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS
+        ]
+        other_ranks = [row for row in other_ranks if row.started_unix_ns + _MOMENT_NS < until]
         is_last = k + 1 == len(heads)
         launch = Launch(
             process_ns=begun.get(head.incarnation) or head.started_unix_ns,
             ready_ns=ready.get(head.incarnation, head.started_unix_ns),
             end_ns=head.ended_unix_ns or head.last_seen_unix_ns,
-            ended=_ended(head, own, is_running=is_last and run.state == "running"),
-            num_gpus=len({row.gpu_uuid for row in (head, *own)} - {""}),
+            ended=_ended(head, other_ranks, is_running=is_last and run.state == "running"),
+            num_gpus=len({row.gpu_uuid for row in (head, *other_ranks)} - {""}),
         )
-        starts.append(_Start(launch, head.incarnation, {row.rank: row.incarnation for row in own}))
+        starts.append(
+            _Start(launch, head.incarnation, {row.rank: row.incarnation for row in other_ranks})
+        )
     return starts
 
 
@@ -138,13 +142,13 @@ def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[st
 # --------------------------------------------------------------------------------------- the steps
 
 
-def _steps(moment: Moment, run_id: str, starts: Sequence[_Start]) -> StepTimes:
+def _steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
     parts = [_of_launch(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
     end_of = ends(attempt_rows(moment.sql, run_id))
     is_kept = is_of_lineage(columns["attempt"], step, end_of)
-    return StepTimes(**columns, is_undone=~is_kept)
+    return EndedSteps(**columns, is_undone=~is_kept)
 
 
 def _of_launch(
@@ -153,21 +157,22 @@ def _of_launch(
     """Return the columns of one launch's steps: rank 0's, with the parts of the mean rank."""
     span = Rows(run_id, "steps", seqs={start.head: _ALL_ROWS})
     names = ("step", "attempt", "time_unix_ns", "step_duration_seconds", "skipped")
-    own = numbers.scan(span, [*names, *_PARTS, *_WAITS])
-    order = np.argsort(own["time_unix_ns"].values, kind="stable")
+    launch_rows = numbers.scan(span, [*names, *_PARTS, *_WAITS])
+    order = np.argsort(launch_rows["time_unix_ns"].values, kind="stable")
     of: dict[str, Floats] = {}
     for name in ("step_duration_seconds", "skipped", *_PARTS, *_WAITS):
-        values = own[name].values.astype(np.float64)
-        values[own[name].is_missing] = np.nan
+        values = launch_rows[name].values.astype(np.float64)
+        values[launch_rows[name].is_missing] = np.nan
         of[name] = values[order]
     step, attempt, time_ns = (
-        own[name].values.astype(np.int64)[order] for name in ("step", "attempt", "time_unix_ns")
+        launch_rows[name].values.astype(np.int64)[order]
+        for name in ("step", "attempt", "time_unix_ns")
     )
     over = _OverRanks(_keys(attempt, step), of)
     others = sorted(start.ranks)
-    chosen = others[:: -(-len(others) // MAX_RANKS)] if others else []
-    if chosen:
-        over.add_rows(numbers, run_id, [start.ranks[rank] for rank in chosen])
+    sampled_ranks = others[:: -(-len(others) // MAX_RANKS)] if others else []
+    if sampled_ranks:
+        over.add_rows(numbers, run_id, [start.ranks[rank] for rank in sampled_ranks])
         over.add_levels(numbers, run_id)
     return {
         "step": step,
@@ -253,10 +258,10 @@ class _OverRanks:
         self._num[at] = 1.0 + num
         mean = _waits({name: over[f"{name}:mean"] for name in _WAITS})
         least = _waits({name: over[f"{name}:min"] for name in _WAITS})
-        own = _waits({name: self._head[name][at] for name in _WAITS})
-        self._wait[at] = np.nan_to_num(own) + np.nan_to_num(mean) * num
-        self._num_waits[at] = np.isfinite(own) + np.isfinite(mean) * num
-        self._least[at] = np.fmin(own, least)
+        wait_columns = _waits({name: self._head[name][at] for name in _WAITS})
+        self._wait[at] = np.nan_to_num(wait_columns) + np.nan_to_num(mean) * num
+        self._num_waits[at] = np.isfinite(wait_columns) + np.isfinite(mean) * num
+        self._least[at] = np.fmin(wait_columns, least)
 
     def means(self) -> dict[str, Floats]:
         """Return the columns of the mean rank."""
@@ -279,8 +284,8 @@ def _waits(columns: Mapping[str, Floats]) -> Floats:
 
 
 def _hangs(
-    connection: Connection, run_id: str, launches: Sequence[Launch], steps: StepTimes
-) -> list[Span]:
+    connection: Connection, run_id: str, launches: Sequence[Launch], steps: EndedSteps
+) -> list[TimeSpan]:
     """Return from when to when a rank held up the others, as pages told."""
     table = findings.c
     query = select(table.time_unix_ns, table.body).where(
@@ -296,7 +301,7 @@ def _hangs(
         # A job that stays away was last heard of when it was told of.
         stops += [int(steps.end_unix_ns[row])] if row < len(steps) else []
         stops += [at for at in over if at >= told_ns][:1]
-        spans.append(Span(begin, max(told_ns, min(stops, default=told_ns))))
+        spans.append(TimeSpan(begin, max(told_ns, min(stops, default=told_ns))))
     return spans
 
 
@@ -308,23 +313,23 @@ def _notes_at(connection: Connection, run_id: str, code: str) -> list[int]:
     return list(connection.execute(query.order_by(table.time_unix_ns)).scalars())
 
 
-def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[Span]:
+def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[TimeSpan]:
     """Return from when to when a person had the ranks wait."""
     table = events.c
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "TrainingPaused", table.source == "rank:0"
     )
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     since = 0
     for at_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
         is_paused = bool(body) and _decode_pause(body).is_paused
         if is_paused and not since:
             since = at_ns
         elif not is_paused and since:
-            spans.append(Span(since, at_ns))
+            spans.append(TimeSpan(since, at_ns))
             since = 0
     if since:
-        spans.append(Span(since, max(since, launches[-1].end_ns)))
+        spans.append(TimeSpan(since, max(since, launches[-1].end_ns)))
     return spans
 
 
@@ -356,7 +361,7 @@ def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -
     return total if is_told else None
 
 
-def _notes(run: RunSummary, starts: Sequence[_Start], steps: StepTimes) -> tuple[str, ...]:
+def _notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps) -> tuple[str, ...]:
     notes = []
     if run.world_size > 1 and len(steps) and not np.isfinite(steps.wait).any():
         notes.append(
@@ -414,7 +419,7 @@ MAX_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedGoodput:
     view: GoodputView
     last_seen_unix_ns: int
     state: str
@@ -435,24 +440,24 @@ class GoodputCache:
     ) -> None:
         self._price = price
         self._stopwatch = stopwatch
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _CachedGoodput] = {}
         self._lock = threading.Lock()
 
     def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
         """Return what was read of these runs before, and read nothing."""
         with self._lock:
-            kept = [self._kept.get(run.run_id) for run in runs]
-        return [each.view for each in kept if each is not None]
+            cached = [self._kept.get(run.run_id) for run in runs]
+        return [each.view for each in cached if each is not None]
 
-    def of(self, moment: Moment, run: RunSummary) -> GoodputView:
+    def of(self, moment: ReadSnapshot, run: RunSummary) -> GoodputView:
         """Return where the run's time went, by what is stored now or was a short while ago."""
         began = self._stopwatch()
         with self._lock:
-            kept = self._kept.get(run.run_id)
-        if kept is not None:
-            is_same = (kept.last_seen_unix_ns, kept.state) == (run.last_seen_unix_ns, run.state)
-            if is_same or began < kept.due:
-                return kept.view
+            cached = self._kept.get(run.run_id)
+        if cached is not None:
+            is_same = (cached.last_seen_unix_ns, cached.state) == (run.last_seen_unix_ns, run.state)
+            if is_same or began < cached.due:
+                return cached.view
         view = run_goodput(moment, run, price=self._price)
         ended = self._stopwatch()
         due = ended + (ended - began) / SHARE
@@ -460,7 +465,7 @@ class GoodputCache:
             self._kept.pop(run.run_id, None)
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[run.run_id] = _Kept(view, run.last_seen_unix_ns, run.state, due)
+            self._kept[run.run_id] = _CachedGoodput(view, run.last_seen_unix_ns, run.state, due)
         return view
 
 
@@ -501,8 +506,10 @@ class GoodputReader:
             for run in self._asked:
                 if self._stop.is_set():
                     return
-                with self._store.read() as connection:  # a short one each: it holds back removals
-                    self._cache.of(self._store.moment(connection), run)
+                with (
+                    self._store.read_transaction() as connection
+                ):  # a short one each: it holds back removals
+                    self._cache.of(self._store.snapshot_on(connection), run)
         except Exception:  # noqa: BLE001 - the thread must not end
             self._store.counters.fail("goodput")
             _LOG.exception("goodput_failed")

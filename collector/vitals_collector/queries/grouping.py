@@ -116,8 +116,8 @@ def _order(item: Item) -> tuple[int, bool, int, int, int, str, int]:
     depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
     # What led to a death comes before it; of the deaths the root does, whatever its clock said.
     depth = depth * is_death
-    place = item.onset, item.time_unix_ns
-    return item.attempt, is_death, depth, *place, item.kind, item.which
+    sort_key = item.onset, item.time_unix_ns
+    return item.attempt, is_death, depth, *sort_key, item.kind, item.which
 
 
 _Keys = list[tuple[str, str | int]]
@@ -141,8 +141,8 @@ def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") 
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
-        asked = ("whole" if item.rank >= 0 else "domain", item.domain)
-        _join(items, i, reach.get(asked), item.onset - FOLLOWING_STEPS, sets)
+        join_key = ("whole" if item.rank >= 0 else "domain", item.domain)
+        _join(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
         keys: _Keys = [("domain", item.domain)]
         keys += [] if item.rank >= 0 else [("whole", item.domain)]
         _reach_further(items, i, keys, reach)

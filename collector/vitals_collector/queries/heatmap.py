@@ -27,11 +27,11 @@ from trainvitals.views import (
 )
 from vitals_collector.numbers.interface import (
     AttemptRow,
-    Curve,
+    CurveRequest,
     Floats,
     NumbersReader,
     Points,
-    Span,
+    RowSpan,
     by_time,
     ends,
     is_of_lineage,
@@ -39,8 +39,8 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.queries import heatmap_layers, series
 from vitals_collector.queries.heatmap_cells import (
-    Drawn,
     Extremes,
+    HeatmapRows,
     furthest,
     nanmedian,
     of_curves,
@@ -48,7 +48,7 @@ from vitals_collector.queries.heatmap_cells import (
 )
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.schema import measured_columns
-from vitals_collector.storage.store import UNKNOWN, Moment
+from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
 MAX_CELLS = 200_000
 STREAMS = ("steps", "gpu", "node", "layers")
@@ -57,36 +57,44 @@ _POINTS_A_COLUMN = 4
 _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
-def cells(moment: Moment, asked: CellsQuestion) -> CellsReply:
+def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     """Return the heat map of one moment of the store.
 
     Raises:
         UsageError: no such metric, or a number out of bounds.
     """
-    run_id, metric = asked.run_id, asked.metric
-    _check(asked.points, asked.rows)
+    run_id, metric = question.run_id, question.metric
+    _check(question.points, question.rows)
     stream, column = _known(moment, run_id, metric)
     attempts = attempt_rows(moment.sql, run_id)
-    curve = Curve(
-        Span(run_id, stream, from_step=asked.from_step, to_step=series.behind(asked.to_step)),
+    curve = CurveRequest(
+        RowSpan(
+            run_id, stream, from_step=question.from_step, to_step=series.behind(question.to_step)
+        ),
         column,
     )
     load = heatmap_layers.load if stream == "layers" else _of_sources
-    names, starts, extremes, rolled_back = load(moment, curve, attempts, asked.branch, asked.points)
+    names, starts, extremes, rolled_back = load(
+        moment, curve, attempts, question.branch, question.points
+    )
     value = furthest(extremes)
-    chosen = _most(value, extremes, asked.rows, is_alike=stream != "layers")
-    marks, left = (np.argwhere(mask[chosen]) for mask in (extremes.is_marked, extremes.is_left))
+    selected_rows = _most(value, extremes, question.rows, is_alike=stream != "layers")
+    marks, rolled_back_marks = (
+        np.argwhere(mask[selected_rows]) for mask in (extremes.is_marked, extremes.is_left)
+    )
     return CellsReply(
         run_id=run_id,
         metric=metric,
         unit="ratio" if metric == f"layers.{heatmap_layers.RATIO}" else series.unit_of(metric),
-        rows=tuple(names[i] for i in chosen),
+        rows=tuple(names[i] for i in selected_rows),
         num_rows=len(names),
         step=tuple(starts.tolist()),
-        value=tuple(tuple(None if v != v else v for v in row) for row in value[chosen].tolist()),
+        value=tuple(
+            tuple(None if v != v else v for v in row) for row in value[selected_rows].tolist()
+        ),
         nonfinite=tuple((int(r), int(c)) for r, c in marks),
         rolled_back=rolled_back,
-        nonfinite_rolled_back=tuple((int(r), int(c)) for r, c in left),
+        nonfinite_rolled_back=tuple((int(r), int(c)) for r, c in rolled_back_marks),
     )
 
 
@@ -99,7 +107,7 @@ def _check(points: int, rows: int) -> None:
         raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
 
 
-def _known(moment: Moment, run_id: str, metric: str) -> tuple[str, str]:
+def _known(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
     """Return the stream and column of the metric."""
     table = measured_columns.c
     there = select(table.stream, table.name).where(
@@ -126,12 +134,12 @@ def _known(moment: Moment, run_id: str, metric: str) -> tuple[str, str]:
 
 
 def _of_sources(
-    moment: Moment,
-    curve: Curve,
+    moment: ReadSnapshot,
+    curve: CurveRequest,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
-) -> Drawn:
+) -> HeatmapRows:
     """Return the rows of ranks, GPUs or nodes."""
     numbers, whole = moment.numbers, curve._replace(num_points=_POINTS_A_COLUMN * points)
     if curve.span.stream == "steps":
@@ -140,8 +148,8 @@ def _of_sources(
         curves = _host(numbers, whole, attempts)
     end_of = ends(attempts)
     names: list[str] = []
-    kept: list[Points] = []
-    left: list[Points] = []
+    lineage_points: list[Points] = []
+    discarded_points: list[Points] = []
     for name in _ordered(curves):
         drawn = curves[name]
         is_kept = is_of_lineage(drawn.attempt, drawn.step, end_of)
@@ -149,17 +157,19 @@ def _of_sources(
         discarded = drawn.take(~is_kept) if branch != "lineage" else join([])
         if len(of_lineage) or len(discarded):
             names.append(name)
-            kept.append(of_lineage)
-            left.append(discarded)
-    starts = starts_of([drawn for drawn in (*kept, *left) if len(drawn)], points)
-    cells = of_curves(kept, starts).with_discarded(of_curves(left, starts))
-    again = join(left).step
+            lineage_points.append(of_lineage)
+            discarded_points.append(discarded)
+    starts = starts_of(
+        [drawn for drawn in (*lineage_points, *discarded_points) if len(drawn)], points
+    )
+    cells = of_curves(lineage_points, starts).with_discarded(of_curves(discarded_points, starts))
+    again = join(discarded_points).step
     rolled_back = (int(again.min()), int(again.max())) if len(again) else None
-    return Drawn(names, starts, cells, rolled_back)
+    return HeatmapRows(names, starts, cells, rolled_back)
 
 
 def _by_source(
-    numbers: NumbersReader, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch
+    numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
 ) -> dict[str, Points]:
     """Return the curve of every source."""
     sources = numbers.sources(curve.span.run_id, curve.span.stream)
@@ -206,7 +216,7 @@ def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> lis
 
 
 def _host(
-    numbers: NumbersReader, curve: Curve, attempts: Sequence[AttemptRow]
+    numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
     """Return the curves of GPUs or nodes with the steps that ran as they were measured.
 
@@ -216,7 +226,7 @@ def _host(
     clock = _clock(numbers, span.run_id, attempts, curve.num_points or 0)
     if not len(clock):
         return {}
-    of_host = curve._replace(span=Span(span.run_id, span.stream))
+    of_host = curve._replace(span=RowSpan(span.run_id, span.stream))
     curves = {}
     for name, points in _by_source(numbers, of_host, attempts, "all").items():
         with_steps = _with_steps(points, clock)
@@ -233,9 +243,9 @@ def _clock(
     numbers: NumbersReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
     """Return steps of all attempts by the moments at which they ended."""
-    of_rank0 = Span(run_id, "steps", ("rank:0",))
+    of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
     for column in _TIMED:
-        curve = Curve(of_rank0, column, max(num_points, 1_000))
+        curve = CurveRequest(of_rank0, column, max(num_points, 1_000))
         (drawn,) = numbers.curves([curve], attempts, "all")
         if len(drawn.points):
             return by_time(drawn.points)

@@ -30,22 +30,22 @@ class Extremes(NamedTuple):
             *(self.is_marked[which], self.is_left[which]),
         )
 
-    def with_discarded(self, left: "Extremes") -> "Extremes":
+    def with_discarded(self, discarded: "Extremes") -> "Extremes":
         """Return the lineage's cells with what was rolled back in them.
 
         The middle stays that of the lineage where it has one: of two attempts' values halfway
         between them there is no course, and a cell could not tell which of them left it.
         """
         return Extremes(
-            np.fmin(self.low, left.low),
-            np.fmax(self.high, left.high),
-            np.where(np.isnan(self.middle), left.middle, self.middle),
-            self.is_marked | left.is_marked,
-            left.is_marked & ~self.is_marked,
+            np.fmin(self.low, discarded.low),
+            np.fmax(self.high, discarded.high),
+            np.where(np.isnan(self.middle), discarded.middle, self.middle),
+            self.is_marked | discarded.is_marked,
+            discarded.is_marked & ~self.is_marked,
         )
 
 
-class Drawn(NamedTuple):
+class HeatmapRows(NamedTuple):
     """All rows of a heat map."""
 
     names: Sequence[str]
@@ -204,9 +204,9 @@ def nanmedian(values: Floats) -> Floats:
 
 
 __all__ = [
-    "Drawn",
     "Extremes",
     "Grid",
+    "HeatmapRows",
     "even_starts",
     "furthest",
     "nanmedian",

@@ -15,18 +15,18 @@ from trainvitals.views import Branch
 from vitals_collector.numbers.interface import (
     AttemptRow,
     Columns,
-    Curve,
+    CurveRequest,
     Floats,
     Ints,
     Mask,
     NumbersReader,
-    Span,
+    RowSpan,
     ends,
     is_of_lineage,
 )
-from vitals_collector.queries.heatmap_cells import Drawn, Extremes, Grid, even_starts
+from vitals_collector.queries.heatmap_cells import Extremes, Grid, HeatmapRows, even_starts
 from vitals_collector.storage.schema import names, streams
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 RATIO = "update_ratio"
 MAX_ROWS = 1 << 18
@@ -37,29 +37,35 @@ _MIN_APART = 1_024
 
 
 def load(
-    moment: Moment, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch, points: int
-) -> Drawn:
+    moment: ReadSnapshot,
+    curve: CurveRequest,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    points: int,
+) -> HeatmapRows:
     """Return the layers in the model's own order."""
-    source = _Source(moment, curve, attempts, branch)
+    source = _WindowReader(moment, curve, attempts, branch)
     filling = _Filling(points)
     windows = _windows(moment.numbers, curve.span)
     last: _Rows | None = None
     while windows:
-        filling.add(source.read(windows.pop(0)))
+        filling.add(source.load_window(windows.pop(0)))
         if filling.is_full:
             while windows and not (last and len(last.step)):
-                last = source.read(windows.pop())
-            filling.begin(last)
+                last = source.load_window(windows.pop())
+            filling.draw_columns(last)
     if last:
         filling.add(last)
     layers = source.layers
     starts, extremes, rolled_back = filling.finish(len(layers.names))
     is_there = np.any(extremes.is_marked | ~np.isnan(extremes.low), axis=1)
-    chosen = [i for i in layers.order() if is_there[i]]
-    return Drawn([layers.names[i] for i in chosen], starts, extremes.take(chosen), rolled_back)
+    layer_indices = [i for i in layers.order() if is_there[i]]
+    return HeatmapRows(
+        [layers.names[i] for i in layer_indices], starts, extremes.take(layer_indices), rolled_back
+    )
 
 
-def _windows(numbers: NumbersReader, span: Span) -> list[Span]:
+def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
     """Return the span in windows of few rows each, by step."""
     num = numbers.num_rows(span)
     if num <= MAX_ROWS:
@@ -72,7 +78,9 @@ def _windows(numbers: NumbersReader, span: Span) -> list[Span]:
     return _halves(numbers, span, low, high, least)
 
 
-def _halves(numbers: NumbersReader, span: Span, low: int, high: int, least: int) -> list[Span]:
+def _halves(
+    numbers: NumbersReader, span: RowSpan, low: int, high: int, least: int
+) -> list[RowSpan]:
     if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
         return [span]
     middle = (low + high) // 2
@@ -96,7 +104,7 @@ class _Rows(NamedTuple):
     """Which are of the lineage."""
 
 
-class _Layers:
+class _LayerOrder:
     """Gives each layer its row in the map, as layers are met."""
 
     def __init__(self, connection: Connection, run_id: str) -> None:
@@ -162,28 +170,32 @@ def _coded(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
         )
         return code.ravel(), pairs[0], first
     pair = writer * width + layer
-    place = np.full(width * num, -1, dtype=np.int64)
-    place[pair] = np.arange(len(pair))  # any of them
-    distinct = np.flatnonzero(place >= 0)
-    first = place[distinct]
-    place[distinct] = np.arange(len(distinct))
-    return place[pair], distinct, first
+    codes = np.full(width * num, -1, dtype=np.int64)
+    codes[pair] = np.arange(len(pair))  # any of them
+    distinct = np.flatnonzero(codes >= 0)
+    first = codes[distinct]
+    codes[distinct] = np.arange(len(distinct))
+    return codes[pair], distinct, first
 
 
-class _Source:
+class _WindowReader:
     """Reads the values of windows."""
 
     def __init__(
-        self, moment: Moment, curve: Curve, attempts: Sequence[AttemptRow], branch: Branch
+        self,
+        moment: ReadSnapshot,
+        curve: CurveRequest,
+        attempts: Sequence[AttemptRow],
+        branch: Branch,
     ) -> None:
-        self.layers = _Layers(moment.sql, curve.span.run_id)
+        self.layers = _LayerOrder(moment.sql, curve.span.run_id)
         self._numbers = moment.numbers
         self._end_of = ends(attempts)
         self._branch = branch
         ratio = ["update_norm", "weight_norm"]
         self._columns = ratio if curve.column == RATIO else [curve.column]
 
-    def read(self, window: Span, *, is_timed: bool = False) -> _Rows:
+    def load_window(self, window: RowSpan, *, is_timed: bool = False) -> _Rows:
         """Return the window's values.
 
         The times are as much to read as all the rest: only rows of which some may replace others
@@ -208,7 +220,7 @@ class _Source:
         if is_rising:
             return _Rows(row, step, value, is_kept)
         if not is_timed:
-            return self.read(window, is_timed=True)
+            return self.load_window(window, is_timed=True)
         which = self._newest(row, step, attempt, columns["time_unix_ns"].values)
         return _Rows(row[which], step[which], value[which], is_kept[which])
 
@@ -252,16 +264,16 @@ class _Filling:
             is_new = np.append(True, rows.step[1:] != rows.step[:-1])
             self._steps = np.concatenate([self._steps, rows.step[is_new]])
 
-    def begin(self, last: _Rows | None) -> None:
+    def draw_columns(self, last: _Rows | None) -> None:
         """Draw equally wide columns up to the end of the last rows, if any are left."""
         steps = last.step if last and len(last.step) else self._steps
         self._draw(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
     def finish(self, num_rows: int) -> tuple[Ints, Extremes, tuple[int, int] | None]:
         """Return the columns' first steps, the cells, and which steps were rolled back."""
-        kept, left = self._grids or self._draw(self._steps)
-        extremes = kept.extremes(num_rows).with_discarded(left.extremes(num_rows))
-        return kept.starts, extremes, self._rolled_back
+        lineage_grid, discarded_grid = self._grids or self._draw(self._steps)
+        extremes = lineage_grid.extremes(num_rows).with_discarded(discarded_grid.extremes(num_rows))
+        return lineage_grid.starts, extremes, self._rolled_back
 
     def _draw(self, starts: Ints) -> tuple[Grid, Grid]:
         self._grids = grids = Grid(starts), Grid(starts)

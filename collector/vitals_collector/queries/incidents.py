@@ -56,7 +56,7 @@ from vitals_collector.queries.ledger import (
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import Precedent, VerdictFacts, of_healthy, verdict
 from vitals_collector.storage.schema import decisions, events, findings, runs
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 HEALTHY_STEPS = 100
 """Steps without trouble after which an incident is over."""
@@ -120,7 +120,7 @@ class Records:
 
 
 def incidents(
-    moment: Moment,
+    moment: ReadSnapshot,
     run: RunSummary,
     *,
     price: float = 0.0,
@@ -143,7 +143,7 @@ def incidents(
 
 
 def run_verdict(
-    moment: Moment,
+    moment: ReadSnapshot,
     run: RunSummary,
     *,
     price: float = 0.0,
@@ -174,7 +174,7 @@ def run_verdict(
 
 
 def _read(
-    moment: Moment,
+    moment: ReadSnapshot,
     run: RunSummary,
     price: float,
     reach: frozenset[str] | None,
@@ -462,7 +462,7 @@ def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
 class _Incidents:
     """The incidents of a run, and what each is told of."""
 
-    moment: Moment
+    moment: ReadSnapshot
     run: RunSummary
     records: Records
     bundles: list[Bundle]
@@ -541,16 +541,16 @@ class _Incidents:
     def _capsule(self, bundle: Bundle) -> tuple[int, str]:
         """Return the first step of it that can be played again, and what was found; -1: none."""
         records = self.records
-        kept = sorted(
+        capsules = sorted(
             (records.data_steps[i], records.data[i].batch.file)
             for i in bundle.data
             if is_capsule(records.data[i].batch.file)
         )
         if self.run_dir is not None:
-            for step, file in kept:
+            for step, file in capsules:
                 if played := verdict_on(self.run_dir, file):
                     return step, played
-        return (kept[0][0], "") if kept else (-1, "")
+        return (capsules[0][0], "") if capsules else (-1, "")
 
     def _precedent(self, bundle: Bundle) -> Precedent:
         earlier = [
@@ -623,7 +623,7 @@ def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView
         started_unix_ns=bundle.started_unix_ns,
         ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
         verdict=judgement,
-        story=story.tell(facts),
+        story=story.explain_incident(facts),
         cost_steps=judgement.lost.steps,
         cost_seconds=judgement.lost.seconds or 0.0,
         decisions=tuple(facts.decisions[:MAX_LISTED]),

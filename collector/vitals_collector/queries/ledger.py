@@ -28,7 +28,7 @@ from trainvitals.views import (
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumbersReader, Span
+from vitals_collector.numbers.interface import NumbersReader, RowSpan
 from vitals_collector.queries.series import behind, kind_of
 from vitals_collector.storage.schema import (
     RANKS,
@@ -43,7 +43,7 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import Moment, unknown_run
+from vitals_collector.storage.store import ReadSnapshot, unknown_run
 
 MAX_EVENTS = 10_000
 MAX_STACKS = 256
@@ -71,7 +71,7 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
     return row
 
 
-def attempts_of(moment: Moment, run_id: str) -> tuple[AttemptView, ...]:
+def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[AttemptView, ...]:
     """Return every branch of the lineage, the oldest first."""
     query = select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.id)
     rows = moment.sql.execute(query).all()
@@ -92,10 +92,12 @@ def attempts_of(moment: Moment, run_id: str) -> tuple[AttemptView, ...]:
 
 def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
     """Return every incarnation of a source; ``UNREAD`` are those of which no row could be read."""
-    own = streams.c
-    query = select(own.incarnation, own.stream, own.num_rows, num_lost_rows().label("num_lost"))
+    columns = streams.c
+    query = select(
+        columns.incarnation, columns.stream, columns.num_rows, num_lost_rows().label("num_lost")
+    )
     by_incarnation = defaultdict(list)
-    for row in connection.execute(query.where(own.run_id == run_id)):
+    for row in connection.execute(query.where(columns.run_id == run_id)):
         by_incarnation[row.incarnation].append(row)
     query = select(sources).where(sources.c.run_id == run_id)
     rows = connection.execute(query.order_by(sources.c.source, sources.c.started_unix_ns))
@@ -206,11 +208,11 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
 def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:
     """Return other events, all or of one kind, as lines for people; the newest, by time."""
     table = events.c
-    chosen = [table.kind == kind] if kind else []
-    chosen += [table.kind.not_in(_SHOWN_ELSEWHERE)]
+    filters = [table.kind == kind] if kind else []
+    filters += [table.kind.not_in(_SHOWN_ELSEWHERE)]
     query = (
         select(events)
-        .where(table.run_id == run_id, *chosen)
+        .where(table.run_id == run_id, *filters)
         .order_by(table.time_unix_ns.desc(), table.id.desc())
         .limit(MAX_EVENTS)
     )
@@ -268,7 +270,9 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
     return tuple(entry_of(row).view for row in connection.execute(query))
 
 
-def step_rows(moment: Moment, run_id: str, step: int, stream: str = "steps") -> tuple[StepRow, ...]:
+def step_rows(
+    moment: ReadSnapshot, run_id: str, step: int, stream: str = "steps"
+) -> tuple[StepRow, ...]:
     """Return the sources' rows of a step; of one written again, the newest.
 
     Rank 0's row has the numbers of an optimizer that was stepped alone as well, which are scalars:
@@ -278,18 +282,18 @@ def step_rows(moment: Moment, run_id: str, step: int, stream: str = "steps") -> 
     for row in _written_at(moment.numbers, run_id, step, stream):
         newest[row.source, row.attempt] = row
     if stream == "steps":
-        for own in _rows_of_turns(moment, run_id, step):
-            whole_row = newest.get((own.source, own.attempt))
+        for turn_rows in _rows_of_turns(moment, run_id, step):
+            whole_row = newest.get((turn_rows.source, turn_rows.attempt))
             if whole_row is not None:
-                newest[own.source, own.attempt] = msgspec.structs.replace(
+                newest[turn_rows.source, turn_rows.attempt] = msgspec.structs.replace(
                     whole_row,
-                    values={**whole_row.values, **own.values},
-                    nonfinite=(*whole_row.nonfinite, *own.nonfinite),
+                    values={**whole_row.values, **turn_rows.values},
+                    nonfinite=(*whole_row.nonfinite, *turn_rows.nonfinite),
                 )
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 
 
-def _rows_of_turns(moment: Moment, run_id: str, step: int) -> Iterator[StepRow]:
+def _rows_of_turns(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[StepRow]:
     """Yield, of a step that one of several optimizers made, each number of its own as a row."""
     query = select(names.c.incarnation, names.c.id, names.c.name).where(
         names.c.run_id == run_id, names.c.stream == "scalars"
@@ -319,7 +323,7 @@ def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> 
     if not kinds:
         return
     names = sorted(name for name, kind in kinds.items() if kind != "S")
-    span = Span(run_id, stream, from_step=step, to_step=behind(step))
+    span = RowSpan(run_id, stream, from_step=step, to_step=behind(step))
     columns = numbers.scan(span, [*names, "source", "incarnation"])
     rows = [
         [None if is_missing else value for value, is_missing in zip(*cells, strict=True)]

@@ -74,7 +74,7 @@ class ProgressReader:
         self._alerts: set[tuple[str, int]] = set()
         self._last_alert = ""
 
-    def look(self) -> Progress:
+    def poll(self) -> Progress:
         """Return the run as it is now."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         happened = [

@@ -72,7 +72,13 @@ from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers.interface import Curve, Drawn, Points, downsample, smooth
+from vitals_collector.numbers.interface import (
+    CurveRequest,
+    DownsampledCurve,
+    Points,
+    downsample,
+    smooth,
+)
 from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.attribution import at_step
@@ -100,7 +106,7 @@ from vitals_collector.queries.top_changes import movers
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.schema import RANKS, runs
-from vitals_collector.storage.store import Moment, SteadyClock, Store, unknown_run
+from vitals_collector.storage.store import ReadSnapshot, SteadyClock, Store, unknown_run
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
@@ -185,17 +191,17 @@ class Query:
         return answer
 
     @contextmanager
-    def read(self, *run_ids: str) -> Iterator[Moment]:
+    def read(self, *run_ids: str) -> Iterator[ReadSnapshot]:
         """Give one moment of the store.
 
         Raises:
             UsageError: one of these runs is not in it.
         """
-        with self.store.read() as connection:
+        with self.store.read_transaction() as connection:
             for run_id in run_ids:
                 if connection.execute(_OF_RUN, {"run_id": run_id}).first() is None:
                     raise unknown_run(run_id)
-            yield self.store.moment(connection)
+            yield self.store.snapshot_on(connection)
 
     def raise_alerts(self) -> None:
         """Bring the store's alerts up to date; those of a collector are, as rows come."""
@@ -242,30 +248,30 @@ def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
 
 
 @answer_to(RunQuestion)
-def _run(query: Query, asked: RunQuestion) -> RunDetail:
+def _run(query: Query, question: RunQuestion) -> RunDetail:
     with query.read() as moment:
-        row = run_row(moment.sql, asked.run_id)
+        row = run_row(moment.sql, question.run_id)
         return RunDetail(
-            summary=overview.summaries(moment.sql, query.liveness(), asked.run_id)[0],
+            summary=overview.summaries(moment.sql, query.liveness(), question.run_id)[0],
             info=overview.info_of(row),
-            attempts=attempts_of(moment, asked.run_id),
-            sources=sources_of(moment.sql, asked.run_id),
-            metrics=series.names_of(moment.sql, asked.run_id),
-            volume=volume_of(moment.numbers, row, query.volumes) if asked.volume else None,
+            attempts=attempts_of(moment, question.run_id),
+            sources=sources_of(moment.sql, question.run_id),
+            metrics=series.names_of(moment.sql, question.run_id),
+            volume=volume_of(moment.numbers, row, query.volumes) if question.volume else None,
         )
 
 
 @answer_to(SeriesQuestion)
-def _one_series(query: Query, asked: SeriesQuestion) -> SeriesReply:
-    fields = asdict(asked)
+def _one_series(query: Query, question: SeriesQuestion) -> SeriesReply:
+    fields = asdict(question)
     run_id = fields.pop("run_id")
     of_one = ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(**fields),))
     return _many_series(query, of_one)[0]
 
 
 @answer_to(ManySeriesQuestion)
-def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, ...]:
-    run_id, requests = asked.run_id, asked.series
+def _many_series(query: Query, question: ManySeriesQuestion) -> tuple[SeriesReply, ...]:
+    run_id, requests = question.run_id, question.series
     for request in requests:
         if not 2 <= request.points <= MAX_POINTS:
             raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
@@ -278,38 +284,38 @@ def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, 
             f"{MAX_POINTS_AT_ONCE}"
         )
     with query.read(run_id) as moment:
-        chosen = [_selected(moment, run_id, request) for request in requests]
+        selected_series = [_selected(moment, run_id, request) for request in requests]
         attempts = series.attempt_rows(moment.sql, run_id)
-        drawn: dict[int, Drawn] = {}
+        drawn: dict[int, DownsampledCurve] = {}
         for branch in {request.branch for request in requests}:
             which = [i for i, request in enumerate(requests) if request.branch == branch]
-            curves = [chosen[i][1] for i in which]
+            curves = [selected_series[i][1] for i in which]
             drawn |= zip(which, moment.numbers.curves(curves, attempts, branch), strict=True)
     return tuple(
         _series_reply(run_id, request, source, drawn[i])
-        for i, (request, (source, _)) in enumerate(zip(requests, chosen, strict=True))
+        for i, (request, (source, _)) in enumerate(zip(requests, selected_series, strict=True))
     )
 
 
 @answer_to(CurveQuestion)
-def _curve(query: Query, asked: CurveQuestion) -> CurveReply:
-    run_id, metric, branch = asked.run_id, asked.metric, asked.branch
+def _curve(query: Query, question: CurveQuestion) -> CurveReply:
+    run_id, metric, branch = question.run_id, question.metric, question.branch
     with query.read(run_id) as moment:
-        steps = (asked.from_step, asked.to_step)
-        source, curve = series.curve_of(moment, run_id, metric, asked.source, steps)
+        steps = (question.from_step, question.to_step)
+        source, curve = series.curve_of(moment, run_id, metric, question.source, steps)
         (drawn,) = moment.numbers.curves([curve], series.attempt_rows(moment.sql, run_id), branch)
     return curve_reply(run_id, metric, source, branch, drawn.points)
 
 
 @answer_to(DifferenceQuestion)
-def _difference(query: Query, asked: DifferenceQuestion) -> DifferenceReply:
-    with query.read(asked.run_id, asked.other) as moment:
-        return difference(moment, asked)
+def _difference(query: Query, question: DifferenceQuestion) -> DifferenceReply:
+    with query.read(question.run_id, question.other) as moment:
+        return difference(moment, question)
 
 
 @answer_to(StepQuestion)
-def _step(query: Query, asked: StepQuestion) -> StepView:
-    run_id, step = asked.run_id, asked.step
+def _step(query: Query, question: StepQuestion) -> StepView:
+    run_id, step = question.run_id, question.step
     with query.read(run_id) as moment:
         found = findings_of(moment.sql, run_id, step)
         return StepView(
@@ -326,80 +332,80 @@ def _step(query: Query, asked: StepQuestion) -> StepView:
 
 
 @answer_to(DecisionsQuestion)
-def _decisions(query: Query, asked: DecisionsQuestion) -> tuple[DecisionView, ...]:
-    with query.read(asked.run_id) as moment:
-        return with_hindsight(moment, asked.run_id, decisions_of(moment.sql, asked.run_id))
+def _decisions(query: Query, question: DecisionsQuestion) -> tuple[DecisionView, ...]:
+    with query.read(question.run_id) as moment:
+        return with_hindsight(moment, question.run_id, decisions_of(moment.sql, question.run_id))
 
 
 @answer_to(FindingsQuestion)
-def _findings(query: Query, asked: FindingsQuestion) -> tuple[FindingView, ...]:
-    with query.read(asked.run_id) as moment:
-        return findings_of(moment.sql, asked.run_id)
+def _findings(query: Query, question: FindingsQuestion) -> tuple[FindingView, ...]:
+    with query.read(question.run_id) as moment:
+        return findings_of(moment.sql, question.run_id)
 
 
 @answer_to(CheckpointsQuestion)
-def _checkpoints(query: Query, asked: CheckpointsQuestion) -> tuple[CheckpointView, ...]:
-    with query.read(asked.run_id) as moment:
-        return checkpoints_of(moment.sql, asked.run_id)
+def _checkpoints(query: Query, question: CheckpointsQuestion) -> tuple[CheckpointView, ...]:
+    with query.read(question.run_id) as moment:
+        return checkpoints_of(moment.sql, question.run_id)
 
 
 @answer_to(EventsQuestion)
-def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
-    with query.read(asked.run_id) as moment:
-        return events_of(moment.sql, asked.run_id, asked.kind)
+def _events(query: Query, question: EventsQuestion) -> tuple[EventView, ...]:
+    with query.read(question.run_id) as moment:
+        return events_of(moment.sql, question.run_id, question.kind)
 
 
 @answer_to(StacksQuestion)
-def _stacks(query: Query, asked: StacksQuestion) -> tuple[StacksView, ...]:
-    with query.read(asked.run_id) as moment:
-        return stacks_of(moment.sql, asked.run_id)
+def _stacks(query: Query, question: StacksQuestion) -> tuple[StacksView, ...]:
+    with query.read(question.run_id) as moment:
+        return stacks_of(moment.sql, question.run_id)
 
 
 @answer_to(AlertsQuestion)
-def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
+def _alerts(query: Query, question: AlertsQuestion) -> tuple[AlertView, ...]:
     query.raise_alerts()
     return inbox.listed(
         query.store,
         now_unix_ns=query.clock.time_ns(),
-        run_id=asked.run_id,
-        state=asked.state,
+        run_id=question.run_id,
+        state=question.state,
         newest_by=query.newest_alerts_by,
         reach=query.reach,
     )
 
 
 @answer_to(SilencesQuestion)
-def _silences(query: Query, _asked: SilencesQuestion) -> tuple[SilenceView, ...]:
+def _silences(query: Query, question: SilencesQuestion) -> tuple[SilenceView, ...]:
     now = query.clock.time_ns()
     return inbox.silences_listed(query.store, now_unix_ns=now, reach=query.reach)
 
 
 @answer_to(CommandsQuestion)
-def _commands(query: Query, asked: CommandsQuestion) -> tuple[CommandView, ...]:
+def _commands(query: Query, question: CommandsQuestion) -> tuple[CommandView, ...]:
     now = query.clock.time_ns()
-    return commands.listed(query.store, asked.run_id, now_unix_ns=now, status=asked.status)
+    return commands.listed(query.store, question.run_id, now_unix_ns=now, status=question.status)
 
 
 @answer_to(CellsQuestion)
-def _cells(query: Query, asked: CellsQuestion) -> CellsReply:
-    with query.read(asked.run_id) as moment:
-        return cells(moment, asked)
+def _cells(query: Query, question: CellsQuestion) -> CellsReply:
+    with query.read(question.run_id) as moment:
+        return cells(moment, question)
 
 
 @answer_to(MoversQuestion)
-def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
-    with query.read(asked.run_id) as moment:
-        return movers(moment, asked.run_id, asked.step)
+def _movers(query: Query, question: MoversQuestion) -> tuple[MoverView, ...]:
+    with query.read(question.run_id) as moment:
+        return movers(moment, question.run_id, question.step)
 
 
 @answer_to(IncidentsQuestion)
-def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
-    return _judged(query, asked.run_id, incidents)
+def _incidents(query: Query, question: IncidentsQuestion) -> tuple[IncidentView, ...]:
+    return _judged(query, question.run_id, incidents)
 
 
 @answer_to(VerdictQuestion)
-def _verdict(query: Query, asked: VerdictQuestion) -> RunVerdict:
-    return _judged(query, asked.run_id, run_verdict)
+def _verdict(query: Query, question: VerdictQuestion) -> RunVerdict:
+    return _judged(query, question.run_id, run_verdict)
 
 
 def _judged(query: Query, run_id: str, judge: Callable[..., A]) -> A:
@@ -415,45 +421,49 @@ def _judged(query: Query, run_id: str, judge: Callable[..., A]) -> A:
 
 
 @answer_to(GoodputQuestion)
-def _goodput(query: Query, asked: GoodputQuestion) -> GoodputView:
-    with query.read(asked.run_id) as moment:
-        run = overview.summaries(moment.sql, query.liveness(), asked.run_id)[0]
+def _goodput(query: Query, question: GoodputQuestion) -> GoodputView:
+    with query.read(question.run_id) as moment:
+        run = overview.summaries(moment.sql, query.liveness(), question.run_id)[0]
         return query.goodput.of(moment, run)
 
 
 @answer_to(ForecastQuestion)
-def _forecast(query: Query, asked: ForecastQuestion) -> ForecastView:
-    others = (asked.other,) if asked.other else ()
-    with query.read(asked.run_id, *others) as moment:
-        ids = (asked.run_id, *others)
+def _forecast(query: Query, question: ForecastQuestion) -> ForecastView:
+    others = (question.other,) if question.other else ()
+    with query.read(question.run_id, *others) as moment:
+        ids = (question.run_id, *others)
         runs = [overview.summaries(moment.sql, query.liveness(), run_id)[0] for run_id in ids]
-        return forecast(moment, asked, runs, now_unix_ns=query.clock.time_ns())
+        return forecast(moment, question, runs, now_unix_ns=query.clock.time_ns())
 
 
 @answer_to(AnnotationsQuestion)
-def _annotations(query: Query, asked: AnnotationsQuestion) -> tuple[AnnotationView, ...]:
-    with query.read(asked.run_id) as moment:
-        return annotations_of(moment.sql, asked.run_id)
+def _annotations(query: Query, question: AnnotationsQuestion) -> tuple[AnnotationView, ...]:
+    with query.read(question.run_id) as moment:
+        return annotations_of(moment.sql, question.run_id)
 
 
 @answer_to(TableQuestion)
-def _table(query: Query, asked: TableQuestion) -> TableReply:
-    if asked.table == "alerts":
+def _table(query: Query, question: TableQuestion) -> TableReply:
+    if question.table == "alerts":
         query.raise_alerts()
     with query.read() as moment:
-        return tables.ask(moment, asked, query.liveness(), query.reach)
+        return tables.ask(moment, question, query.liveness(), query.reach)
 
 
-def _selected(moment: Moment, run_id: str, asked: SeriesRequest) -> tuple[str, Curve]:
-    steps = (asked.from_step, asked.to_step)
-    source, curve = series.curve_of(moment, run_id, asked.metric, asked.source, steps)
-    since, until = asked.from_time_unix_ns, series.behind(asked.to_time_unix_ns)
+def _selected(
+    moment: ReadSnapshot, run_id: str, request: SeriesRequest
+) -> tuple[str, CurveRequest]:
+    steps = (request.from_step, request.to_step)
+    source, curve = series.curve_of(moment, run_id, request.metric, request.source, steps)
+    since, until = request.from_time_unix_ns, series.behind(request.to_time_unix_ns)
     span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
-    if not asked.smoothing:
-        return source, Curve(span, curve.column, asked.points)
+    if not request.smoothing:
+        return source, CurveRequest(span, curve.column, request.points)
     if span.from_step is not None:
-        span = span._replace(from_step=max(0, span.from_step - _reach(asked.smoothing)))
-    return source, Curve(span, curve.column)  # a mean of what is drawn is none of what is stored
+        span = span._replace(from_step=max(0, span.from_step - _reach(request.smoothing)))
+    return source, CurveRequest(
+        span, curve.column
+    )  # a mean of what is drawn is none of what is stored
 
 
 def _reach(weight: float) -> int:
@@ -470,10 +480,12 @@ def _smoothed(request: SeriesRequest, points: Points) -> Points:
     return points if first is None else points.take(points.step >= first)
 
 
-def _series_reply(run_id: str, request: SeriesRequest, source: str, curve: Drawn) -> SeriesReply:
+def _series_reply(
+    run_id: str, request: SeriesRequest, source: str, curve: DownsampledCurve
+) -> SeriesReply:
     if request.smoothing:
         points = _smoothed(request, curve.points)
-        curve = Drawn(points, len(points))
+        curve = DownsampledCurve(points, len(points))
     drawn = downsample(curve.points, request.points, request.branch)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():

@@ -19,14 +19,14 @@ from trainvitals.views import Branch, CurveReply, NonFiniteMark
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     AttemptRow,
-    Curve,
+    CurveRequest,
     Ints,
-    Keyed,
     Points,
-    Span,
+    RowSpan,
+    SeriesKey,
 )
 from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
-from vitals_collector.storage.store import UNKNOWN, Moment
+from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
 # ---------------------------------------------------------------------------------- which there are
 
@@ -74,22 +74,22 @@ def unit_of(metric: str) -> str:
 
 
 def curve_of(
-    moment: Moment,
+    moment: ReadSnapshot,
     run_id: str,
     metric: str,
     source: str,
     steps: tuple[int | None, int | None] = (None, None),
-) -> tuple[str, Curve]:
+) -> tuple[str, CurveRequest]:
     """Return whose series it is, and the curve, of these steps where its rows have one.
 
     Raises:
         UsageError: no such metric or source; where a name is close to a known one, that is said.
     """
-    chosen, curve = _curve_of(moment, run_id, metric, source)
+    chosen_source, curve = _curve_of(moment, run_id, metric, source)
     if curve.span.stream not in HOST_STREAMS:
         span = curve.span._replace(from_step=steps[0], to_step=behind(steps[1]))
         curve = curve._replace(span=span)
-    return chosen, curve
+    return chosen_source, curve
 
 
 def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
@@ -104,7 +104,9 @@ def behind(last: int | None) -> int | None:
     return None if last is None or last >= 2**63 - 1 else last + 1
 
 
-def _curve_of(moment: Moment, run_id: str, metric: str, source: str) -> tuple[str, Curve]:
+def _curve_of(
+    moment: ReadSnapshot, run_id: str, metric: str, source: str
+) -> tuple[str, CurveRequest]:
     stream, dot, name = metric.partition(".")
     if not (stream and dot and name):
         raise UsageError(
@@ -112,25 +114,29 @@ def _curve_of(moment: Moment, run_id: str, metric: str, source: str) -> tuple[st
         )
     if source and source != RANKS:
         Source.parse(source)
-    chosen = source or _default_source(moment, run_id, stream)
+    chosen_source = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
         return _by_name(moment.sql, run_id, metric, source)
     if not _is_known(moment.sql, run_id, stream, name):
         raise _unknown(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; whose they are is a column.
-        rank = Source.parse(chosen).rank
+        rank = Source.parse(chosen_source).rank
         if rank is None:
-            raise UsageError(f"source is {chosen!r}; a {stream} series needs a rank, rank:N")
-        return chosen, Curve(Span(run_id, stream, keyed=Keyed("rank", rank)), name)
-    return chosen, Curve(Span(run_id, stream, _only(chosen)), name)
+            raise UsageError(f"source is {chosen_source!r}; a {stream} series needs a rank, rank:N")
+        return chosen_source, CurveRequest(
+            RowSpan(run_id, stream, keyed=SeriesKey("rank", rank)), name
+        )
+    return chosen_source, CurveRequest(RowSpan(run_id, stream, _only(chosen_source)), name)
 
 
 def _only(source: str) -> tuple[str, ...]:
     return (source,) if source else ()
 
 
-def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> tuple[str, Curve]:
+def _by_name(
+    connection: Connection, run_id: str, metric: str, source: str
+) -> tuple[str, CurveRequest]:
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
     layer, _, other = name.rpartition(":")
@@ -142,9 +148,9 @@ def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> t
     keys = {row.incarnation: row.id for row in connection.execute(query)}
     if not keys:
         raise _unknown(connection, run_id, metric)
-    chosen = source or _whose(connection, run_id, keys)
-    span = Span(run_id, stream, _only(chosen), keyed=Keyed(key_column, keys))
-    return chosen, Curve(span, column)
+    chosen_source = source or _whose(connection, run_id, keys)
+    span = RowSpan(run_id, stream, _only(chosen_source), keyed=SeriesKey(key_column, keys))
+    return chosen_source, CurveRequest(span, column)
 
 
 def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -> str:
@@ -156,7 +162,7 @@ def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -
     return "rank:0" if "rank:0" in whose or not whose else min(whose)
 
 
-def _default_source(moment: Moment, run_id: str, stream: str) -> str:
+def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):
@@ -201,8 +207,10 @@ def _evenly(which: Ints, num: int) -> Ints:
 def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]:
     """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
     which = _evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
-    chosen = points.take(which)
-    rows = zip(chosen.step.tolist(), chosen.attempt.tolist(), chosen.value.tolist(), strict=True)
+    nonfinite = points.take(which)
+    rows = zip(
+        nonfinite.step.tolist(), nonfinite.attempt.tolist(), nonfinite.value.tolist(), strict=True
+    )
     return tuple(NonFiniteMark(step, attempt, kind_of(value)) for step, attempt, value in rows)
 
 

@@ -8,11 +8,11 @@ from trainvitals.errors import UsageError
 from trainvitals.hindsight import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
 from vitals_collector.queries import series
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 
 def with_hindsight(
-    moment: Moment, run_id: str, views: Sequence[DecisionView]
+    moment: ReadSnapshot, run_id: str, views: Sequence[DecisionView]
 ) -> tuple[DecisionView, ...]:
     """Return the ledger; entries of ``observe`` have the outcome that the run itself shows."""
     shadows = [view.decision for view in views if not view.decision.acted]

@@ -62,8 +62,8 @@ def _named(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in spans]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(words)}"
+    ranges = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in spans]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(ranges)}"
 
 
 def capital(text: str) -> str:

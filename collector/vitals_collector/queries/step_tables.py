@@ -17,19 +17,19 @@ from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import Branch, TableQuestion
 from vitals_collector.numbers.interface import (
     AttemptRow,
-    Column,
     Columns,
+    ColumnValues,
     Ints,
     NumbersReader,
     Points,
-    Span,
+    RowSpan,
     joined,
     stitch,
 )
-from vitals_collector.queries.conditions import Cells, Condition, Kind
+from vitals_collector.queries.conditions import Condition, Kind, TableColumn
 from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import measured_columns
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 MAX_SCANNED_ROWS = 200_000_000
 """Rows that one question may look at."""
@@ -41,22 +41,22 @@ _PLAIN = ("step", "attempt", "time_unix_ns")
 _Bounds = tuple[int | None, int | None]
 
 
-class Found(NamedTuple):
+class MatchingSteps(NamedTuple):
     """Rows that met the conditions: a rank has one of each step and attempt."""
 
     rank: Ints
     step: Ints
     attempt: Ints
 
-    def take(self, which: Ints) -> "Found":
+    def take(self, which: Ints) -> "MatchingSteps":
         """Return the chosen rows, in the order of the choice."""
-        return Found._make(column[which] for column in self)
+        return MatchingSteps._make(column[which] for column in self)
 
 
-class Answer(NamedTuple):
+class StepTableResult(NamedTuple):
     """The rows wanted, and what is not among them."""
 
-    rows: Found
+    rows: MatchingSteps
     num_total: int
     """Rows that met the conditions."""
     num_discarded: int
@@ -92,16 +92,18 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
     return [name for name in columns if name in there]
 
 
-def find_steps(moment: Moment, request: TableQuestion, conditions: Sequence[Condition]) -> Answer:
+def find_steps(
+    moment: ReadSnapshot, request: TableQuestion, conditions: Sequence[Condition]
+) -> StepTableResult:
     """Return the rows wanted, by step, then attempt, then rank.
 
     Raises:
         UsageError: they are too many to look at.
     """
     attempts = attempt_rows(moment.sql, request.run_id)
-    asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
-    names = list(dict.fromkeys([*_PLAIN, *asked]))
-    kept: list[Found] = []
+    columns = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
+    names = list(dict.fromkeys([*_PLAIN, *columns]))
+    matches: list[MatchingSteps] = []
     num_total = num_discarded = 0
     for span in _spans(moment.numbers, request, conditions):
         rows = moment.numbers.scan(span, names)
@@ -110,13 +112,13 @@ def find_steps(moment: Moment, request: TableQuestion, conditions: Sequence[Cond
         del rows  # those of the next source take their place
         num_total += len(met.step)
         num_discarded += num_left
-        kept = [_first(_joined([*kept, met]), request)]
-    return Answer(_joined(kept), num_total, num_discarded)
+        matches = [_first(_joined([*matches, met]), request)]
+    return StepTableResult(_joined(matches), num_total, num_discarded)
 
 
 def read_steps(
-    numbers: NumbersReader, run_id: str, rows: Found, names: Sequence[str]
-) -> dict[str, Cells]:
+    numbers: NumbersReader, run_id: str, rows: MatchingSteps, names: Sequence[str]
+) -> dict[str, TableColumn]:
     """Return the named columns of the rows."""
     rest = [name for name in names if name not in ("rank", "step")]
     number_of = _Numbering(rows)
@@ -128,25 +130,25 @@ def read_steps(
     for span in _together(run_id, rows):
         columns = numbers.scan(span, list(dict.fromkeys(["step", "rank", "attempt", *rest])))
         key = number_of(*(columns[name].values for name in ("step", "rank", "attempt")))
-        place = np.minimum(np.searchsorted(keys[order], key), len(keys) - 1)
-        is_wanted = np.flatnonzero(keys[order][place] == key)
-        places.append(order[place[is_wanted]])  # of a row written again the newest comes last
+        key_index = np.minimum(np.searchsorted(keys[order], key), len(keys) - 1)
+        is_wanted = np.flatnonzero(keys[order][key_index] == key)
+        places.append(order[key_index[is_wanted]])  # of a row written again the newest comes last
         read.append({name: columns[name].take(is_wanted) for name in rest})
     all_places = np.concatenate([np.zeros(0, np.int64), *places])
-    cells = {"rank": Cells(rows.rank), "step": Cells(rows.step)}
+    cells = {"rank": TableColumn(rows.rank), "step": TableColumn(rows.step)}
     for name in rest:
         column = joined([part[name] for part in read])
         values = np.zeros(len(keys), column.values.dtype)
         valid = np.zeros(len(keys), np.bool_)
         values[all_places], valid[all_places] = column.values, ~column.is_missing
-        cells[name] = Cells(values, None if valid.all() else valid)
+        cells[name] = TableColumn(values, None if valid.all() else valid)
     return cells
 
 
 class _Numbering:
     """Gives a number to each step of each rank and attempt that rows are of; -1 to others."""
 
-    def __init__(self, rows: Found) -> None:
+    def __init__(self, rows: MatchingSteps) -> None:
         self._known = [np.unique(column) for column in (rows.step, rows.rank, rows.attempt)]
 
     def __call__(self, *keys: Ints) -> Ints:
@@ -159,7 +161,7 @@ class _Numbering:
         return np.where(is_known, numbers, -1)
 
 
-def _together(run_id: str, rows: Found) -> Iterator[Span]:
+def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
     """Yield the rows' steps and ranks, as many as are read together."""
     if not len(rows.step):
         return
@@ -171,7 +173,7 @@ def _together(run_id: str, rows: Found) -> Iterator[Span]:
     for first, last in zip(steps[begins].tolist(), steps[ends].tolist(), strict=True):
         for low in range(first, last + 1, width):
             high = min(low + width, last + 1)
-            yield Span(run_id, "steps", sources, from_step=low, to_step=high)
+            yield RowSpan(run_id, "steps", sources, from_step=low, to_step=high)
 
 
 def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
@@ -192,7 +194,7 @@ def _as_int64(value: int) -> int:
 
 def _spans(
     numbers: NumbersReader, request: TableQuestion, conditions: Sequence[Condition]
-) -> list[Span]:
+) -> list[RowSpan]:
     """Return the rows to look at of each source, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
     if request.table == "steps":
@@ -202,7 +204,7 @@ def _spans(
         if ranks:
             sources = [source for source in sources if source == f"rank:{ranks[0]}"]
     low, high = _bounds(request, conditions)
-    span = Span(request.run_id, "steps", from_step=low, to_step=behind(high))
+    span = RowSpan(request.run_id, "steps", from_step=low, to_step=behind(high))
     is_one = len(sources) == 1
     num = numbers.num_rows(span._replace(sources=tuple(sources)) if is_one else span)
     if num > MAX_SCANNED_ROWS:
@@ -224,7 +226,7 @@ def _met(
     branch: Branch,
     attempts: Sequence[AttemptRow],
     conditions: Sequence[Condition],
-) -> tuple[Found, int]:
+) -> tuple[MatchingSteps, int]:
     """Return the branch's rows that meet the conditions, and how many a lineage left out."""
     step, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _PLAIN)
     points = Points(step, attempt, time, np.arange(len(step), dtype=np.float64))
@@ -234,30 +236,39 @@ def _met(
         num_left = len(stitch(points, attempts, "discarded"))
     for condition in conditions:
         if condition.column == "rank":
-            cells = Cells(np.full(len(which), rank, dtype=np.int64))
+            cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
             cells = _cells(rows[condition.column].take(which))
         which = which[condition.met(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
-    return Found(ranks, step[which], attempt[which]), num_left
+    return MatchingSteps(ranks, step[which], attempt[which]), num_left
 
 
-def _cells(column: Column) -> Cells:
-    return Cells(column.values, ~column.is_missing if column.is_missing.any() else None)
+def _cells(column: ColumnValues) -> TableColumn:
+    return TableColumn(column.values, ~column.is_missing if column.is_missing.any() else None)
 
 
-def _joined(parts: Sequence[Found]) -> Found:
+def _joined(parts: Sequence[MatchingSteps]) -> MatchingSteps:
     if len(parts) == 1:
         return parts[0]
-    none = Found._make([np.zeros(0, dtype=np.int64)] * len(Found._fields))
-    return Found._make(np.concatenate(columns) for columns in zip(none, *parts, strict=True))
+    none = MatchingSteps._make([np.zeros(0, dtype=np.int64)] * len(MatchingSteps._fields))
+    return MatchingSteps._make(
+        np.concatenate(columns) for columns in zip(none, *parts, strict=True)
+    )
 
 
-def _first(rows: Found, request: TableQuestion) -> Found:
+def _first(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
     """Return the rows in the order wanted, as many as are."""
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
     return rows.take(order[: request.limit])
 
 
-__all__ = ["Answer", "Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]
+__all__ = [
+    "MatchingSteps",
+    "StepTableResult",
+    "columns_of_steps",
+    "find_steps",
+    "read_steps",
+    "shown_columns",
+]

@@ -21,7 +21,7 @@ from trainvitals.views import (
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, Moved
-from vitals_collector.queries.user_alerts import Episode, episodes
+from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
 _T = TypeVar("_T")
 
@@ -80,7 +80,7 @@ def title(incident: StoryFacts) -> str:
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
-def tell(incident: StoryFacts) -> tuple[str, ...]:
+def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
     """Return the paragraphs: how it began, what moved first, what fed it, why what was done.
 
     A paragraph is one line of plain text. How it ended and what it cost stands in its verdict.
@@ -118,7 +118,7 @@ def _began(incident: StoryFacts) -> str:
     return " ".join(sentences)
 
 
-def _of_user(alert: Episode) -> str:
+def _of_user(alert: UserAlertEpisode) -> str:
     where = f" on rank {alert.where}" if alert.ranks else ""
     until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
     return f"Your alert{where} at step{until}: {alert.newest.reason}."
@@ -258,7 +258,7 @@ def _gpus(incident: StoryFacts) -> str:
 def _of_gpu(view: MoverView) -> str:
     if view.metric == THROTTLED:
         began = int(view.peak or 0) & ~int(view.before or 0)
-        reasons = "; ".join(words for bit, words in THROTTLES.items() if began & bit)
+        reasons = "; ".join(description for bit, description in THROTTLES.items() if began & bit)
         return f"{view.row} began to throttle ({reasons})"
     name = view.metric.replace("_", " ")
     return f"{name} of {view.row} went from {_plain(view.before)} to {_plain(view.peak)}"
@@ -271,8 +271,8 @@ def _plain(value: float | None) -> str:
 def _state(incident: StoryFacts) -> str:
     """Say what the probe and evaluations said of the state; nothing where nobody asked."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
-    words = [f"{text}." for text in _few(readings)]
-    return " ".join([*words, *_others(readings, "probe or evaluation result")])
+    sentences = [f"{text}." for text in _few(readings)]
+    return " ".join([*sentences, *_others(readings, "probe or evaluation result")])
 
 
 def _decided(incident: StoryFacts) -> str:
@@ -302,4 +302,4 @@ def _moment(time_unix_ns: int) -> str:
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
 
 
-__all__ = ["StoryFacts", "tell", "title"]
+__all__ = ["StoryFacts", "explain_incident", "title"]

@@ -19,7 +19,7 @@ from trainvitals.views import AlertView, EventView, RunSummary, TableQuestion, T
 from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
+from vitals_collector.queries.conditions import Condition, Kind, TableColumn, parse, unknown_column
 from vitals_collector.queries.ledger import event_view, run_row
 from vitals_collector.queries.step_tables import (
     columns_of_steps,
@@ -28,7 +28,7 @@ from vitals_collector.queries.step_tables import (
     shown_columns,
 )
 from vitals_collector.storage.schema import alerts, decisions, events, findings
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 MAX_ROWS = 1_000_000
 """Rows of one answer."""
@@ -42,7 +42,7 @@ _finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 def ask(
-    moment: Moment,
+    moment: ReadSnapshot,
     request: TableQuestion,
     when: Liveness,
     reach: frozenset[str] | None = None,
@@ -112,7 +112,7 @@ def _shown(
 # ---------------------------------------------------------------------------- steps and ranks
 
 
-def _steps(moment: Moment, request: TableQuestion) -> TableReply:
+def _steps(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
     columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, shown_columns(moment.sql, request.run_id, columns))
@@ -126,7 +126,7 @@ def _steps(moment: Moment, request: TableQuestion) -> TableReply:
     )
 
 
-def _listed(cells: Cells) -> tuple[Any, ...]:
+def _listed(cells: TableColumn) -> tuple[Any, ...]:
     """Return a column as JSON can have it."""
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
@@ -152,8 +152,8 @@ def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
     return columns
 
 
-def _row(record: msgspec.Struct, **own: object) -> dict[str, Any]:
-    return own | {name: getattr(record, name) for name in record.__struct_fields__}
+def _row(record: msgspec.Struct, **row_values: object) -> dict[str, Any]:
+    return row_values | {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _jsonable(value: Any) -> str | float | int | bool | None:
@@ -170,20 +170,20 @@ def _met(
 ) -> list[int]:
     which = np.arange(len(rows))
     for condition in conditions:
-        given = [rows[i][condition.column] for i in which.tolist()]
-        which = which[condition.met(_cells(given, columns[condition.column]))]
+        values = [rows[i][condition.column] for i in which.tolist()]
+        which = which[condition.met(_cells(values, columns[condition.column]))]
     return [int(i) for i in which]
 
 
-def _cells(given: Sequence[Any], kind: Kind) -> Cells:
-    valid = np.array([value is not None for value in given], dtype=bool)
+def _cells(row_values: Sequence[Any], kind: Kind) -> TableColumn:
+    valid = np.array([value is not None for value in row_values], dtype=bool)
     if kind == "text":
-        values = np.empty(len(given), dtype=object)
-        values[:] = [_jsonable(value) or "" for value in given]
-        return Cells(values, valid)
-    is_whole = all(value is None or isinstance(value, int) for value in given)
+        values = np.empty(len(row_values), dtype=object)
+        values[:] = [_jsonable(value) or "" for value in row_values]
+        return TableColumn(values, valid)
+    is_whole = all(value is None or isinstance(value, int) for value in row_values)
     dtype = np.int64 if is_whole and kind == "number" else bool if kind == "bool" else np.float64
-    return Cells(np.array([value or 0 for value in given], dtype=dtype), valid)
+    return TableColumn(np.array([value or 0 for value in row_values], dtype=dtype), valid)
 
 
 def _runs(connection: Connection, request: TableQuestion, when: Liveness) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class Tail:
         rows = self._rows()
         return {name: [row[at] for row in rows] for at, name in enumerate(_HEADER)}
 
-    def begin(self, from_step: int) -> None:
+    def write_header(self, from_step: int) -> None:
         """Write the header and the steps from ``from_step`` on."""
         attempts = self._reader.ask(RunQuestion(run_id=self._run_id)).attempts
         self._attempt = attempts[-1].id if attempts else 0

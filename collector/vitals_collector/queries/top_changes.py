@@ -21,13 +21,13 @@ from vitals_collector.numbers.interface import (
     Mask,
     NumbersReader,
     Points,
-    Span,
+    RowSpan,
     stitch,
 )
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
 from vitals_collector.queries.series import attempt_rows, behind
 from vitals_collector.storage.schema import decisions, findings, measured_columns
-from vitals_collector.storage.store import Moment
+from vitals_collector.storage.store import ReadSnapshot
 
 WINDOW_STEPS = 50
 BEFORE_STEPS = 500
@@ -70,7 +70,7 @@ class Moved(NamedTuple):
     first_step: int
 
 
-def movers(moment: Moment, run_id: str, step: int) -> tuple[MoverView, ...]:
+def movers(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
     """Return what moved most up to a step, on the branch where there was trouble at it."""
     attempt = attempt_of(moment.sql, run_id, step)
     return tuple(mover.view for mover in moved(moment, run_id, step, attempt))
@@ -104,7 +104,7 @@ def _within(step: int) -> int:
     return max(-(2**62), min(step, 2**62))
 
 
-def moved(moment: Moment, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
+def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
     """Return what moved up to a step of an attempt, or of the lineage."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
@@ -148,7 +148,7 @@ def _measured(connection: Connection, run_id: str) -> set[tuple[str, str]]:
 
 
 def _of_layers(
-    moment: Moment,
+    moment: ReadSnapshot,
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
@@ -161,7 +161,7 @@ def _of_layers(
     if not columns_of:
         return []
     columns = sorted({column for needed in columns_of.values() for column in needed})
-    span = Span(run_id, "layers", from_step=steps[0], to_step=behind(steps[1]))
+    span = RowSpan(run_id, "layers", from_step=steps[0], to_step=behind(steps[1]))
     rows = moment.numbers.scan(span, [*_KEYS, "layer", "incarnation", *columns])
     named = layer_names(moment.sql, run_id)
     writers, numbers = rows["incarnation"].values.tolist(), rows["layer"].values.tolist()
@@ -181,7 +181,7 @@ def _of_ranks(
     there: set[tuple[str, str]],
 ) -> list[Moved]:
     candidates: list[Moved] = []
-    span = Span(run_id, "steps", from_step=steps[0], to_step=behind(steps[1]))
+    span = RowSpan(run_id, "steps", from_step=steps[0], to_step=behind(steps[1]))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if ("steps", name) in there]
         if not names:
@@ -210,9 +210,9 @@ def _judged(
     by_key = np.argsort(key, kind="stable")
     bounds = np.searchsorted(key[by_key], np.arange(len(labels) + 1)).tolist()
     for label, (begin, end) in zip(labels, pairwise(bounds), strict=True):
-        own = by_key[begin:end]
-        mine = points.take(own[is_of_branch[own]])
-        which = stitch(mine, branch, "lineage").value.astype(np.int64)
+        series_indices = by_key[begin:end]
+        branch_points = points.take(series_indices[is_of_branch[series_indices]])
+        which = stitch(branch_points, branch, "lineage").value.astype(np.int64)
         own_steps = points.step[which]
         for metric, columns in columns_of.items():
             value, is_there = value_of({name: rows[name].take(which) for name in columns}, columns)

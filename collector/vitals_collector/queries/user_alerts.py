@@ -8,7 +8,7 @@ from trainvitals.records import Finding
 
 
 @dataclass(slots=True)
-class Episode:
+class UserAlertEpisode:
     """One alert from its beginning to when it was last said."""
 
     newest: Finding
@@ -19,7 +19,7 @@ class Episode:
     last: int
     ranks: set[int] = field(default_factory=set)
 
-    def take(self, finding: Finding) -> None:
+    def extend(self, finding: Finding) -> None:
         """Take in that it was said again, or by another rank."""
         self.newest, self.last = finding, max(self.last, finding.step)
         self.onset, self.first = min(self.onset, finding.onset_step), min(self.first, finding.step)
@@ -31,10 +31,10 @@ class Episode:
         return ", ".join(map(str, sorted(self.ranks)))
 
 
-def episodes(findings: Iterable[Finding]) -> list[Episode]:
+def episodes(findings: Iterable[Finding]) -> list[UserAlertEpisode]:
     """Return the run's own alerts by their beginning; what was renewed in time is one."""
-    open_episodes: dict[str, Episode] = {}
-    closed: list[Episode] = []
+    open_episodes: dict[str, UserAlertEpisode] = {}
+    closed: list[UserAlertEpisode] = []
     for finding in sorted(findings, key=lambda finding: finding.step):
         if not finding.severity:
             continue
@@ -44,7 +44,7 @@ def episodes(findings: Iterable[Finding]) -> list[Episode]:
             closed.append(episode)
             episode = None
         if episode is None:
-            episode = Episode(finding, finding.onset_step, finding.step, finding.step)
+            episode = UserAlertEpisode(finding, finding.onset_step, finding.step, finding.step)
             open_episodes[finding.cause] = episode
-        episode.take(finding)
+        episode.extend(finding)
     return sorted([*closed, *open_episodes.values()], key=lambda e: (e.first, e.newest.cause))

@@ -223,12 +223,12 @@ def cause(facts: VerdictFacts) -> str:
         texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
         sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
-    words = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
+    parts = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
     if more > 0:
-        words.append(f"And {humanize_count(more, 'more finding')}.")
+        parts.append(f"And {humanize_count(more, 'more finding')}.")
     if facts.precursor is not None:
-        words.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
-    return " ".join(words)
+        parts.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
+    return " ".join(parts)
 
 
 @dataclass(slots=True)
@@ -263,16 +263,16 @@ def _causes(facts: VerdictFacts) -> list[str]:
         name = view.finding.cause or view.finding.kind
         if view.finding.kind in _WAITS:  # a wait that pages is found twice
             name = f"wait for {view.finding.rank}"
-        mine = trigger(view.finding, name)
-        mine.kind = mine.kind or view.finding.kind
-        mine.add(view.finding)
+        cause_text = trigger(view.finding, name)
+        cause_text.kind = cause_text.kind or view.finding.kind
+        cause_text.add(view.finding)
     for decided in facts.decisions:
         decision = decided.decision
-        mine = trigger(decision, decision.cause or decision.rule)
-        mine.is_acted_on |= decision.action != "continue"
+        cause_text = trigger(decision, decision.cause or decision.rule)
+        cause_text.is_acted_on |= decision.action != "continue"
         # The step of a rollback or a halt is where it was decided: the bad ones came before.
-        if decision.action == "skip_step" or not mine.steps:
-            mine.add(decision)
+        if decision.action == "skip_step" or not cause_text.steps:
+            cause_text.add(decision)
     ordered = sorted(triggers.values(), key=lambda each: (not each.is_acted_on, min(each.steps)))
     return [_sentence(each) for each in ordered]
 
@@ -311,12 +311,12 @@ def _nonfinite(trigger: _Trigger) -> str:
         reasons = " ".join(trigger.reasons).casefold()
         named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
         return {"nan": "NaN", "inf": "infinite"}[named[0]] if len(named) == 1 else "NaN or infinite"
-    words = {
+    kinds = {
         "NaN" if math.isnan(value) else "infinite"
         for value in trigger.values
         if not math.isfinite(value)
     }
-    return words.pop() if len(words) == 1 else "NaN or infinite"
+    return kinds.pop() if len(kinds) == 1 else "NaN or infinite"
 
 
 def _steps(steps: Iterable[int]) -> str:
@@ -355,12 +355,12 @@ def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) 
         decided = action(decisions) if decisions else ""
         resumed = " ".join(_resumed(each) for each in restarts)
         return f"{decided} {resumed}".strip()
-    made = [view.decision for view in decisions if view.decision.action != "continue"]
-    done = [decision for decision in made if decision.acted]
+    actions = [view.decision for view in decisions if view.decision.action != "continue"]
+    done = [decision for decision in actions if decision.acted]
     if not done:
-        would = [_observed(name, [d for d in made if d.action == name]) for name in _OBSERVED]
+        would = [_observed(name, [d for d in actions if d.action == name]) for name in _OBSERVED]
         listed = " and ".join(text for text in would if text)
-        waits = any(WAITS_UNTIL in decision.evidence for decision in made)
+        waits = any(WAITS_UNTIL in decision.evidence for decision in actions)
         why = "Vitals waits for an answer; it would have" if waits else "Observed only; would have"
         return f"{why} {listed}." if listed else "Vitals took no action."
     sentences = [_did(name, list(same)) for name, same in groupby(done, lambda d: d.action)]
@@ -405,19 +405,20 @@ def _did(name: ActionName, same: Sequence[Decision]) -> str:
 
 def _did_once(decision: Decision) -> str:
     if decision.action == "rollback":
-        words = f"Rolled back to step {decision.rollback_to_step:,}"
+        text = f"Rolled back to step {decision.rollback_to_step:,}"
         if decision.skip_batches:
-            words += f"; skipped {humanize_count(decision.skip_batches, 'batch', 'batches')}"
+            text += f"; skipped {humanize_count(decision.skip_batches, 'batch', 'batches')}"
         if decision.lr_factor != 1.0:
-            words += f"; learning rate x{decision.lr_factor:g}"
-        return f"{words}."
+            text += f"; learning rate x{decision.lr_factor:g}"
+        return f"{text}."
     if decision.action == "halt":
         return (
             f"Halted the run at step {decision.decided_at_step:,}: {decision.reason.rstrip('.')}."
         )
     if decision.action == "restart":
-        left = humanize_count(decision.budget_left, "restart")
-        return f"Ended the hung job at step {decision.step:,}, to be restarted; {left} left today."
+        budget_text = humanize_count(decision.budget_left, "restart")
+        when = f"at step {decision.step:,}"
+        return f"Ended the hung job {when}, to be restarted; {budget_text} left today."
     return f"Accepted a new level at step {decision.step:,}."
 
 
@@ -444,12 +445,12 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
         details.append(f"{lost.gpu_hours:.2g} GPU-hours")
     if lost.money is not None and lost.gpu_hours:
         details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
-    words = f"Lost work: {humanize_count(lost.steps, 'step')}"
-    words += f" ({', '.join(details)})" if details else ""
+    text = f"Lost work: {humanize_count(lost.steps, 'step')}"
+    text += f" ({', '.join(details)})" if details else ""
     dropped = (
         f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
     )
-    return f"{words}{dropped}."
+    return f"{text}{dropped}."
 
 
 def _short(number: int) -> str:
@@ -472,18 +473,18 @@ def _duration(seconds: float) -> str:
 def before(precedent: Precedent) -> str:
     """Say how often it was there before: in this run, and in which others."""
     num = len(precedent.steps)
-    words = "First time in this run."
+    text = "First time in this run."
     if num:
         newest = f", last at step {max(precedent.steps):,}"
-        words = f"{humanize_count(num, 'earlier incident')} of this cause in this run{newest}."
+        text = f"{humanize_count(num, 'earlier incident')} of this cause in this run{newest}."
     if not precedent.num_asked:
-        return words
+        return text
     if not precedent.runs:
-        return f"{words} In no other run ({precedent.num_asked:,} looked at)."
+        return f"{text} In no other run ({precedent.num_asked:,} looked at)."
     named = ", ".join(precedent.runs[:MAX_NAMED])
     more = len(precedent.runs) - MAX_NAMED
     named += f" and {more} more" if more > 0 else ""
-    return f"{words} Also in {len(precedent.runs)} of {precedent.num_asked} other runs: {named}."
+    return f"{text} Also in {len(precedent.runs)} of {precedent.num_asked} other runs: {named}."
 
 
 # ---------------------------------------------------------------------------------------- next
@@ -570,8 +571,8 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
         text = f"Detected: {first.finding.reason}"
         lines.append(_entry(first.time_unix_ns, first.finding.step, text))
-    made = [view for view in facts.decisions if view.decision.action != "continue"]
-    for (name, acted), same in groupby(made, lambda v: (v.decision.action, v.decision.acted)):
+    actions = [view for view in facts.decisions if view.decision.action != "continue"]
+    for (name, acted), same in groupby(actions, lambda v: (v.decision.action, v.decision.acted)):
         views = list(same)
         if acted and name != "skip_step":
             lines += [_entry(v.time_unix_ns, v.decision.step, _did_once(v.decision)) for v in views]

@@ -39,7 +39,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.projections import samples
 from vitals_collector.queries.stacks import capital
-from vitals_collector.queries.user_alerts import Episode
+from vitals_collector.queries.user_alerts import UserAlertEpisode
 
 _VERDICT = (
     (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
@@ -91,7 +91,7 @@ def explain(
     view: StepView,
     ledger: Sequence[DecisionView],
     after: SeriesReply | None = None,
-    alerts: Sequence[Episode] = (),
+    alerts: Sequence[UserAlertEpisode] = (),
 ) -> str:
     """Return the paragraph: one part for each attempt that trained the step.
 
@@ -115,7 +115,7 @@ def explain(
     # A decision quotes the finding that led to it: nothing is said twice.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
     parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
-    own_alerts = [_held(a) for a in alerts if a.onset <= view.step <= a.last]
+    own_alerts = [_user_alert_text(a) for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
@@ -134,8 +134,8 @@ def explain(
             else ""
         )
         parts.append(which + fed(step_data, tells_attempt=False))
-    words = " ".join(part[:1].upper() + part[1:] for part in parts)
-    return fill(printable(words), width=96, break_long_words=False)
+    text = " ".join(part[:1].upper() + part[1:] for part in parts)
+    return fill(printable(text), width=96, break_long_words=False)
 
 
 def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
@@ -162,8 +162,8 @@ def profiles_near(events: Sequence[EventView], step: int) -> str:
 
 
 def _ordinal(ordinal: int, num: int) -> str:
-    words = ("First", "Second", "Third")
-    name = f"{words[ordinal - 1]} attempt" if ordinal <= len(words) else f"Attempt {ordinal}"
+    ordinals = ("First", "Second", "Third")
+    name = f"{ordinals[ordinal - 1]} attempt" if ordinal <= len(ordinals) else f"Attempt {ordinal}"
     return name if ordinal == num else f"{name} (discarded)"
 
 
@@ -212,14 +212,14 @@ def _followed(after: SeriesReply | None) -> list[str]:
     finite = [value for value in after.value if value is not None]
     steps = "step" if after.num_total == 1 else f"{after.num_total} steps"
     name = after.metric.partition(".")[2]
-    words = f"{name} over the next {steps}: "
+    text = f"{name} over the next {steps}: "
     if finite:
-        words += f"{min(finite):.6g}" + (
+        text += f"{min(finite):.6g}" + (
             f" to {max(finite):.6g}" if max(finite) > min(finite) else ""
         )
         lost = f", not finite in {after.num_nonfinite}" if after.num_nonfinite else ""
-        return [f"{words}{lost}."]
-    return [f"{words}not finite in any."]
+        return [f"{text}{lost}."]
+    return [f"{text}not finite in any."]
 
 
 def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
@@ -251,30 +251,30 @@ def of_attempt(view: StepView, attempt: int) -> str:
     values = head.values
     turn = turn_of(head)
     at = f"/{turn}" if turn else ""
-    words = [
+    clauses = [
         f"loss{at} {_number(head, 'loss' + at)}{_limit(head, 'loss_limit' + at)}, "
         f"gradient norm {_number(head, 'grad_norm' + at)}{_limit(head, 'grad_norm_limit' + at)}"
     ]
     if "auto_max_norm" in values:
-        words[0] += f", clipped to {_number(head, 'auto_max_norm')}"
+        clauses[0] += f", clipped to {_number(head, 'auto_max_norm')}"
     if rates := learning_rates(values):
-        words[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
+        clauses[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
     bits = int(values.get("verdict") or 0)
-    verdict, left = [], bits
+    verdict, unknown_bits = [], bits
     for mask, text in _VERDICT:
-        if left & mask == mask:
+        if unknown_bits & mask == mask:
             verdict.append(text)
-            left &= ~mask
+            unknown_bits &= ~mask
     is_skipped = bool(values.get("skipped"))
     outcome = "the update was " + _outcome(bits, is_skipped=is_skipped)
     if verdict:
         so = ", so " if is_skipped else "; "
         outcome = " and ".join(verdict) + so + outcome
-    words.append(outcome)
+    clauses.append(outcome)
     culprit = int(values.get("culprit_rank", -1) or 0)
     if bits & ~CLIPS and culprit >= 0:
-        words.append(f"caused by rank {culprit}{_culprit(rows, culprit)}")
-    return words[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in words[1:])
+        clauses.append(f"caused by rank {culprit}{_culprit(rows, culprit)}")
+    return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
 
 def turn_of(row: StepRow) -> str:
@@ -325,9 +325,9 @@ def _thinned(view: StepView) -> list[str]:
         if num_left >= num_ranks:
             continue
         longest = over.values.get("step_duration_seconds:max")
-        words = "" if longest is None else f"; the slowest took {longest:.6g} s for the step"
-        left = f"{num_left} of {num_ranks} ranks besides rank 0 still have their own rows"
-        sentences.append(f"Thinned: {left}{words}.")
+        text = "" if longest is None else f"; the slowest took {longest:.6g} s for the step"
+        kept_ranks = f"{num_left} of {num_ranks} ranks besides rank 0 still have their own rows"
+        sentences.append(f"Thinned: {kept_ranks}{text}.")
     return sentences
 
 
@@ -373,7 +373,7 @@ def _found(view: FindingView) -> str:
     return f"Finding{level_note}: {finding.reason}."
 
 
-def _held(alert: Episode) -> str:
+def _user_alert_text(alert: UserAlertEpisode) -> str:
     finding = alert.newest
     where = f" on rank {alert.where}" if alert.ranks else ""
     until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
@@ -383,18 +383,18 @@ def _held(alert: Episode) -> str:
 def decided(view: DecisionView) -> str:
     """Return what was decided, by which rule, why, and the budget that is left."""
     decision = view.decision
-    words = (_DONE if decision.acted else _NOT_DONE)[decision.action]
+    action_text = (_DONE if decision.acted else _NOT_DONE)[decision.action]
     if decision.action == "rollback":
-        words += f" to step {decision.rollback_to_step}"
-    parts = [f"Action: {words} (rule: {decision.rule}): {decision.reason}."]
+        action_text += f" to step {decision.rollback_to_step}"
+    parts = [f"Action: {action_text} (rule: {decision.rule}): {decision.reason}."]
     if decision.lr_factor != 1.0:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
     if view.hindsight:
         parts.append(_HINDSIGHT[view.hindsight])
-    left = decision.budget_left
-    if left >= 0 and decision.mode == "heal":  # no other mode has rollbacks to spend
-        num = f"{left} rollback{'' if left == 1 else 's'} left"
-        parts.append(f"{num}." if left else "Rollback budget used up.")
+    budget_left = decision.budget_left
+    if budget_left >= 0 and decision.mode == "heal":  # no other mode has rollbacks to spend
+        num = f"{budget_left} rollback{'' if budget_left == 1 else 's'} left"
+        parts.append(f"{num}." if budget_left else "Rollback budget used up.")
     return " ".join(parts)
 
 

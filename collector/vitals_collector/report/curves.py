@@ -17,7 +17,7 @@ LOG_FROM = 20.0
 
 
 @dataclass(slots=True)
-class Column:
+class PlotColumn:
     """The values that one column of a picture stands for."""
 
     low: float = math.inf
@@ -38,10 +38,10 @@ class Column:
         return self.low <= self.high
 
 
-class Scale:
+class ValueScale:
     """Maps values to an axis, logarithmically where they span much and are positive."""
 
-    def __init__(self, columns: Iterable[Column]) -> None:
+    def __init__(self, columns: Iterable[PlotColumn]) -> None:
         finite = [column for column in columns if column.has_value]
         self._low = min((c.low for c in finite), default=0.0)
         self._high = max((c.high for c in finite), default=1.0)
@@ -95,7 +95,7 @@ class CurveMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class PlottedCurve:
     """One metric over some steps, with its limit and what rollbacks left behind."""
 
     name: str
@@ -111,7 +111,7 @@ class Curve:
             steps += self.discarded.step
         return (min(steps), max(steps)) if steps else (0, 0)
 
-    def left_behind(self, num: int) -> list[dict[int, Column]]:
+    def left_behind(self, num: int) -> list[dict[int, PlotColumn]]:
         """Return the columns of each branch that a rollback left behind."""
         series = self.discarded
         if series is None:
@@ -131,7 +131,7 @@ def curves(
     metrics: Sequence[str],
     from_step: int | None = None,
     to_step: int | None = None,
-) -> tuple[Curve, ...]:
+) -> tuple[PlottedCurve, ...]:
     """Return loss and gradient norm, as far as the run has them among its ``metrics``."""
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
@@ -156,8 +156,10 @@ def curves(
         series = ask(metric)
         if series is None:
             continue
-        left = ask(metric, "discarded")
-        curve = Curve(name=name, series=series, limit=ask(f"{metric}_limit"), discarded=left)
+        discarded = ask(metric, "discarded")
+        curve = PlottedCurve(
+            name=name, series=series, limit=ask(f"{metric}_limit"), discarded=discarded
+        )
         if not curve.is_empty:
             measured_curves.append(curve)
     return tuple(measured_curves)
@@ -183,13 +185,15 @@ def place(step: int, span: tuple[int, int], num: int) -> int:
 
 def columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
-) -> dict[int, Column]:
+) -> dict[int, PlotColumn]:
     """Return the columns with a value in them; no value and no NaN is left out of them."""
-    columns_by_place: dict[int, Column] = {}
+    columns_by_place: dict[int, PlotColumn] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:
-            columns_by_place.setdefault(place(step, span, num), Column()).add(value)
+            columns_by_place.setdefault(place(step, span, num), PlotColumn()).add(value)
     for mark in series.nonfinite:
         if attempt in (None, mark.attempt) and span[0] <= mark.step <= span[1]:
-            columns_by_place.setdefault(place(mark.step, span, num), Column()).num_nonfinite += 1
+            columns_by_place.setdefault(
+                place(mark.step, span, num), PlotColumn()
+            ).num_nonfinite += 1
     return columns_by_place

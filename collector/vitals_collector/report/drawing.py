@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from trainvitals.judged_log import JudgedStep
 from trainvitals.printable import printable
-from vitals_collector.report.curves import Column, Scale
+from vitals_collector.report.curves import PlotColumn, ValueScale
 
 COLUMNS = 940
 _LEFT, _TOP, _HEIGHT, _GAP, _RIGHT = 70, 58, 210, 44, 20
@@ -30,12 +30,12 @@ LEGEND = (
 @dataclass(slots=True)
 class _Panel:
     name: str
-    columns: dict[int, Column] = field(default_factory=dict)
+    columns: dict[int, PlotColumn] = field(default_factory=dict)
 
     def add(self, at: int, value: float | None, limit: float | None) -> None:
         if value is None:
             return
-        column = self.columns.setdefault(at, Column())
+        column = self.columns.setdefault(at, PlotColumn())
         column.add(value)
         if limit is not None:
             column.limit = min(column.limit, limit)
@@ -62,12 +62,12 @@ class Drawing:
         self._panels[0].add(at, record.loss, record.loss_limit)
         self._panels[1].add(at, record.grad_norm, record.grad_norm_limit)
         for finding in judgement.findings:
-            words = f"step {finding.step}: {finding.kind}: {finding.reason}"
-            self._marks.setdefault((at, finding.level), words)
-        made = judgement.decision
-        if made is not None and made.action in COLORS:
-            words = f"step {made.step}: {made.action}: {made.reason}"
-            self._marks.setdefault((at, made.action), words)
+            text = f"step {finding.step}: {finding.kind}: {finding.reason}"
+            self._marks.setdefault((at, finding.level), text)
+        decision = judgement.decision
+        if decision is not None and decision.action in COLORS:
+            text = f"step {decision.step}: {decision.action}: {decision.reason}"
+            self._marks.setdefault((at, decision.action), text)
 
     def _place(self) -> int:
         """Spread few records over the whole width."""
@@ -93,7 +93,7 @@ class Drawing:
         return "\n".join([*parts, "</svg>"]) + "\n"
 
     def _panel(self, panel: _Panel, *, first: bool) -> list[str]:
-        scale = Scale(panel.columns.values())
+        scale = ValueScale(panel.columns.values())
         parts = [f'<rect width="{COLUMNS}" height="{_HEIGHT}" fill="none" stroke="#bbbbbb"/>']
         parts.append(_text(4, 14, panel.name + (" (logarithmic)" if scale.is_log else "")))
         parts += [
@@ -118,30 +118,30 @@ class Drawing:
     def _decisions(self) -> list[str]:
         return [
             f'<line x1="{at}" x2="{at}" y1="0" y2="{_HEIGHT}" stroke="{COLORS[kind]}" '
-            f'stroke-width="1.5"><title>{_clean(words)}</title></line>'
-            for (at, kind), words in self._marks.items()
+            f'stroke-width="1.5"><title>{_clean(label)}</title></line>'
+            for (at, kind), label in self._marks.items()
             if kind not in ("actionable", "advisory")
         ]
 
-    def _findings(self, panel: _Panel, scale: Scale) -> list[str]:
+    def _findings(self, panel: _Panel, scale: ValueScale) -> list[str]:
         """Mark findings at the value they are about; what is told of lies at the bottom."""
         parts = []
-        for (at, kind), words in self._marks.items():
+        for (at, kind), label in self._marks.items():
             if kind == "actionable":
-                column = panel.columns.get(at, Column())
+                column = panel.columns.get(at, PlotColumn())
                 y = _y(scale, column.high) if column.has_value else 0.0
-                parts.append(_mark(at, y, COLORS[kind], words))
+                parts.append(_mark(at, y, COLORS[kind], label))
             elif kind == "advisory":
-                parts.append(_mark(at, _HEIGHT - 4, COLORS[kind], words))
+                parts.append(_mark(at, _HEIGHT - 4, COLORS[kind], label))
         return parts
 
 
-def _y(scale: Scale, value: float) -> float:
+def _y(scale: ValueScale, value: float) -> float:
     """Return how far below a panel's top the value lies, kept within the panel."""
     return round((1.0 - scale.part(value)) * (_HEIGHT - 28) + 22, 1)
 
 
-def _value_line(panel: _Panel, scale: Scale) -> str:
+def _value_line(panel: _Panel, scale: ValueScale) -> str:
     points = [
         f"{at},{y}"
         for at, column in panel.columns.items()
@@ -151,7 +151,7 @@ def _value_line(panel: _Panel, scale: Scale) -> str:
     return f'<polyline fill="none" stroke="{COLORS["line"]}" points="{" ".join(points)}"/>'
 
 
-def _limit_line(panel: _Panel, scale: Scale) -> str:
+def _limit_line(panel: _Panel, scale: ValueScale) -> str:
     points = [
         f"{at},{_y(scale, column.limit)}"
         for at, column in panel.columns.items()
@@ -165,25 +165,25 @@ def _limit_line(panel: _Panel, scale: Scale) -> str:
 
 def _legend() -> list[str]:
     parts, x = [], _LEFT
-    for kind, words in LEGEND:
+    for kind, label in LEGEND:
         parts.append(f'<rect x="{x}" y="34" width="10" height="10" fill="{COLORS[kind]}"/>')
-        parts.append(_text(x + 15, 43, words))
-        x += 36 + 7 * len(words)
+        parts.append(_text(x + 15, 43, label))
+        x += 36 + 7 * len(label)
     return parts
 
 
-def _mark(x: float, y: float, color: str, words: str, *, cross: bool = False) -> str:
+def _mark(x: float, y: float, color: str, label: str, *, cross: bool = False) -> str:
     shape = (
         f'<path d="M{x - 4},{y + 2}l8,8m0,-8l-8,8" stroke="{color}" stroke-width="2" fill="none">'
         if cross
         else f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}">'
     )
-    return f"{shape}<title>{_clean(words)}</title></{'path' if cross else 'circle'}>"
+    return f"{shape}<title>{_clean(label)}</title></{'path' if cross else 'circle'}>"
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{_clean(words)}</text>'
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{_clean(text)}</text>'
 
 
-def _clean(words: str) -> str:
-    return escape(printable(words))
+def _clean(text: str) -> str:
+    return escape(printable(text))

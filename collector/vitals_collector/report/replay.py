@@ -21,7 +21,7 @@ from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.judged_log import JudgedStep, document
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
-from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Reading
+from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -49,10 +49,10 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import Numbers, NumbersReader, Span, StreamKey
+from vitals_collector.numbers.interface import Numbers, NumbersReader, RowSpan, StreamKey
 from vitals_collector.queries.series import behind
 from vitals_collector.storage.schema import events, names, sources, streams
-from vitals_collector.storage.store import Moment, Store
+from vitals_collector.storage.store import ReadSnapshot, Store
 
 COMPARED = (
     "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",
@@ -100,18 +100,20 @@ class Replay:
 
     def differences(self) -> list[str]:
         """Return what differs from the record, in words; nothing, where it was reproduced."""
-        mine, theirs = self.decisions, self.recorded
-        words = [
+        replayed, theirs = self.decisions, self.recorded
+        differences = [
             difference
-            for number, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1)
+            for number, (a, b) in enumerate(zip(replayed, theirs, strict=False), start=1)
             if (difference := _difference(number, a, b))
         ]
         if self.other_limits:
             num, first = len(self.other_limits), self.other_limits[0]
-            words.append(f"limits differ from the recorded ones in {num} steps, first at {first}")
-        if len(mine) != len(theirs):
-            words.append(f"{len(mine)} decisions replayed, {len(theirs)} recorded")
-        return words
+            differences.append(
+                f"limits differ from the recorded ones in {num} steps, first at {first}"
+            )
+        if len(replayed) != len(theirs):
+            differences.append(f"{len(replayed)} decisions replayed, {len(theirs)} recorded")
+        return differences
 
     def document(self) -> dict[str, Any]:
         """Return findings and decisions as plain values, each with the row it is about.
@@ -127,17 +129,17 @@ class Replay:
 
     def missing(self) -> list[str]:
         """Return in words which rows the replay had to do without."""
-        words = []
+        texts = []
         if self.num_lost_rows:
             lost = f"{self.num_lost_rows} rows of rank 0 were lost"
-            words.append(f"{lost}: the replay may differ without them")
+            texts.append(f"{lost}: the replay may differ without them")
         if self.num_thinned_rows:
             thinned = f"{self.num_thinned_rows} rows of other ranks were thinned"
-            words.append(
+            texts.append(
                 f"{thinned}, to step {self.thinned_to_step}: where only these rows identified the "
                 "rank, the replay cannot name it"
             )
-        return words
+        return texts
 
     def judged(self) -> list[JudgedStep]:
         """Return each record with what was said about it; its row is its place from 0."""
@@ -151,10 +153,10 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
     Raises:
         UsageError: no step of rank 0 is stored for the run.
     """
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         starts = _incarnations(connection, run_id)
         pages = [_read_incarnation(connection, run_id, start) for start in starts]
-        records = [list(_records(store.moment(connection), run_id, start)) for start in starts]
+        records = [list(_records(store.snapshot_on(connection), run_id, start)) for start in starts]
         lost = sum(_num_lost(connection, run_id, start) for start in starts)
         num_thinned, thinned_to_step = _thinned(store.numbers, run_id)
     if not any(records):
@@ -164,9 +166,9 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         )
     replayer = _Replayer(config, pages)
     for incarnation, rows in enumerate(records):
-        replayer.begin(incarnation)
+        replayer.start_incarnation(incarnation)
         for record in rows:
-            replayer.take(record)
+            replayer.replay_step(record)
         replayer.take_what_is_left()
     return Replay(
         records=tuple(record for rows in records for record in rows),
@@ -183,7 +185,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _LoggedEvent:
     """An event with the columns of its row that matter here."""
 
     step: int
@@ -210,18 +212,20 @@ def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
 class _Replayer:
     """Feeds one judge in the order in which the run fed its own."""
 
-    def __init__(self, config: JudgeConfig | None, pages: Sequence[list[_Entry]]) -> None:
+    def __init__(self, config: JudgeConfig | None, pages: Sequence[list[_LoggedEvent]]) -> None:
         self._config = config
         self._pages = pages
         self._judge: Judge | None = None
-        self._pending: list[_Entry] = []
+        self._pending: list[_LoggedEvent] = []
         self._lag = 1
         self._refs: dict[tuple[str, str], CheckpointRef] = {}
         self._saved: list[_Saved] = []
         every = [entry for page in pages for entry in page]
-        made = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
+        recorded_decisions = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
         # The agent's own, about processes: no ladder makes it again.
-        self.recorded = [decision for decision in made if decision.action != "restart"]
+        self.recorded = [
+            decision for decision in recorded_decisions if decision.action != "restart"
+        ]
         self.judgements: list[Judgement] = []
         self.other_limits: list[int] = []
         self._waiting: deque[StepRecord] = deque()
@@ -242,7 +246,7 @@ class _Replayer:
             if all((s.attempt, s.step) != (saved.attempt, saved.step) for s in self._saved):
                 self._saved.append(saved)
 
-    def begin(self, incarnation: int) -> None:
+    def start_incarnation(self, incarnation: int) -> None:
         """Go on with the next start of rank 0: mode and lag may be others, facts go on."""
         self._pending = list(self._pages[incarnation])
         started = next((e.event for e in self._pending if isinstance(e.event, RunStarted)), None)
@@ -259,7 +263,7 @@ class _Replayer:
         self._judge = Judge(config, mode, facts=facts)
         self._knows_limits = False
 
-    def take(self, record: StepRecord) -> None:
+    def replay_step(self, record: StepRecord) -> None:
         """Let one step be made, and judge those whose numbers come back then.
 
         They come ``lag`` steps late, but at once while outliers follow each other.
@@ -289,15 +293,15 @@ class _Replayer:
     def _judge_next(self, judge: Judge, *, now_step: int) -> None:
         record = self._waiting.popleft()
         self._apply_events(judge, record)
-        place = (record.attempt, record.step)
-        evaluation = self._readings.get((*place, "evaluation"))
+        attempt_and_step = (record.attempt, record.step)
+        evaluation = self._readings.get((*attempt_and_step, "evaluation"))
         child = (a.id for a in self._attempts.values() if a.parent == record.attempt)
         self.judgements.append(
             judge.judge(
                 record,
                 decided_at_step=now_step,
                 checkpoints=tuple(self._refs.values()),
-                command=self._commands.get(place),
+                command=self._commands.get(attempt_and_step),
                 now_attempt_id=min(child, default=record.attempt + 1),
                 probe=self._answer(record.attempt) if self._has_probe else None,
                 evaluation=None if evaluation is None else evaluation.ratio,
@@ -305,14 +309,14 @@ class _Replayer:
         )
         self._knows_limits = True
 
-    def _answer(self, attempt: int) -> Callable[[Ask], Reading]:
+    def _answer(self, attempt: int) -> Callable[[Ask], ProbeResult]:
         """Return what answers a question as it was answered in the run."""
 
-        def answer(ask: Ask) -> Reading:
+        def answer(ask: Ask) -> ProbeResult:
             read = self._readings.get((attempt, ask.step, ask.trigger))
             if read is None or read.now is None:
                 return NO_READING
-            return Reading(
+            return ProbeResult(
                 num_batches=read.num_batches,
                 then=math.nan if read.then is None else read.then,
                 now=read.now,
@@ -324,9 +328,9 @@ class _Replayer:
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
         """Limits are every digit of the detectors' memory: equal ones are equal windows."""
-        mine = Limits() if self._is_expecting(record) else judge.limits(record.turn)
+        replayed_limits = Limits() if self._is_expecting(record) else judge.limits(record.turn)
         theirs = Limits(record.loss_limit, record.grad_norm_limit)
-        if self._knows_limits and record.attempt == judge.attempt and mine != theirs:
+        if self._knows_limits and record.attempt == judge.attempt and replayed_limits != theirs:
             self.other_limits.append(record.step)
 
     def _is_expecting(self, record: StepRecord) -> bool:
@@ -334,9 +338,10 @@ class _Replayer:
 
         Rank 0 gives no limits from its announcement on.
         """
-        place = (record.attempt, record.step)
+        attempt_and_step = (record.attempt, record.step)
         return any(
-            isinstance(entry.event, ChangeExpected) and (entry.attempt, entry.step) <= place
+            isinstance(entry.event, ChangeExpected)
+            and (entry.attempt, entry.step) <= attempt_and_step
             for entry in self._pending
         )
 
@@ -345,8 +350,8 @@ class _Replayer:
         attempt = self._attempts.get(record.attempt)
         fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
         states = [s for s in self._saved if s.step == fork and s.state is not None]
-        own = [s for s in states if s.attempt == parent]
-        state = (own or states or [_Saved(0, 0)])[-1].state
+        parent_states = [s for s in states if s.attempt == parent]
+        state = (parent_states or states or [_Saved(0, 0)])[-1].state
         judge.rolled_back(detector_state=state, attempt=record.attempt, step=fork)
         self._knows_limits = False
 
@@ -364,7 +369,7 @@ class _Replayer:
                     where=event.where,
                 )
 
-    def _is_known(self, entry: _Entry, record: StepRecord) -> bool:
+    def _is_known(self, entry: _LoggedEvent, record: StepRecord) -> bool:
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
@@ -389,11 +394,11 @@ def _proposal(decision: Decision) -> Proposal:
     )
 
 
-def _difference(number: int, mine: Decision, theirs: Decision) -> str:
+def _difference(number: int, replayed: Decision, theirs: Decision) -> str:
     parts = [
-        f"{name} {getattr(mine, name)!r} instead of {getattr(theirs, name)!r}"
+        f"{name} {getattr(replayed, name)!r} instead of {getattr(theirs, name)!r}"
         for name in COMPARED
-        if not _same(getattr(mine, name), getattr(theirs, name))
+        if not _same(getattr(replayed, name), getattr(theirs, name))
     ]
     return f"decision {number} (step {theirs.step}): {', '.join(parts)}" if parts else ""
 
@@ -431,7 +436,7 @@ def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
     return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
 
 
-def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_Entry]:
+def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
     query = (
         select(events.c.step, events.c.attempt, events.c.body)
         .where(
@@ -442,16 +447,16 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
         .order_by(events.c.seq)
     )
     event_rows = connection.execute(query)
-    return [_Entry(step, at, _decode_event(body)) for step, at, body in event_rows if body]
+    return [_LoggedEvent(step, at, _decode_event(body)) for step, at, body in event_rows if body]
 
 
-def _records(moment: Moment, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+def _records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
     turns = _turns(moment, run_id, incarnation)
     for row in _rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
 
 
-def _rows(moment: Moment, key: StreamKey, names: Sequence[str]) -> Iterator[dict[str, Value]]:
+def _rows(moment: ReadSnapshot, key: StreamKey, names: Sequence[str]) -> Iterator[dict[str, Value]]:
     """Yield a writer's rows in the order they were written, some columns of them."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
@@ -460,7 +465,7 @@ def _rows(moment: Moment, key: StreamKey, names: Sequence[str]) -> Iterator[dict
         streams.c.stream == stream,
     )
     for low in range(0, (moment.sql.execute(query).scalar() or 0) + 1, _ROWS_AT_ONCE):
-        span = Span(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
+        span = RowSpan(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
         columns = moment.numbers.scan(span, [*names, "seq"])
         order = np.argsort(columns.pop("seq").values)
         cells = [
@@ -494,7 +499,7 @@ _Turns = Mapping[tuple[int, int], _Own]
 """By step and attempt."""
 
 
-def _turns(moment: Moment, run_id: str, incarnation: str) -> _Turns:
+def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
     """Return which steps were made by one of several optimizers, and its own numbers there.
 
     The run's own columns are the first one's: which is the first shows where they are filled. The
@@ -515,16 +520,16 @@ def _turns(moment: Moment, run_id: str, incarnation: str) -> _Turns:
     if not turns:
         return {}
     number = {turn: 2 + i for i, turn in enumerate(turns)}
-    own: dict[tuple[int, int], _Own] = {}
+    turn_rows: dict[tuple[int, int], _Own] = {}
     columns = ("step", "attempt", "name", "value")
     for row in _rows(moment, (run_id, incarnation, "scalars"), columns):
         metric, turn = of_turns.get(_int(row, "name", -1), ("", ""))
         value = _float(row, "value")
         if turn in number and value is not None:
-            place = _int(row, "step", 0), _int(row, "attempt", 0)
-            entry = own.setdefault(place, _Own(number[turn], {}))
+            step_and_attempt = _int(row, "step", 0), _int(row, "attempt", 0)
+            entry = turn_rows.setdefault(step_and_attempt, _Own(number[turn], {}))
             entry.numbers[metric] = value
-    return own
+    return turn_rows
 
 
 def step_record(
@@ -543,13 +548,13 @@ def step_record(
         )
     differs = 0 if bits & NONFINITE_STATE else REPLICAS_DIFFER | SETTINGS_DIFFER
     factor = _float(row, "lr_factor")
-    own = (turns or {}).get((step, attempt))
-    if own is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
-        own_numbers = {key: value for key, value in own.numbers.items() if key != "skipped"}
+    turn_row = (turns or {}).get((step, attempt))
+    if turn_row is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
+        own_numbers = {key: value for key, value in turn_row.numbers.items() if key != "skipped"}
         row = {**row, "learning_rate": None, "loss_max": own_numbers.get("loss"), **own_numbers}
-        turn = own.turn
+        turn = turn_row.turn
     else:
-        turn = 0 if own is None else 1
+        turn = 0 if turn_row is None else 1
     return StepRecord(
         step=step,
         attempt=attempt,
@@ -583,7 +588,7 @@ def step_record(
 
 
 def _own_rows(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _Ranks:
-    span = Span(run_id, "steps", from_step=step, to_step=behind(step))
+    span = RowSpan(run_id, "steps", from_step=step, to_step=behind(step))
     rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
     for i in np.flatnonzero(rows["attempt"].values == attempt).tolist():

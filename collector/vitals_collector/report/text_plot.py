@@ -7,7 +7,15 @@ for. What is marked is told by letters, so that nothing depends on telling color
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vitals_collector.report.curves import KINDS, Column, Curve, CurveMark, Scale, columns, place
+from vitals_collector.report.curves import (
+    KINDS,
+    CurveMark,
+    PlotColumn,
+    PlottedCurve,
+    ValueScale,
+    columns,
+    place,
+)
 
 HEIGHT = 10
 LABEL = 10
@@ -25,20 +33,20 @@ _PLAIN = " '.:"
 
 
 def draw(
-    curve: Curve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
+    curve: PlottedCurve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
 ) -> list[str]:
     """Return the lines of a picture at most ``width`` wide."""
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
     lineage = columns(curve.series, span, num * across)
-    left = curve.left_behind(num * across)
-    everything = [column for branch in (lineage, *left) for column in branch.values()]
-    scale = Scale(everything)
+    discarded = curve.left_behind(num * across)
+    everything = [column for branch in (lineage, *discarded) for column in branch.values()]
+    scale = ValueScale(everything)
     dots = _dots(lineage, scale, HEIGHT * down)
     behind = {
         (row // down, at // across)
-        for branch in left
+        for branch in discarded
         for row, at in _dots(branch, scale, HEIGHT * down)
     }
     lines = [_title(curve, scale)]
@@ -51,7 +59,7 @@ def draw(
         )
         lines.append(f"{ticks.get(row, ''):>{LABEL}} |{''.join(cells)}".rstrip())
     lines.append(f"{'step':>{LABEL}} +{_axis(span, num)}")
-    pairs = [pair for branch in (lineage, *left) for pair in branch.items()]
+    pairs = [pair for branch in (lineage, *discarded) for pair in branch.items()]
     lost = {at // across for at, c in pairs if c.num_nonfinite}
     lines += _below(lost, marks, span, num, across)
     return lines
@@ -62,24 +70,24 @@ def legend(marks: Iterable[CurveMark]) -> str:
     counts = Counter(mark.kind for mark in marks)
     entries = [f"{NONFINITE} not finite", f"{LEFT} discarded by rollback"]
     entries += [
-        f"{letter} {words} ({counts[kind]})"
-        for kind, (letter, words) in KINDS.items()
+        f"{letter} {label} ({counts[kind]})"
+        for kind, (letter, label) in KINDS.items()
         if counts[kind]
     ]
     return f"{'':>{LABEL}}  {'   '.join(entries)}"
 
 
-def _title(curve: Curve, scale: Scale) -> str:
+def _title(curve: PlottedCurve, scale: ValueScale) -> str:
     series = curve.series
-    words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {series.num_total} steps"
+    text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {series.num_total} steps"
     if series.num_nonfinite:
-        words += f", {series.num_nonfinite} not finite"
+        text += f", {series.num_nonfinite} not finite"
     if curve.discarded is not None and curve.discarded.num_total:
-        words += f"; {curve.discarded.num_total} discarded by rollbacks"
-    return f"{'':>{LABEL}}  {words}"
+        text += f"; {curve.discarded.num_total} discarded by rollbacks"
+    return f"{'':>{LABEL}}  {text}"
 
 
-def _dots(branch: dict[int, Column], scale: Scale, height: int) -> set[tuple[int, int]]:
+def _dots(branch: dict[int, PlotColumn], scale: ValueScale, height: int) -> set[tuple[int, int]]:
     """Return (row, column) of every dot: a bar from least to greatest, and lines between bars."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int, int] | None = None

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.interface import FULL, is_full
 from vitals_collector.numbers.lake_damage import unsummed
-from vitals_collector.numbers.lake_engine import CATALOGUE, Engine, known_bucket, sync_path
+from vitals_collector.numbers.lake_engine import CATALOGUE, LakeEngine, known_bucket, sync_path
 from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 
 # ----------------------------------------------------------------------------------------- the lake
@@ -48,14 +48,14 @@ _FILES = (
 )
 
 
-class Copied(NamedTuple):
+class BackupContent(NamedTuple):
     """What a copy holds."""
 
     num_files: int
     num_bytes: int
 
 
-def copy_lake(folder: Path, target: Path) -> Copied:
+def copy_lake(folder: Path, target: Path) -> BackupContent:
     """Make a copy of a lake with a SQLite catalogue in a folder that does not exist yet.
 
     All that was stored before the call is in it. For a lake whose catalogue is PostgreSQL, dump
@@ -87,7 +87,7 @@ def copy_lake(folder: Path, target: Path) -> Copied:
     return copied
 
 
-def _copied(folder: Path, partial: Path) -> Copied:
+def _copied(folder: Path, partial: Path) -> BackupContent:
     (partial / _DATA).mkdir(parents=True, mode=0o700)
     for _ in range(_MOST_TRIES):
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)
@@ -106,7 +106,7 @@ def _copied(folder: Path, partial: Path) -> Copied:
             path.unlink()
         for changed in (partial / CATALOGUE, *(p for p in partial.rglob("*") if p.is_dir())):
             sync_path(changed)
-        return Copied(len(sizes), sum(sizes) + (partial / CATALOGUE).stat().st_size)
+        return BackupContent(len(sizes), sum(sizes) + (partial / CATALOGUE).stat().st_size)
     raise StorageError(
         f"files of {folder} were replaced each of {_MOST_TRIES} times that they were copied",
         hint="a file or its checksum may be lost: `vitals store check` says so; else copy it again",
@@ -123,7 +123,7 @@ def _refuse_bucket(folder: Path, copied: Path) -> None:
 
 
 def _unsummed(copy: Path) -> list[str]:
-    engine = Engine(copy, "", "64MB")
+    engine = LakeEngine(copy, "", "64MB")
     try:
         return unsummed(engine)
     finally:
@@ -144,8 +144,8 @@ def _copy_catalogue(source: Path, target: Path) -> None:
     A process that has a lake open has it open through a SQLite of DuckDB's own. Who closes a file
     lets go of all locks that its process has on it, and neither SQLite knows of the other.
     """
-    words = [sys.executable, "-I", "-S", "-c", _COPY, str(source), str(target)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = [sys.executable, "-I", "-S", "-c", _COPY, str(source), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(done.stderr.strip().rpartition("\n")[2] or f"it ended by {done.returncode}")
 

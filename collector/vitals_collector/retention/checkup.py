@@ -36,7 +36,7 @@ def check(store: Store) -> list[Damaged]:
         StorageError: the database cannot be read at all.
     """
     damaged = []
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         if connection.dialect.name == "sqlite":
             report_rows = connection.exec_driver_sql("PRAGMA quick_check(20)")
             lines = [str(row[0]) for row in report_rows]
@@ -67,7 +67,7 @@ def _num_damaged(connection: Connection, table: Table) -> int:
 def store_size(store: Store) -> StoreSize:
     """Return what the store takes on its disks."""
     lake = store.numbers.size() if isinstance(store.numbers, Lake) else 0
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         if connection.dialect.name == "sqlite":
             page, pages, free = (
                 int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitals_collector.numbers.interface import HOST_STREAMS, Due, Numbers, Reason, Window
+from vitals_collector.numbers.interface import HOST_STREAMS, Due, Numbers, Reason, StepWindow
 from vitals_collector.numbers.outlines import STRETCH
 from vitals_collector.retention.settings import VolumeSettings
 
@@ -164,7 +164,7 @@ def is_past(attempt: int, end_step: int, present: Present, settings: VolumeSetti
     return end_step + settings.margin_steps <= present.step
 
 
-def _is_near(window: Window, near: Sequence[int], margin: int) -> bool:
+def _is_near(window: StepWindow, near: Sequence[int], margin: int) -> bool:
     """Return whether one of the places, which ascend, is in the window or so close to it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin

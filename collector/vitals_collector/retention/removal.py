@@ -79,7 +79,7 @@ def delete_run(
 def finish(store: Store) -> None:
     """Free what is left of removed runs: a collector may have died in between."""
     query = select(forgotten.c.run_id).where(forgotten.c.is_gone.is_(False))
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         begun = list(connection.execute(query).scalars())
     for run_id in begun:
         _free(store, run_id)
@@ -102,7 +102,7 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
         .group_by(runs.c.run_id, runs.c.info)
         .having(*(func.max(column) < before for column in seen))
     )
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         old = connection.execute(query.order_by(runs.c.run_id)).all()
         states = {run.run_id: run.state for run in overview.summaries(connection, when)}
     return [
@@ -179,8 +179,8 @@ def _free(store: Store, run_id: str) -> None:
         store.numbers.delete(run_id, later)
         if not later:
             connection.execute(delete(runs).where(runs.c.run_id == run_id))
-        own = forgotten.c.run_id == run_id
-        connection.execute(update(forgotten).where(own).values(is_gone=True))
+        is_of_run = forgotten.c.run_id == run_id
+        connection.execute(update(forgotten).where(is_of_run).values(is_gone=True))
 
 
 __all__ = ["KEEP_TAG", "Deleted", "delete_old", "delete_run", "finish", "pin"]

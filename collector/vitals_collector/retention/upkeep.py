@@ -113,7 +113,7 @@ class Upkeep:
         if is_time or not self._is_merged or self._lake.catalogue.changed():
             self._is_merged = self._lake.merge(_MERGE_SECONDS)
         if is_time and self._is_going():
-            self._is_merged &= not self.look()
+            self._is_merged &= not self.delete_due()
         self._store.reclaim(above=0.1)
 
     def _is_going(self) -> bool:
@@ -125,14 +125,14 @@ class Upkeep:
         Raises:
             StorageError: the store refused; call again.
         """
-        num = self.look()
+        num = self.delete_due()
         while not self._lake.merge(_MERGE_SECONDS):
             pass  # it goes on where it was
         while self._store.reclaim():
             pass
         return num
 
-    def look(self) -> int:
+    def delete_due(self) -> int:
         """Thin and remove what is due in every run; return how many rows or runs went.
 
         Raises:
@@ -166,7 +166,7 @@ class Upkeep:
         watchers may have read on.
         """
         query = select(sources.c.run_id, func.max(sources.c.last_seen_unix_ns))
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             rows = connection.execute(query.group_by(sources.c.run_id)).all()
         newest_by_run = {run_id: int(newest or 0) for run_id, newest in rows if run_id in sizes}
         self._quiet = {run: of for run, of in self._quiet.items() if run in newest_by_run}
@@ -182,7 +182,7 @@ class Upkeep:
 
     def _thin(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
         """Thin what is old in a run, and more where it is above its cap."""
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             run = history(self._store, connection, run_id)
         now = self._clock.time_ns()
         settings, cap = self._settings, self._settings.max_run_bytes
@@ -227,8 +227,8 @@ class Upkeep:
             before = {row.run_id: row.num_bytes for row in stored}
             for run_id, num_bytes in sizes.items():
                 if before.get(run_id, num_bytes) != num_bytes:
-                    own = runs.c.run_id == run_id
-                    connection.execute(update(runs).where(own).values(num_bytes=num_bytes))
+                    is_of_run = runs.c.run_id == run_id
+                    connection.execute(update(runs).where(is_of_run).values(num_bytes=num_bytes))
                 # No writer sends levels: here they get their names.
                 levels = self._lake.kinds(run_id, RANKS).keys() - _OF_EVERY_ROW
                 if len(levels) != self._num_named.get(run_id, 0):
@@ -253,10 +253,13 @@ class Upkeep:
             "nothing more can be thinned: rank 0, the worst ranks, and what is near incidents stay"
         )
         _LOG.warning("run_over_cap run=%s bytes=%d cap=%d", run_id, num_bytes, cap)
-        own = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
+        is_volume_event = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
         note = Note(code=OVER_CAP, text=text, severity="warning")
         with self._store.write() as connection:
-            if connection.execute(select(func.max(events.c.seq)).where(*own)).scalar() is None:
+            if (
+                connection.execute(select(func.max(events.c.seq)).where(*is_volume_event)).scalar()
+                is None
+            ):
                 connection.execute(
                     events.insert().values(
                         run_id=run_id,
@@ -284,7 +287,7 @@ class Upkeep:
             return
         self._is_merged = False
         for file in damaged:
-            self._store.damage.tell(
+            self._store.damage.report(
                 f"{file.path} ({file.num_rows} rows, runs {', '.join(file.run_ids)})"
             )
 

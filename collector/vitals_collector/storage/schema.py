@@ -49,7 +49,7 @@ class Damage:
         """Have whoever reads with this engine's dialect tell of damage here."""
         setattr(dialect, _NAME, self)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Count a damaged piece, unless it was told before."""
         with self._lock:
             if text in self._told:
@@ -64,7 +64,7 @@ class Damage:
 def _tell(dialect: Dialect, text: str) -> None:
     damage: Damage | None = getattr(dialect, _NAME, None)
     if damage is not None:
-        damage.tell(text)
+        damage.report(text)
 
 
 class Record(TypeDecorator[bytes]):

@@ -148,7 +148,7 @@ class SteadyClock:
         return self._offset_ns + self.monotonic_ns()
 
 
-class Hearing:
+class IngestUptime:
     """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
 
     It hears nothing while its process or machine stands still, and while what it is sent cannot be
@@ -162,7 +162,7 @@ class Hearing:
         self._storing: dict[int, int] = {}
         """Since when each thread stores."""
 
-    def begin(self, now_ns: int) -> None:
+    def restart(self, now_ns: int) -> None:
         """Begin to hear, as after a start: nothing is known of before."""
         with self._lock:
             self._since_ns, self._looked_ns = now_ns, None
@@ -270,7 +270,9 @@ class AllMine:
 
 
 class Store:
-    """A migrated database. ``read`` and ``write`` give connections; both raise StorageError only.
+    """A migrated database.
+
+    ``read_transaction`` and ``write`` give connections; both raise StorageError only.
 
     Writers of one process take turns by a lock, so that SQLite's own waiting is for other
     processes alone.
@@ -290,7 +292,7 @@ class Store:
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """What ingest remembers of streams that it wrote; it compares that with the database before
         anything is changed."""
-        self.hearing = Hearing()
+        self.hearing = IngestUptime()
         """Since when what this process is sent was stored."""
         self.is_reading_in = False
         """Whether a folder's past is being read: how a run ended may be yet to come."""
@@ -305,7 +307,7 @@ class Store:
         return self.engine.url.render_as_string(hide_password=True)
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
+    def read_transaction(self) -> Iterator[Connection]:
         """Give a connection whose reads see one moment."""
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
             if not self._is_sqlite:  # there, a transaction sees one moment by itself
@@ -336,12 +338,12 @@ class Store:
 
         Their turn is waited for first: nobody waits for the database while files are merged.
         """
-        with self.numbers.turn(), self.write() as connection:
+        with self.numbers.write_lock(), self.write() as connection:
             yield connection
 
-    def moment(self, connection: Connection) -> "Moment":
-        """Return the connection of a ``read`` with the numbers beside it."""
-        return Moment(connection, self.numbers)
+    def snapshot_on(self, connection: Connection) -> "ReadSnapshot":
+        """Return the connection of a ``read_transaction`` with the numbers beside it."""
+        return ReadSnapshot(connection, self.numbers)
 
     @contextmanager
     def checked(self, check: Callable[[Connection], None]) -> Iterator[None]:
@@ -365,7 +367,7 @@ class Store:
         if not self._is_sqlite:
             return 0
 
-        with self.read() as connection:
+        with self.read_transaction() as connection:
             num_free = _pragma(connection, "freelist_count")
             if not num_free or num_free <= above * _pragma(connection, "page_count"):
                 return 0
@@ -432,7 +434,7 @@ _LIVENESS = {
 that waits for a response would hang for two hours, and with it the reads and writes behind it."""
 
 
-class Moment(NamedTuple):
+class ReadSnapshot(NamedTuple):
     """What a question is answered from. Rows may be newer than what SQL says, by a commit."""
 
     sql: Connection
@@ -532,17 +534,17 @@ def open_data_store(
     catalogue = libpq(url) if url else ""
     store = open_store(url or f"sqlite:///{file}", busy_seconds=busy_seconds)
     try:
-        own = data / LAKE_FOLDER
+        lake_folder = data / LAKE_FOLDER
         if not url:
-            bucket = lake or known_bucket(own / "catalogue.sqlite")
-            _make_private(own)
-            store.numbers = Lake(own.absolute(), bucket=bucket)
+            bucket = lake or known_bucket(lake_folder / "catalogue.sqlite")
+            _make_private(lake_folder)
+            store.numbers = Lake(lake_folder.absolute(), bucket=bucket)
             return store
         with store.write() as connection:
             take_turns(connection)  # two that make a lake at once would refuse each other
-            place = lake or _known_lake(connection)
-            bucket = place if place.startswith(S3) else ""
-            folder = (own if bucket or not place else Path(place)).absolute()
+            lake_place = lake or _known_lake(connection)
+            bucket = lake_place if lake_place.startswith(S3) else ""
+            folder = (lake_folder if bucket or not lake_place else Path(lake_place)).absolute()
             _make_private(folder)
             store.numbers = Lake(folder, catalogue, bucket=bucket)
     except BaseException:
@@ -735,7 +737,7 @@ _DIALECTS: dict[str, Dialect] = {
 }
 
 
-class Prepared:
+class PreparedStatement:
     """An INSERT or UPDATE with values by position, in the order of ``names``.
 
     It costs what the driver's own ``executemany`` does. SQLAlchemy compiles the statement once for
@@ -760,12 +762,12 @@ class Prepared:
         if not rows:
             return 0
         sql, order = self._compiled(connection.dialect.name)
-        words = rows if order is None else [order(row) for row in rows]
-        return connection.exec_driver_sql(sql, words).rowcount
+        ordered_rows = rows if order is None else [order(row) for row in rows]
+        return connection.exec_driver_sql(sql, ordered_rows).rowcount
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
-        made = self._statement
-        statement = made(dialect) if callable(made) else made
+        rendered = self._statement
+        statement = rendered(dialect) if callable(rendered) else rendered
         keys = self._names if isinstance(statement, Insert) else None
         compiled = statement.compile(dialect=_DIALECTS[dialect], column_keys=keys)
         places = [self._names.index(name) for name in compiled.positiontup or ()]
@@ -777,9 +779,9 @@ __all__ = [
     "UNKNOWN",
     "AllMine",
     "Claims",
-    "Moment",
     "OwnedElsewhere",
-    "Prepared",
+    "PreparedStatement",
+    "ReadSnapshot",
     "Store",
     "clean",
     "ensure_data_dir",

@@ -102,16 +102,16 @@ class KnownTokens:
         self._by_hash: dict[str, tuple[Row[tuple[object, ...]], int]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="vitals-tokens")
-        self.look()
+        self.reload()
 
-    def look(self) -> None:
+    def reload(self) -> None:
         """Read them anew.
 
         Raises:
             StorageError: the database refused.
         """
         known = {}
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             for row in connection.execute(select(tokens)):
                 if row.previous_hash:
                     known[row.previous_hash] = row, row.previous_ends_unix_ns
@@ -162,7 +162,7 @@ class KnownTokens:
     def _follow(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
             try:
-                self.look()
+                self.reload()
             except StorageError as error:
                 self._store.counters.fail("tokens")
                 _LOG.warning("tokens_not_read: %s", error.text)
@@ -299,8 +299,8 @@ def _row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
 
 
 def _granted(scopes: str) -> frozenset[TokenScope]:
-    words = scopes.split()
-    named = {scope for scope in get_args(TokenScope) if scope in words}
+    scope_names = scopes.split()
+    named = {scope for scope in get_args(TokenScope) if scope in scope_names}
     return frozenset(named | {"read"} if "control" in named else named)
 
 

@@ -20,7 +20,14 @@ from vitals_dashboard.charts.marks import (
     decision_marks,
     note_marks,
 )
-from vitals_dashboard.charts.scale import STEPS, Axis, Scale, time_scale, token_scale, token_unit
+from vitals_dashboard.charts.scale import (
+    STEPS,
+    Axis,
+    StepScale,
+    time_scale,
+    token_scale,
+    token_unit,
+)
 
 __all__ = [
     "STEPS",
@@ -29,7 +36,7 @@ __all__ = [
     "ChartMark",
     "Line",
     "Role",
-    "Scale",
+    "StepScale",
     "alert_marks",
     "checkpoint_marks",
     "decision_marks",

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from trainvitals.views import DecisionView, DifferenceReply
-from vitals_dashboard.charts.lines import Curve, Line, chart_text, curves_of, display_unit
+from vitals_dashboard.charts.lines import ChartCurve, Line, chart_text, curves_of, display_unit
 from vitals_dashboard.charts.marks import ChartMark, decision_marks, merged, nonfinite_marks
-from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, Scale, token_size
+from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
 
 Size = Literal["full", "half", "quarter"]
 """Of the page's width; a phone has one chart beside none."""
@@ -19,7 +19,7 @@ class Chart:
     """One chart."""
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[ChartCurve]
     marks: Sequence[ChartMark] = ()
     """Of this chart, values that are not finite among them; those far apart enough to be seen."""
     axis: Axis = "step"
@@ -53,7 +53,7 @@ def step_chart(
     exact: bool = False,
     extent: tuple[int, int] | None = None,
     show_unit: bool = True,
-    scale: Scale = STEPS,
+    scale: StepScale = STEPS,
     size: Size = "full",
     height: int = 220,
 ) -> Chart:
@@ -162,7 +162,7 @@ def difference_chart(
     return Chart(
         title=chart_text(title),
         curves=[
-            Curve(
+            ChartCurve(
                 name=line.label,
                 colour=number,
                 x=[
@@ -183,24 +183,24 @@ def difference_chart(
     )
 
 
-def _scale_of(lines: Sequence[Line]) -> Scale:
+def _scale_of(lines: Sequence[Line]) -> StepScale:
     return next((line.scale for line in lines if line.scale is not None), STEPS)
 
 
 def _ends(
-    scale: Scale, extent: tuple[int, int], marks: Sequence[ChartMark]
+    scale: StepScale, extent: tuple[int, int], marks: Sequence[ChartMark]
 ) -> tuple[float, float] | None:
     """Return where the extent's ends are; in time, what happened may be outside of them."""
     if scale.axis == "time" and not scale.steps:
         return None
-    first, last = scale.place([extent[0], max(extent[1], extent[0] + 1)])
+    first, last = scale.x_of([extent[0], max(extent[1], extent[0] + 1)])
     if scale.axis == "time":
         places = [mark.place for mark in marks]
         first, last = min([first, *places]), max([last, *places])
     return (first, last) if last > first else None
 
 
-def _width(ends: tuple[float, float] | None, curves: Sequence[Curve]) -> float:
+def _width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) -> float:
     if ends is not None:
         return ends[1] - ends[0]
     xs = [x for curve in curves if curve.x for x in (curve.x[0], curve.x[-1])]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainvitals.views import SeriesReply
 from vitals_dashboard import formatting
-from vitals_dashboard.charts.scale import STEPS, Scale
+from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import UNITS
 
 Point = tuple[float, float | None]
@@ -22,7 +22,7 @@ class Line:
     name: str
     reply: SeriesReply
     role: Role = "main"
-    scale: Scale | None = None
+    scale: StepScale | None = None
     """Where its steps are, if not where the chart's are: of another run."""
     num_replaced: int | None = None
     """The browser has the series but for what is in the reply, which replaces so many of the last
@@ -36,7 +36,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class ChartCurve:
     """One curve of a chart: places along x, and the values there in the unit people read."""
 
     name: str
@@ -60,7 +60,7 @@ def chart_text(text: str, limit: int = 120) -> str:
 
 
 def points(
-    reply: SeriesReply, *, scale: Scale = STEPS, factor: float = 1.0, log: bool = False
+    reply: SeriesReply, *, scale: StepScale = STEPS, factor: float = 1.0, log: bool = False
 ) -> list[Point]:
     """Return the curve's points; None is a gap: a non-finite value, or one no log axis can show."""
     return [
@@ -69,26 +69,28 @@ def points(
     ]
 
 
-def curves_of(lines: Sequence[Line], scale: Scale = STEPS, *, log: bool = False) -> list[Curve]:
+def curves_of(
+    lines: Sequence[Line], scale: StepScale = STEPS, *, log: bool = False
+) -> list[ChartCurve]:
     """Return the curves of a chart; each attempt that was rolled back is a curve of its own.
 
     A mean has the colour of its curve, and so has of several discarded series each.
     """
     factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
     num_discarded = sum(line.role == "discarded" for line in lines)
-    own: dict[tuple[str, str, str], int] = {}
-    result: list[Curve] = []
+    curve_indices: dict[tuple[str, str, str], int] = {}
+    result: list[ChartCurve] = []
     for line in lines:
         reply = line.reply
         series = (reply.run_id, reply.metric, reply.source)
         colour = -1
         if line.role == "main":
-            colour = own[series] = len(own)
+            colour = curve_indices[series] = len(curve_indices)
         elif line.role == "mean" or (line.role == "discarded" and num_discarded > 1):
-            colour = own.get(series, -1)
+            colour = curve_indices.get(series, -1)
         drawn = points(reply, scale=line.scale or scale, factor=factor, log=log)
         result += [
-            Curve(
+            ChartCurve(
                 name=line.label,
                 role=line.role,
                 colour=colour,
@@ -107,8 +109,8 @@ def _by_attempt(line: Line, drawn: Sequence[Point]) -> Iterator[list[Point]]:
     """Yield the points of each attempt: no line joins two branches, which may overlap."""
     attempts = line.reply.attempt
     for attempt in sorted(set(attempts)):
-        own = [point for of, point in zip(attempts, drawn, strict=True) if of == attempt]
-        yield own if line.num_replaced is None else []
+        attempt_points = [point for of, point in zip(attempts, drawn, strict=True) if of == attempt]
+        yield attempt_points if line.num_replaced is None else []
 
 
 def display_unit(unit: str) -> tuple[str, float]:

@@ -19,7 +19,7 @@ from trainvitals.views import (
     SeriesReply,
 )
 from vitals_dashboard import formatting
-from vitals_dashboard.charts.scale import STEPS, Scale
+from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR
 
 PARTS = 800
@@ -82,22 +82,22 @@ def mark_text(view: DecisionView) -> str:
     return formatting.plain(f"{done}{where} at step {decision.step:,}: {decision.reason}", MAX_TEXT)
 
 
-def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[ChartMark]:
+def decision_marks(decisions: Iterable[DecisionView], scale: StepScale = STEPS) -> list[ChartMark]:
     """Return a mark for each decision that did something, and for each cut of the learning rate."""
-    chosen = [view for view in decisions if view.decision.action in DECISIONS]
-    places = scale.place([view.decision.step for view in chosen])
+    shown_views = [view for view in decisions if view.decision.action in DECISIONS]
+    places = scale.x_of([view.decision.step for view in shown_views])
     if scale.axis == "time":  # a step that was trained twice has two times, and this is its own
-        places = [view.time_unix_ns / 1_000_000 for view in chosen]
+        places = [view.time_unix_ns / 1_000_000 for view in shown_views]
     marks = [
         ChartMark(
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
-            place=place,
+            place=x,
             say=cache(partial(mark_text, view)),
         )
-        for view, place in zip(chosen, places, strict=True)
+        for view, x in zip(shown_views, places, strict=True)
     ]
-    cuts = [view for view in chosen if view.decision.acted and view.decision.lr_factor != 1.0]
+    cuts = [view for view in shown_views if view.decision.acted and view.decision.lr_factor != 1.0]
     return [*marks, *_marks(LR_CUT, list(map(_cut, cuts)), scale, _cut_text)]
 
 
@@ -117,7 +117,7 @@ def _cut_text(cut: _Cut) -> str:
     return f"learning rate x {cut.factor:g} from step {cut.step:,}"
 
 
-def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[ChartMark]:
+def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[ChartMark]:
     """Return a mark for each alert that fired at a step."""
 
     def say(alert: AlertView) -> str:
@@ -128,7 +128,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Chart
 
 
 def checkpoint_marks(
-    checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
+    checkpoints: Iterable[CheckpointView], scale: StepScale = STEPS
 ) -> list[ChartMark]:
     """Return a mark for each checkpoint and snapshot, with its state."""
 
@@ -142,7 +142,7 @@ def checkpoint_marks(
     return _marks(CHECKPOINT, every, scale, say, [checkpoint.time_unix_ns for checkpoint in every])
 
 
-def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[ChartMark]:
+def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) -> list[ChartMark]:
     """Return a mark for each note of a person or of the training itself."""
 
     def say(note: AnnotationView) -> str:
@@ -154,23 +154,23 @@ def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> l
 def _marks(
     look: MarkLook,
     happened: Sequence[Any],
-    scale: Scale,
+    scale: StepScale,
     say: Callable[[Any], str],
     times_unix_ns: Sequence[int] = (),
 ) -> list[ChartMark]:
     """Place each at its step; along time at its own, for a step may be trained twice."""
-    places = scale.place([event.step for event in happened])
+    places = scale.x_of([event.step for event in happened])
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]
     return [
-        ChartMark(look=look, step=event.step, place=place, say=cache(partial(say, event)))
-        for event, place in zip(happened, places, strict=True)
+        ChartMark(look=look, step=event.step, place=x, say=cache(partial(say, event)))
+        for event, x in zip(happened, places, strict=True)
     ]
 
 
 def nonfinite_marks(
     replies: Sequence[SeriesReply],
-    scale: Scale = STEPS,
+    scale: StepScale = STEPS,
     attempts: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ChartMark]:
     """Return a mark for every non-finite step of the series.
@@ -182,10 +182,12 @@ def nonfinite_marks(
     """
     seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:
-        places = scale.place([mark.step for mark in reply.nonfinite])
-        own = dict(zip(zip(reply.step, reply.attempt, strict=True), scale.xs(reply), strict=True))
-        for mark, place in zip(reply.nonfinite, places, strict=True):
-            where = own.get((mark.step, mark.attempt), place)
+        places = scale.x_of([mark.step for mark in reply.nonfinite])
+        x_by_step = dict(
+            zip(zip(reply.step, reply.attempt, strict=True), scale.xs(reply), strict=True)
+        )
+        for mark, x in zip(reply.nonfinite, places, strict=True):
+            where = x_by_step.get((mark.step, mark.attempt), x)
             number = attempts.get(mark.attempt, 0)
             whose = f"{reply.source}, attempt {number}" if number else reply.source
             whose += ", rolled back" if number and reply.branch == "discarded" else ""
@@ -194,10 +196,10 @@ def nonfinite_marks(
         ChartMark(
             look=NON_FINITE,
             step=step,
-            place=place,
+            place=x,
             say=partial("{1} at step {0:,} ({2})".format, step, kind, whose),
         )
-        for (step, _, kind, whose), place in sorted(seen.items())
+        for (step, _, kind, whose), x in sorted(seen.items())
     ]
 
 

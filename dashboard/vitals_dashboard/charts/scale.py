@@ -14,7 +14,7 @@ _TOKEN_UNITS = {"trillion tokens": 1e12, "billion tokens": 1e9, "million tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class StepScale:
     """Steps to places along x, interpolated between those that are known."""
 
     axis: Axis = "step"
@@ -22,31 +22,31 @@ class Scale:
     steps: tuple[float, ...] = ()
     places: tuple[float, ...] = ()
 
-    def place(self, steps: Sequence[float]) -> list[float]:
+    def x_of(self, steps: Sequence[float]) -> list[float]:
         """Return where the steps are; beyond what is known, at its ends."""
         if not self.steps:
             return list(steps)
         places: list[float] = np.interp(steps, self.steps, self.places).tolist()
         return places
 
-    def step_at(self, place: float) -> int:
+    def step_at(self, x: float) -> int:
         """Return the step nearest to a place."""
         if not self.steps:
-            return round(place)
-        return round(float(np.interp(place, self.places, self.steps)))
+            return round(x)
+        return round(float(np.interp(x, self.places, self.steps)))
 
     def xs(self, reply: SeriesReply) -> list[float]:
         """Return where the points of a series are; each has a time of its own."""
         if self.axis == "time":
             return [time / 1_000_000 for time in reply.time_unix_ns]
-        return self.place(reply.step)
+        return self.x_of(reply.step)
 
 
-STEPS = Scale()
-TIMES = Scale(axis="time", unit="time (UTC)")
+STEPS = StepScale()
+TIMES = StepScale(axis="time", unit="time (UTC)")
 
 
-def time_scale(reply: SeriesReply) -> Scale:
+def time_scale(reply: SeriesReply) -> StepScale:
     """Return the scale of wall time, in milliseconds, by a series that has most of the steps."""
     return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", TIMES.unit)
 
@@ -61,7 +61,7 @@ def token_size(unit: str) -> float:
     return _TOKEN_UNITS.get(unit, 1.0)
 
 
-def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
+def token_scale(reply: SeriesReply, *, unit: str = "") -> StepScale:
     """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
     points = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
     unit = unit or token_unit(max((value for _, value in points), default=0.0))
@@ -69,9 +69,9 @@ def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
     return _rising([step for step, _ in points], places, "tokens", unit)
 
 
-def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> Scale:
+def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> StepScale:
     """Make a scale; a clock or a count that was set back stands still until it is passed."""
     if not steps:
-        return Scale(axis=axis, unit=unit)
+        return StepScale(axis=axis, unit=unit)
     rising = np.maximum.accumulate(np.asarray(places, dtype=np.float64)).tolist()
-    return Scale(axis=axis, unit=unit, steps=tuple(map(float, steps)), places=tuple(rising))
+    return StepScale(axis=axis, unit=unit, steps=tuple(map(float, steps)), places=tuple(rising))

@@ -10,7 +10,7 @@ import streamlit as st
 from starlette.middleware import Middleware
 
 from vitals_dashboard import access, page
-from vitals_dashboard.auth import Gate
+from vitals_dashboard.auth import TokenMiddleware
 from vitals_dashboard.settings import load_settings
 
 settings = load_settings(os.environ)
@@ -20,7 +20,7 @@ app = st.App(
     routes=page.routes(text),
     middleware=[
         Middleware(
-            Gate,
+            TokenMiddleware,
             doors=settings.doors(),
             sessions=access.sessions(),
             page=text,

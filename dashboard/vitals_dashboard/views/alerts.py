@@ -17,7 +17,7 @@ from trainvitals.views import (
     RunSummary,
 )
 from vitals_dashboard import access, formatting, layout, tables
-from vitals_dashboard.source import Source, verdict_of
+from vitals_dashboard.source import DataSource, verdict_of
 from vitals_dashboard.theme import SEVERITY_BADGES
 
 MAX_CARDS = 40
@@ -63,7 +63,7 @@ def render() -> None:
     )
 
 
-def _body(source: Source, shown: str, text: str) -> None:
+def _body(source: DataSource, shown: str, text: str) -> None:
     every = source.client.ask(AlertsQuestion())
     runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
     alerts = [alert for alert in every if _holds(alert, runs, text)]
@@ -111,7 +111,7 @@ class _Group:
         )
 
 
-def _groups(source: Source, alerts: Sequence[AlertView], runs: _Runs) -> list[_Group]:
+def _groups(source: DataSource, alerts: Sequence[AlertView], runs: _Runs) -> list[_Group]:
     """Return the alerts by incident, pages first; within one the gravest, then the newest."""
     incidents: dict[str, IncidentLine] = {}
     for run_id in {alert.run_id for alert in alerts} & set(runs):
@@ -126,22 +126,22 @@ def _groups(source: Source, alerts: Sequence[AlertView], runs: _Runs) -> list[_G
 
 
 def _cards(
-    source: Source, alerts: Sequence[AlertView], runs: _Runs, *, title: str, empty: str
+    source: DataSource, alerts: Sequence[AlertView], runs: _Runs, *, title: str, empty: str
 ) -> None:
     st.markdown(f"## {title} ({len(alerts):,})")
     if not alerts:
         st.caption(empty)
         return
-    left = MAX_CARDS
+    remaining = MAX_CARDS
     for number, group in enumerate(_groups(source, alerts, runs)):
-        if left <= 0:
+        if remaining <= 0:
             break
         with st.container(key=f"alert_group_{title.lower()}_{number}", gap="xsmall"):
             _head(group, runs)
-            for alert in group.alerts[:left]:
+            for alert in group.alerts[:remaining]:
                 _card(source, alert, runs)
-        left -= len(group.alerts)
-    if left < 0:
+        remaining -= len(group.alerts)
+    if remaining < 0:
         what = f"{title.lower()} alerts"
         st.caption(f"{MAX_CARDS} of {len(alerts):,} {what} are shown, pages first.")
 
@@ -170,7 +170,7 @@ def _label(run_id: str, runs: _Runs) -> str:
     return formatting.run_label(runs[run_id].name if run_id in runs else "", run_id, 60)
 
 
-def _card(source: Source, alert: AlertView, runs: _Runs) -> None:
+def _card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
     now = source.clock.time_ns()
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):

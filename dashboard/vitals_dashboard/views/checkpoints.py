@@ -14,7 +14,7 @@ from trainvitals.views import (
     RunSummary,
 )
 from vitals_dashboard import commands, formatting, layout, tables
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 from vitals_dashboard.theme import CHECKPOINT_WORDS
 
 
@@ -24,7 +24,7 @@ def render() -> None:
     layout.run_page(_body, key="checkpoints_body")
 
 
-def _body(source: Source, run: RunSummary) -> None:
+def _body(source: DataSource, run: RunSummary) -> None:
     every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -40,7 +40,7 @@ def _body(source: Source, run: RunSummary) -> None:
     if is_running:
         _target(source, run, source.client.ask(RunQuestion(run_id=run.run_id)), target)
     else:
-        _left(target)
+        _draw_rollback_target(target)
     with st.container(horizontal=True, key="checkpoint_controls"):
         state = st.selectbox(
             "State", list(CHECKPOINT_WORDS), index=None, key="worth", bind="query-params",
@@ -65,7 +65,7 @@ def _body(source: Source, run: RunSummary) -> None:
         select=True,
     )
     if picked is not None:
-        _chosen(source, run, newest[picked])
+        _draw_checkpoint(source, run, newest[picked])
 
 
 def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
@@ -88,8 +88,8 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
 
 
 def _totals(every: Sequence[CheckpointView]) -> None:
-    held = [c for c in every if c.state not in ("retired", "bad")]
-    memory, disk = (sum(c.num_bytes for c in held if c.where == w) for w in ("memory", "disk"))
+    stored = [c for c in every if c.state not in ("retired", "bad")]
+    memory, disk = (sum(c.num_bytes for c in stored if c.where == w) for w in ("memory", "disk"))
     values = (
         ("Healthy", f"{sum(c.state == 'healthy' for c in every):,}"),
         # A healthy one was verified before: it must not leave the count by ageing well.
@@ -104,7 +104,7 @@ def _totals(every: Sequence[CheckpointView]) -> None:
 
 
 def _target(
-    source: Source, run: RunSummary, detail: RunDetail, target: CheckpointView | None
+    source: DataSource, run: RunSummary, detail: RunDetail, target: CheckpointView | None
 ) -> None:
     with st.container(border=True, key="prose_target", gap="small"):
         if target is None:
@@ -120,15 +120,15 @@ def _target(
         commands.command(source, run, "rollback", label="Roll back", key="rollback_newest")
 
 
-def _left(target: CheckpointView | None) -> None:
+def _draw_rollback_target(target: CheckpointView | None) -> None:
     with st.container(border=True, key="prose_target", gap="small"):
-        left = "No healthy checkpoint on disk."
+        notice = "No healthy checkpoint on disk."
         if target is not None:
-            left = (
+            notice = (
                 f"The newest healthy one on disk is {formatting.plain(target.checkpoint_id, 60)},"
                 f" before step {target.step:,}."
             )
-        st.text(f"The run has stopped, so its in-memory snapshots are gone. {left}")
+        st.text(f"The run has stopped, so its in-memory snapshots are gone. {notice}")
 
 
 def _own_choice(detail: RunDetail) -> str:
@@ -137,7 +137,7 @@ def _own_choice(detail: RunDetail) -> str:
     return f"An automatic rollback takes the newest healthy one at least {steps} before the onset."
 
 
-def _chosen(source: Source, run: RunSummary, checkpoint: CheckpointView) -> None:
+def _draw_checkpoint(source: DataSource, run: RunSummary, checkpoint: CheckpointView) -> None:
     with st.container(border=True, key="prose_checkpoint", gap="small"):
         st.text(
             f"{formatting.plain(checkpoint.checkpoint_id, 60)}:"

@@ -17,7 +17,7 @@ from trainvitals.views import (
 from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
 from vitals_dashboard.feed import draw_charts, load_charts
-from vitals_dashboard.source import POINTS, Source, differences, series_of
+from vitals_dashboard.source import POINTS, DataSource, differences, series_of
 
 MAX_RUNS = 6
 DEFAULT_METRIC = "steps.loss"
@@ -25,7 +25,7 @@ ALONG: tuple[Literal["step", "tokens"], ...] = ("step", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
+class CompareControls:
     """What the person at the page has chosen."""
 
     axis: Literal["step", "tokens"]
@@ -62,15 +62,15 @@ def render() -> None:
         log = st.toggle("Log", key="log", bind="query-params")
         st.space("stretch")
         live = layout.live_toggle()
-    chosen = Controls(
+    options = CompareControls(
         axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
     )
     layout.refreshing_runs(
-        lambda source: _body(source, chosen), _asked(), live=live, key="compare_body"
+        lambda source: _body(source, options), _requested_runs(), live=live, key="compare_body"
     )
 
 
-def _body(source: Source, chosen: Controls) -> None:
+def _body(source: DataSource, options: CompareControls) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
@@ -86,14 +86,14 @@ def _body(source: Source, chosen: Controls) -> None:
     if metric is None:
         st.caption("None of these runs has recorded a metric yet.")
         return
-    lines = _lines(source, details, names, metric, chosen)
+    lines = _lines(source, details, names, metric, options)
     replies: list[DifferenceReply] = []
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
         drawn = [by_name[line.name] for line in lines]
-        replies = differences(source, drawn, metric, chosen.axis)
-    means = _means(source, dict(zip(names, details, strict=True)), lines, metric, chosen)
-    _draw(lines, means, replies, metric, chosen)
+        replies = differences(source, drawn, metric, options.axis)
+    means = _means(source, dict(zip(names, details, strict=True)), lines, metric, options)
+    _draw(lines, means, replies, metric, options)
     _table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
     differing = compare.config_rows(details, names)
     if differing:
@@ -102,16 +102,16 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption("These runs have the same recorded settings.")
 
 
-def _asked() -> list[str]:
+def _requested_runs() -> list[str]:
     return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
 
 
 def _choose(runs: Sequence[RunSummary]) -> list[str]:
     """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
-    asked = _asked()
-    compared = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
-    if missing := [run_id for run_id in asked if run_id not in by_id]:
+    requested = _requested_runs()
+    compared = [run_id for run_id in dict.fromkeys(requested) if run_id in by_id][:MAX_RUNS]
+    if missing := [run_id for run_id in requested if run_id not in by_id]:
         st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")
     st.session_state["compared"] = compared
 
@@ -140,24 +140,24 @@ def _metric(details: Sequence[RunDetail]) -> str | None:
     if not metrics:
         return None
     first = DEFAULT_METRIC if DEFAULT_METRIC in metrics else metrics[0]
-    asked = st.query_params.get("metric", first)
-    st.session_state["compared_metric"] = asked if asked in metrics else first
+    requested = st.query_params.get("metric", first)
+    st.session_state["compared_metric"] = requested if requested in metrics else first
 
     def follow() -> None:
         st.query_params["metric"] = st.session_state["compared_metric"]
 
-    chosen = st.selectbox(
+    selected = st.selectbox(
         "Metric", metrics, key="compared_metric", on_change=follow, label_visibility="collapsed"
     )
-    return str(chosen)
+    return str(selected)
 
 
 def _lines(
-    source: Source,
+    source: DataSource,
     details: Sequence[RunDetail],
     names: Sequence[str],
     metric: str,
-    chosen: Controls,
+    options: CompareControls,
 ) -> list[Line]:
     """Return the curves of the runs that have the metric, each on its own steps or tokens."""
     request = SeriesRequest(metric=metric, points=POINTS)
@@ -167,11 +167,11 @@ def _lines(
     }
     lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
     _say_missing([n for n in names if replies[n] is None], f"no {formatting.plain(metric, 60)}")
-    return lines if chosen.axis == "step" else _by_tokens(source, details, names, lines)
+    return lines if options.axis == "step" else _by_tokens(source, details, names, lines)
 
 
 def _by_tokens(
-    source: Source, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
+    source: DataSource, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
 ) -> list[Line]:
     by_name = dict(zip(names, details, strict=True))
     request = SeriesRequest(metric="steps.tokens_seen", points=POINTS // 2)
@@ -191,16 +191,16 @@ def _by_tokens(
 
 
 def _means(
-    source: Source,
+    source: DataSource,
     by_name: Mapping[str, RunDetail],
     lines: Sequence[Line],
     metric: str,
-    chosen: Controls,
+    options: CompareControls,
 ) -> list[Line]:
     """Return the means over every value of the curves, where smoothing is chosen."""
-    if not chosen.smoothing:
+    if not options.smoothing:
         return []
-    request = SeriesRequest(metric=metric, points=POINTS, smoothing=chosen.smoothing)
+    request = SeriesRequest(metric=metric, points=POINTS, smoothing=options.smoothing)
     return [
         replace(line, name=f"{line.name}, smoothed", reply=reply, role="mean")
         for line in lines
@@ -218,15 +218,15 @@ def _draw(
     means: Sequence[Line],
     replies: Sequence[DifferenceReply],
     metric: str,
-    chosen: Controls,
+    options: CompareControls,
 ) -> None:
     if not lines:
         return
-    drawn = [charts.runs_chart(metric, [*lines, *means], log=chosen.log)]
+    drawn = [charts.runs_chart(metric, [*lines, *means], log=options.log)]
     if replies:
         title = f"{metric}: difference to the first run"
         drawn.append(charts.difference_chart(title, lines, replies))
-    draw_charts("compare", lambda _: drawn, of=(metric, chosen))
+    draw_charts("compare", lambda _: drawn, of=(metric, options))
 
 
 def _table(title: str, rows: list[tables.Row], key: str) -> None:

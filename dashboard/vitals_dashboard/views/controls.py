@@ -8,7 +8,7 @@ import streamlit as st
 
 from trainvitals.views import DecisionView
 from vitals_dashboard import layout
-from vitals_dashboard.charts import Axis, Scale
+from vitals_dashboard.charts import Axis, StepScale
 from vitals_dashboard.charts.marks import mark_text
 
 T = TypeVar("T", bound=str)
@@ -27,7 +27,7 @@ _ZOOMED = "run_zoomed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
+class ChartControls:
     """What the person at the page has chosen."""
 
     live: bool
@@ -50,7 +50,7 @@ class Controls:
         return first, last
 
 
-def draw() -> Controls:
+def draw() -> ChartControls:
     """Draw the controls and return what they say."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the room
         window = str(_choice("Steps", tuple(WINDOWS), "window"))
@@ -66,7 +66,7 @@ def draw() -> Controls:
             help="Steps discarded by a rollback, drawn faint.",
         )
     live = layout.live_toggle()
-    return Controls(
+    return ChartControls(
         live=live,
         window=WINDOWS.get(window, 0),
         first=first,
@@ -80,7 +80,7 @@ def draw() -> Controls:
 
 def _choice(label: str, options: Sequence[T], key: str) -> T:
     """Draw a choice of one of few; the first is what an address without it means."""
-    chosen = st.segmented_control(
+    selected = st.segmented_control(
         label,
         options,
         default=options[0],
@@ -88,7 +88,7 @@ def _choice(label: str, options: Sequence[T], key: str) -> T:
         key=key,
         bind="query-params",
     )
-    return chosen if chosen in options else options[0]
+    return selected if selected in options else options[0]
 
 
 def _range() -> tuple[int | None, int | None]:
@@ -134,7 +134,7 @@ def zoom_to(first: int, last: int) -> None:
     st.session_state[_ZOOMED] = True
 
 
-def zoomed(scale: Scale, ends: tuple[float, float] | None) -> None:
+def zoomed(scale: StepScale, ends: tuple[float, float] | None) -> None:
     """Follow a range that was chosen on a chart, or given up."""
     if ends is not None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
@@ -158,9 +158,9 @@ def around(decisions: Sequence[DecisionView]) -> None:
         return
 
     def go() -> None:
-        chosen = shown.get(st.session_state["around"])
-        if chosen is not None:
-            decision = chosen.decision
+        selected = shown.get(st.session_state["around"])
+        if selected is not None:
+            decision = selected.decision
             first = min(decision.step, _back_to(decision.rollback_to_step, decision.step))
             zoom_to(first - MARGIN, decision.step + MARGIN)
             st.session_state["around"] = None

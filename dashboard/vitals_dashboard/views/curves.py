@@ -9,10 +9,10 @@ from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts
-from vitals_dashboard.charts import STEPS, ChartMark, Line, Role, Scale
+from vitals_dashboard.charts import STEPS, ChartMark, Line, Role, StepScale
 from vitals_dashboard.feed import Feed
-from vitals_dashboard.source import POINTS, Source, last_value, series_of
-from vitals_dashboard.views.controls import Controls
+from vitals_dashboard.source import POINTS, DataSource, last_value, series_of
+from vitals_dashboard.views.controls import ChartControls
 
 MAX_SOURCES = 8
 """Ranks, GPUs or nodes drawn in one chart; how many there are is said."""
@@ -65,14 +65,14 @@ class CurveChoice(NamedTuple):
 class View:
     """What is to be drawn, and how."""
 
-    source: Source
+    source: DataSource
     detail: RunDetail
-    controls: Controls
+    controls: ChartControls
     decisions: Sequence[ChartMark] = ()
     """Drawn in every chart."""
     others: Sequence[ChartMark] = ()
     """Drawn with the loss only: alerts, notes, checkpoints."""
-    scale: Scale = STEPS
+    scale: StepScale = STEPS
     feed: Feed = field(default_factory=Feed)
     """What the browser has already: of that only what is new is asked for."""
 
@@ -88,14 +88,14 @@ class View:
         return ordinals if len(ordinals) > 1 else {}
 
     @property
-    def asked(self) -> tuple[int | None, int | None]:
+    def requested_range(self) -> tuple[int | None, int | None]:
         """The first and last step that are asked for."""
         return self.controls.extent(self.detail.summary.last_step)
 
     @property
     def extent(self) -> tuple[int, int]:
         """First and last step: the same in all charts, so that marks stand above each other."""
-        first, last = self.asked
+        first, last = self.requested_range
         # An evaluation may come after the run's last step.
         ends = (self.detail.summary.last_step, self._furthest(), self.feed.last_step)
         end = max(ends) if last is None else last
@@ -118,7 +118,7 @@ class View:
     ) -> CurveChoice:
         """Return a curve of the steps that are asked for, or of GPUs and nodes of these times."""
         has_steps = not metric.startswith(("gpu.", "node."))
-        first, last = self.asked if has_steps else (None, None)
+        first, last = self.requested_range if has_steps else (None, None)
         request = SeriesRequest(
             metric=metric,
             source=source,
@@ -159,7 +159,7 @@ class View:
             if not request.metric.startswith(("gpu.", "node.", "process."))
         ]
 
-    def with_means(self, chart: "Chart") -> list[CurveChoice]:
+    def with_means(self, chart: "ChartSpec") -> list[CurveChoice]:
         """Return a chart's curves, and their means over every value where smoothing is chosen."""
         weight = 0.0 if chart.exact else self.controls.smoothing
         means = [
@@ -184,7 +184,7 @@ class View:
         return sorted(names, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
 
 
-def scale_of(view: View) -> Scale | None:
+def scale_of(view: View) -> StepScale | None:
     """Return where steps stand along x; None where the run has not what that needs."""
     if view.controls.axis == "step":
         return STEPS
@@ -208,7 +208,7 @@ class LastValues:
     mfu: float | None
 
 
-def last_values(source: Source, detail: RunDetail) -> LastValues:
+def last_values(source: DataSource, detail: RunDetail) -> LastValues:
     """Return the newest values that the summary does not hold."""
     last = max(0, detail.summary.last_step)
     start = max(0, last - DELTA_STEPS)
@@ -238,7 +238,7 @@ def _finite(reply: SeriesReply | None) -> list[tuple[int, float]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class ChartSpec:
     """One chart under the loss: what is drawn in it and how."""
 
     title: str
@@ -251,16 +251,16 @@ class Chart:
     """Lines of the run's own without which there is nothing to see."""
 
 
-def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list[Line]]:
+def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Chart], list[Line]]:
     """Return all charts there is something for, and the lines of the loss.
 
     Args:
         view: of what, and how.
-        own: metrics that were asked for.
+        extra_metrics: metrics that were asked for.
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
-    first = Chart(title="Loss", curves=loss, log=view.controls.log_loss)
-    below = list(_charts(view, own))
+    first = ChartSpec(title="Loss", curves=loss, log=view.controls.log_loss)
+    below = list(_charts(view, extra_metrics))
     of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
     with_lines = [(first, of_loss)] if of_loss else []
     with_lines += [
@@ -275,34 +275,34 @@ def drawn(view: View, own: Sequence[str] = ()) -> tuple[list[charts.Chart], list
     return drawn, of_loss
 
 
-def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
+def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     """Yield the charts under the loss, two of them beside each other."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
     norm.append(view.wanted("steps.auto_max_norm", "auto clip", role="limit"))
-    yield Chart(title="Gradient norm (log)", curves=norm, log=True)
+    yield ChartSpec(title="Gradient norm (log)", curves=norm, log=True)
     rate = view.both("steps.learning_rate", "lr")
-    yield Chart(title="Learning rate", curves=rate, exact=True)
+    yield ChartSpec(title="Learning rate", curves=rate, exact=True)
     tokens = view.both("steps.tokens_per_second", "tokens/s")
-    yield Chart(title="Tokens per second", curves=tokens, unitless=True)
-    yield Chart(title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
+    yield ChartSpec(title="Tokens per second", curves=tokens, unitless=True)
+    yield ChartSpec(title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
     split = [view.wanted(metric, name) for metric, name in SPLIT]
     split += view.left_behind(split)
-    yield Chart(title="Step time, rank 0 (log)", curves=split, log=True, least=2)
+    yield ChartSpec(title="Step time, rank 0 (log)", curves=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
-    yield Chart(title="Step duration of each rank", curves=duration)
-    yield Chart(title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
+    yield ChartSpec(title="Step duration of each rank", curves=duration)
+    yield ChartSpec(title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
     scale = view.both("steps.loss_scale", "loss scale")
-    yield Chart(title="Loss scale (log)", curves=scale, log=True, exact=True)
-    for metric in own:
+    yield ChartSpec(title="Loss scale (log)", curves=scale, log=True, exact=True)
+    for metric in extra_metrics:
         name = metric.removeprefix("scalars.")
-        yield Chart(title=name, curves=view.both(metric, name))
+        yield ChartSpec(title=name, curves=view.both(metric, name))
 
 
 def nothing(view: View) -> str:
     """Return why there is no curve."""
     if view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
-    if view.asked == (None, None):
+    if view.requested_range == (None, None):
         return "No metric of this run's steps is stored."
     first, last = view.extent
     return (
@@ -321,7 +321,7 @@ def _ranks(view: View, metric: str) -> list[CurveChoice]:
 
 
 def _chart(
-    view: View, chart: Chart, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
+    view: View, chart: ChartSpec, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
 ) -> charts.Chart:
     return charts.step_chart(
         chart.title,

@@ -16,7 +16,7 @@ from trainvitals.views import (
     RunSummary,
 )
 from vitals_dashboard import commands, formatting, layout, tables
-from vitals_dashboard.source import Source
+from vitals_dashboard.source import DataSource
 from vitals_dashboard.theme import ACTIONS
 
 KINDS = {look.word: action for action, look in ACTIONS.items()}
@@ -29,7 +29,7 @@ def render() -> None:
     layout.run_page(_body, key="decisions_body")
 
 
-def _body(source: Source, run: RunSummary) -> None:
+def _body(source: DataSource, run: RunSummary) -> None:
     ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
     shown = _filtered(ledger)
@@ -90,7 +90,7 @@ def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
 
 
 def _evidence(
-    source: Source,
+    source: DataSource,
     run: RunSummary,
     view: DecisionView,
     notes: tuple[AnnotationView, ...],
@@ -124,7 +124,7 @@ def _evidence(
         _acts(source, run, view)
 
 
-def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
+def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
     """Draw what a person may do about a decision: carry it out, dismiss it, or contradict it."""
     key = f"{view.decision.ledger_seq}"
     action = commands.proposed(view)
@@ -176,7 +176,7 @@ def _numbers(view: DecisionView) -> list[str]:
     return [f"{name}: {value}" for name, value in pairs if value]
 
 
-def _commands(source: Source, run: RunSummary) -> None:
+def _commands(source: DataSource, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"## Manual commands ({len(sent):,})")
     layout.table(tables.command_rows(sent), "Manual commands: none.", key="commands")

@@ -25,7 +25,7 @@ from vitals_dashboard import (
     verdicts,
 )
 from vitals_dashboard.feed import draw_charts, load_charts
-from vitals_dashboard.source import Source, series_of
+from vitals_dashboard.source import DataSource, series_of
 from vitals_dashboard.theme import SEVERITY_BADGES
 from vitals_dashboard.views.layers import movers
 from vitals_dashboard.views.ranks import row_names
@@ -48,41 +48,41 @@ def render() -> None:
     layout.run_page(_body, key="incident_body")
 
 
-def _body(source: Source, run: RunSummary) -> None:
+def _body(source: DataSource, run: RunSummary) -> None:
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
             "No incidents. One begins with the first finding that leads to an action or an alert."
         )
         return
-    chosen = _chosen(every)
-    _summary(run, chosen, source.clock.time_ns())
-    healthy = commands.acceptable_step(chosen)
+    selected = _select_incident(every)
+    _summary(run, selected, source.clock.time_ns())
+    healthy = commands.acceptable_step(selected)
     if healthy is not None:
-        commands.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
+        commands.accept(source, run, healthy, key=f"accept_{selected.incident_id}")
     _choice(run, every)
     st.markdown("## Evidence")
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
+    steps = (max(0, selected.onset_step - BEFORE), selected.last_step + AFTER)
     left, right = st.columns([6, 5])
     with left:
-        _story(chosen)
+        _story(selected)
     with right:
-        _curves(source, detail, chosen, steps)
-    hangs.draw(source, chosen)
-    _tables(chosen, run)
+        _curves(source, detail, selected, steps)
+    hangs.draw(source, selected)
+    _tables(selected, run)
     _maps(source, run, detail, steps)
-    movers(source, run, chosen.onset_step)
+    movers(source, run, selected.onset_step)
 
 
-def _chosen(every: Sequence[IncidentView]) -> IncidentView:
+def _select_incident(every: Sequence[IncidentView]) -> IncidentView:
     """Return the incident of the address; else the newest open one, else the newest."""
-    asked = st.query_params.get("incident")
-    chosen = next((incident for incident in every if incident.incident_id == asked), None)
-    if chosen is None and asked:
+    requested = st.query_params.get("incident")
+    selected = next((incident for incident in every if incident.incident_id == requested), None)
+    if selected is None and requested:
         st.caption("This run has no such incident; showing the newest.")
     open_now = (incident for incident in every if incident.is_open)
-    return chosen or next(open_now, every[0])
+    return selected or next(open_now, every[0])
 
 
 def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
@@ -137,7 +137,7 @@ def _story(incident: IncidentView) -> None:
 
 
 def _facts(incident: IncidentView, now_unix_ns: int) -> str:
-    began = tables.moment(incident.started_unix_ns)
+    began = tables.to_datetime(incident.started_unix_ns)
     date = "" if began is None else f"{began:%Y-%m-%d}, "
     first, last = incident.onset_step, incident.last_step
     facts = (
@@ -150,7 +150,7 @@ def _facts(incident: IncidentView, now_unix_ns: int) -> str:
     return "  |  ".join(fact for fact in facts if fact)
 
 
-def _maps(source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int, int]) -> None:
+def _maps(source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int, int]) -> None:
     left, right = st.columns(2)
     with left:
         _map(source, run, "layers.grad_norm", "Gradient norm of each layer", steps, key="layers")
@@ -162,7 +162,7 @@ def _maps(source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int, 
 
 
 def _curves(
-    source: Source, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
+    source: DataSource, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
 ) -> None:
     drawn = [
         charts.step_chart(
@@ -182,16 +182,16 @@ def _curves(
 
 
 def _lines(
-    source: Source, detail: RunDetail, metric: str, steps: tuple[int, int]
+    source: DataSource, detail: RunDetail, metric: str, steps: tuple[int, int]
 ) -> list[charts.Line]:
     """Return the curve, its limit, and what rollbacks left behind of it."""
-    asked = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
+    series_request = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
     requested: list[tuple[str, charts.Role, SeriesRequest]] = [
-        (metric.removeprefix("steps."), "main", asked),
-        ("limit", "limit", replace(asked, metric=f"{metric}_limit")),
+        (metric.removeprefix("steps."), "main", series_request),
+        ("limit", "limit", replace(series_request, metric=f"{metric}_limit")),
     ]
     if len(detail.attempts) > 1:
-        requested.append(("rolled back", "discarded", replace(asked, branch="discarded")))
+        requested.append(("rolled back", "discarded", replace(series_request, branch="discarded")))
     replies = series_of(source, detail, [request for _, _, request in requested])
     return [
         charts.Line(name=name, reply=reply, role=role)
@@ -201,7 +201,7 @@ def _lines(
 
 
 def _map(
-    source: Source,
+    source: DataSource,
     run: RunSummary,
     metric: str,
     title: str,

@@ -4,24 +4,26 @@ import streamlit as st
 
 from trainvitals.views import MoversQuestion, RunDetail, RunQuestion, RunSummary
 from vitals_dashboard import heatmap_page, layout, tables
-from vitals_dashboard.heatmap_page import Choice
-from vitals_dashboard.source import Source
+from vitals_dashboard.heatmap_page import MetricChoice
+from vitals_dashboard.source import DataSource
 
 CHOICES = (
-    Choice(word="grad norm", metric="layers.grad_norm", title="Gradient norm of each layer"),
-    Choice(
+    MetricChoice(word="grad norm", metric="layers.grad_norm", title="Gradient norm of each layer"),
+    MetricChoice(
         word="update ratio", metric="layers.update_ratio", title="Update to weight of each layer"
     ),
-    Choice(word="weight norm", metric="layers.weight_norm", title="Weight norm of each layer"),
-    Choice(
+    MetricChoice(
+        word="weight norm", metric="layers.weight_norm", title="Weight norm of each layer"
+    ),
+    MetricChoice(
         word="activation", metric="layers.activation_rms", title="Activation (RMS) of each module"
     ),
-    Choice(
+    MetricChoice(
         word="largest activation",
         metric="layers.activation_max",
         title="Largest activation of each module",
     ),
-    Choice(
+    MetricChoice(
         word="dead features",
         metric="layers.activation_dead_ratio",
         title="Dead features of each module",
@@ -35,21 +37,21 @@ def render() -> None:
     layout.run_page(_body, key="layers_body")
 
 
-def _body(source: Source, run: RunSummary) -> None:
+def _body(source: DataSource, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    chosen, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
-    reply = heatmap_page.ask(source, run, chosen.metric, steps)
+    choice, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
+    reply = heatmap_page.ask(source, run, choice.metric, steps)
     if reply is None:
-        st.caption(_why_nothing(detail, chosen))
+        st.caption(_why_nothing(detail, choice))
     else:
-        heatmap_page.draw(source, run, chosen.title, reply, shade=shade, key="layers")
+        heatmap_page.draw(source, run, choice.title, reply, shade=shade, key="layers")
     movers(source, run, steps[1])
 
 
-def _why_nothing(detail: RunDetail, chosen: Choice) -> str:
+def _why_nothing(detail: RunDetail, choice: MetricChoice) -> str:
     if not any(metric.startswith("layers.") for metric in detail.metrics):
         return "No layer metrics in this run yet. Layer norms are measured every 10th step."
-    if chosen.metric == "layers.grad_norm":
+    if choice.metric == "layers.grad_norm":
         return "No layer metrics in these steps: they are measured every 10th step."
     return (
         "This run does not measure it. Norms of weights, updates and activations are opt-in: see"
@@ -57,7 +59,7 @@ def _why_nothing(detail: RunDetail, chosen: Choice) -> str:
     )
 
 
-def movers(source: Source, run: RunSummary, step: int | None) -> None:
+def movers(source: DataSource, run: RunSummary, step: int | None) -> None:
     """Draw which layers and ranks moved most up to a step: that of the last finding, or given."""
     at = run.last_step if step is None else step
     if at < 0:

@@ -35,8 +35,10 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
     """
     gpus, nodes = view.sources("gpu"), view.sources("node")
     metrics = view.detail.metrics
-    chosen = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in metrics]
-    times = None if view.asked == (None, None) else times_of(view, loss)
+    shown_metrics = [
+        (title, metric) for title, metric in (GPU if gpus else HOST) if metric in metrics
+    ]
+    times = None if view.requested_range == (None, None) else times_of(view, loss)
     extent = None if times is None else (times[0] / 1_000_000, times[1] / 1_000_000)
     by_metric = view.lines(
         [
@@ -44,16 +46,16 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
                 view.wanted(metric, _short(source), source=source, points=POINTS, times=times)
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
-            for _, metric in chosen
+            for _, metric in shown_metrics
         ]
     )
     strip = [
         charts.time_chart(title, lines, extent=extent, size="quarter" if gpus else "half")
-        for (title, _), lines in zip(chosen, by_metric, strict=True)
+        for (title, _), lines in zip(shown_metrics, by_metric, strict=True)
         if lines
     ]
     notes = _notes(view, gpus, nodes)
-    if times is not None and chosen and not strip:
+    if times is not None and shown_metrics and not strip:
         what = "a GPU" if gpus else "the host"
         notes.append(f"No sample of {what} was taken during these steps.")
     if times is not None and any(line.role == "discarded" for line in loss):

@@ -11,7 +11,7 @@ from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, search, states, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
-from vitals_dashboard.source import Source, configs_of, loss_curve, verdict_of
+from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
 PAGE_SIZE = 25
@@ -21,7 +21,7 @@ CURVE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RunFilter:
     """Which runs are to be seen, in which groups and order."""
 
     text: str
@@ -38,7 +38,7 @@ def render() -> None:
     layout.refreshing(lambda source: _body(source, choice), live=live, key="overview_body")
 
 
-def _controls() -> Choice:
+def _controls() -> RunFilter:
     text = st.text_input(
         "Search",
         key="q",
@@ -68,10 +68,10 @@ def _controls() -> Choice:
         label_visibility="collapsed",
         width=170,
     )
-    return Choice(text=str(text or ""), group=str(group or "").strip(), order=str(order))
+    return RunFilter(text=str(text or ""), group=str(group or "").strip(), order=str(order))
 
 
-def _body(source: Source, choice: Choice) -> None:
+def _body(source: DataSource, choice: RunFilter) -> None:
     everything = source.client.ask(RunsQuestion())
     if not everything:
         states.no_runs()
@@ -94,8 +94,8 @@ def _body(source: Source, choice: Choice) -> None:
 
 
 def _pages(
-    source: Source,
-    choice: Choice,
+    source: DataSource,
+    choice: RunFilter,
     groups: Sequence[tuple[str, Sequence[RunSummary]]],
     *,
     num_runs: int,
@@ -128,7 +128,7 @@ def _pages(
         _list(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
 
 
-def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
+def _list(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
     judged = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
     rows = tables.run_rows(
         runs,
@@ -141,7 +141,7 @@ def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
     numbers = column.NumberColumn(format="localized", width=70)
     is_text = any(isinstance(row["Loss"], str) for row in rows)
     loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
-    chosen = layout.table(
+    selected_rows = layout.table(
         rows,
         "",
         key=key,
@@ -162,16 +162,16 @@ def _list(source: Source, runs: Sequence[RunSummary], *, key: str) -> None:
             "Ranks": numbers,
         },
     )
-    if chosen is not None:
-        st.switch_page(layout.RUN, query_params={"run": runs[chosen].run_id})
+    if selected_rows is not None:
+        st.switch_page(layout.RUN, query_params={"run": runs[selected_rows].run_id})
 
 
-def _labels(words: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
+def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
     """Return a column of labels: a word with its shape, on its colour."""
     return st.column_config.MultiselectColumn(
         width=width,
-        options=list(words.values()),
-        color=[LABELS[colours[name]] for name in words],
+        options=list(label_texts.values()),
+        color=[LABELS[colours[name]] for name in label_texts],
     )
 
 
@@ -181,7 +181,7 @@ def _had_trouble(run: RunSummary) -> bool:
     return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 
 
-def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, str]:
+def _curves(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
     curves, look = {}, layout.present_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)

@@ -11,7 +11,7 @@ import streamlit as st
 from trainvitals.errors import TransportError, UnauthorizedError, UsageError
 from trainvitals.views import Branch, RunsQuestion, RunSummary, TableName, TableQuestion, TableReply
 from vitals_dashboard import exports, formatting, layout, states, tables
-from vitals_dashboard.source import Source, guarded
+from vitals_dashboard.source import DataSource, guarded
 
 TABLES: tuple[TableName, ...] = get_args(TableName)
 ALL_RUNS = "all runs"
@@ -46,16 +46,16 @@ def _standing(draw: Callable[[], None]) -> None:
         states.collector_down(error, again=False)
 
 
-def _page(source: Source) -> None:
+def _page(source: DataSource) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         states.no_runs()
         return
-    request, live = _asked(runs)
+    request, live = _draw_question(runs)
     if request is None:
         return
 
-    def ask(source: Source) -> None:
+    def ask(source: DataSource) -> None:
         if live:
             _ask(source, request)
         else:
@@ -64,7 +64,7 @@ def _page(source: Source) -> None:
     layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
 
-def _ask(source: Source, request: TableQuestion) -> None:
+def _ask(source: DataSource, request: TableQuestion) -> None:
     try:
         reply = source.client.ask(request)
     except UsageError as error:
@@ -73,7 +73,7 @@ def _ask(source: Source, request: TableQuestion) -> None:
     _answer(request, reply)
 
 
-def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
+def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
     """Draw the question; return it, and whether it is to be asked again and again.
 
     It is None, said in formatting, where a run has yet to be chosen.
@@ -120,12 +120,12 @@ def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
 
 
 def _branch_choice() -> Branch:
-    chosen = st.selectbox(
+    selected = st.selectbox(
         "Branch", BRANCHES, key="branch", bind="query-params", width=120,
         help="all: a step that was trained again has one row per attempt. lineage: without"
         " discarded steps. discarded: only those.",
     )  # fmt: skip
-    return chosen if chosen in BRANCHES else "all"
+    return selected if selected in BRANCHES else "all"
 
 
 def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -150,17 +150,17 @@ def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _run_choice(names: dict[str, str]) -> str | None:
     """Draw the choice of the run; return it, or None where the address names one not here."""
     before = st.session_state.get(layout.LAST_RUN)
-    asked = st.query_params.get("run") or (before if before in names else ALL_RUNS)
-    st.session_state["query_run"] = asked if asked in names else None
+    requested = st.query_params.get("run") or (before if before in names else ALL_RUNS)
+    st.session_state["query_run"] = requested if requested in names else None
 
     def follow() -> None:
         st.query_params["run"] = st.session_state["query_run"]
 
-    chosen = st.selectbox(
-        "Run", list(names), index=0 if asked in names else None, key="query_run",
+    selected = st.selectbox(
+        "Run", list(names), index=0 if requested in names else None, key="query_run",
         format_func=lambda k: names[k], on_change=follow, width=215, placeholder="Choose a run",
     )  # fmt: skip
-    return None if chosen is None else str(chosen)
+    return None if selected is None else str(selected)
 
 
 def _answer(request: TableQuestion, reply: TableReply) -> None:

@@ -7,27 +7,33 @@ import streamlit as st
 from trainvitals.detect.registry import kinds_about
 from trainvitals.views import FindingsQuestion, RunDetail, RunQuestion, RunSummary
 from vitals_dashboard import formatting, heatmap, heatmap_page, layout, stragglers, tables
-from vitals_dashboard.heatmap_page import Choice
-from vitals_dashboard.source import Source
+from vitals_dashboard.heatmap_page import MetricChoice
+from vitals_dashboard.source import DataSource
 
 CHOICES = (
-    Choice(word="step time", metric="steps.step_duration_seconds", title="Step time of each rank"),
-    Choice(word="loss", metric="steps.rank_loss", title="Loss of each rank"),
-    Choice(word="memory", metric="steps.memory_peak_bytes", title="Peak memory of each rank"),
-    Choice(word="data wait", metric="steps.data_wait_seconds", title="Wait for data of each rank"),
-    Choice(
+    MetricChoice(
+        word="step time", metric="steps.step_duration_seconds", title="Step time of each rank"
+    ),
+    MetricChoice(word="loss", metric="steps.rank_loss", title="Loss of each rank"),
+    MetricChoice(word="memory", metric="steps.memory_peak_bytes", title="Peak memory of each rank"),
+    MetricChoice(
+        word="data wait", metric="steps.data_wait_seconds", title="Wait for data of each rank"
+    ),
+    MetricChoice(
         word="communication",
         metric="steps.communication_seconds",
         title="Communication of each rank",
     ),
-    Choice(
+    MetricChoice(
         word="gradient wait",
         metric="steps.gradient_wait_seconds",
         title="Wait for the others' gradients of each rank",
     ),
-    Choice(word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"),
-    Choice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
-    Choice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
+    MetricChoice(
+        word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"
+    ),
+    MetricChoice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
+    MetricChoice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
 )
 WAITS = ("steps.gradient_wait_seconds", "steps.communication_seconds")
 """What tells how long a rank waits for the others, the best first."""
@@ -42,29 +48,29 @@ def render() -> None:
     layout.run_page(_body, key="ranks_body")
 
 
-def _body(source: Source, run: RunSummary) -> None:
+def _body(source: DataSource, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     waits = next((metric for metric in WAITS if metric in detail.metrics), "")
     choices = [choice for choice in CHOICES if choice.metric != waits]
     if waits:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
-        choices.insert(1, Choice(word="wait for others", metric=waits, title=title))
-    chosen, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
+        choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
+    shown, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
     _stragglers(source, run, detail, steps)
-    if chosen.metric == waits:
+    if shown.metric == waits:
         _waited_for(source, run, steps, waits)
-    reply = heatmap_page.ask(source, run, chosen.metric, steps)
+    reply = heatmap_page.ask(source, run, shown.metric, steps)
     if reply is None:
-        st.caption(_why_nothing(chosen))
+        st.caption(_why_nothing(shown))
     else:
         names = row_names(reply.rows, detail)
-        heatmap_page.draw(source, run, chosen.title, reply, shade=shade, key="ranks", names=names)
+        heatmap_page.draw(source, run, shown.title, reply, shade=shade, key="ranks", names=names)
     _findings(source, run)
     _sources(source, detail)
 
 
-def _why_nothing(chosen: Choice) -> str:
-    if chosen.metric.startswith(("gpu.", "node.")):
+def _why_nothing(choice: MetricChoice) -> str:
+    if choice.metric.startswith(("gpu.", "node.")):
         return "No agent has reported this for the run; without an agent only ranks report."
     return "No rank measured this in these steps."
 
@@ -81,7 +87,7 @@ def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
 
 
 def _stragglers(
-    source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int | None, int | None]
+    source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int | None, int | None]
 ) -> None:
     last = run.last_step if steps[1] is None else steps[1]
     first = max(steps[0] or 0, last - LAST_STEPS + 1)
@@ -106,7 +112,7 @@ def _stragglers(
 
 
 def _waited_for(
-    source: Source, run: RunSummary, steps: tuple[int | None, int | None], metric: str
+    source: DataSource, run: RunSummary, steps: tuple[int | None, int | None], metric: str
 ) -> None:
     """Say which rank the others wait for, in the steps that are drawn."""
     reply = heatmap_page.ask(source, run, metric, steps, points=LAST_STEPS, branch="lineage")
@@ -115,7 +121,7 @@ def _waited_for(
         st.text(formatting.plain(sentence, 300))
 
 
-def _findings(source: Source, run: RunSummary) -> None:
+def _findings(source: DataSource, run: RunSummary) -> None:
     findings = [
         view
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
@@ -129,7 +135,7 @@ def _findings(source: Source, run: RunSummary) -> None:
     )
 
 
-def _sources(source: Source, detail: RunDetail) -> None:
+def _sources(source: DataSource, detail: RunDetail) -> None:
     st.markdown(f"## Reporting processes ({len(detail.sources):,})")
     layout.table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),

@@ -26,9 +26,9 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import Source, forecast_of, meanwhile, verdict_of, what_happened
+from vitals_dashboard.source import DataSource, forecast_of, meanwhile, verdict_of, what_happened
 from vitals_dashboard.views import controls, curves, machines
-from vitals_dashboard.views.controls import Controls
+from vitals_dashboard.views.controls import ChartControls
 
 WIDE_NUMBER, NUMBER = 165, 118
 """Pixels."""
@@ -44,12 +44,12 @@ def render() -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         layout.run_links()
         st.space("stretch")
-        chosen = controls.draw()
-    live = layout.goes_on(layout.run_in_address(), live=chosen.live)
-    layout.page_with_live_part(lambda source: _page(source, chosen, live))
+        options = controls.draw()
+    live = layout.goes_on(layout.run_in_address(), live=options.live)
+    layout.page_with_live_part(lambda source: _page(source, options, live))
 
 
-def _page(source: Source, chosen: Controls, live: bool) -> None:
+def _page(source: DataSource, options: ChartControls, live: bool) -> None:
     controls.has_zoomed()  # and they did follow, as all of the page is drawn anew
     run = layout.chosen_run(source)
     if run is None:
@@ -58,8 +58,8 @@ def _page(source: Source, chosen: Controls, live: bool) -> None:
         happened = ask(lambda: _happened(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         seen = happened.result()
-    shown = _Shown(chosen, detail, seen, _own_metrics(detail))
-    layout.live_part(lambda: shown.draw(source, detail), shown.again, live=live, key="run_live")
+    shown = _Shown(options, detail, seen, _own_metrics(detail))
+    layout.live_part(lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live")
     _tools(source, detail, seen.decisions)
     _below(detail, seen.decisions, seen.checkpoints, _readings(source, detail, seen.decisions))
     _where_time_went(source, detail)
@@ -73,13 +73,17 @@ class _Shown:
     """
 
     def __init__(
-        self, chosen: Controls, detail: RunDetail, happened: "_Happened", own: Sequence[str]
+        self,
+        options: ChartControls,
+        detail: RunDetail,
+        happened: "_Happened",
+        extra_metrics: Sequence[str],
     ) -> None:
-        self._chosen, self._happened, self._own = chosen, happened, own
+        self._chosen, self._happened, self._own = options, happened, extra_metrics
         self._run = detail.summary
         self._until = time.monotonic() + REST_SECONDS
 
-    def draw(self, source: Source, detail: RunDetail) -> None:
+    def draw(self, source: DataSource, detail: RunDetail) -> None:
         """Draw it."""
         verdict = st.container(key="run_verdict")
         # The curves are what people come for: nothing else is asked for until the browser has them.
@@ -90,7 +94,7 @@ class _Shown:
         _numbers(detail, curves.last_values(source, detail))
         _facts(detail, source.clock.time_ns())
 
-    def again(self, source: Source) -> bool:
+    def redraw(self, source: DataSource) -> bool:
         """Draw it as it is now, if the rest of the page still holds; return whether it does."""
         if controls.has_zoomed() or time.monotonic() > self._until:
             return False
@@ -110,7 +114,7 @@ class _Happened(NamedTuple):
     notes: Sequence[AnnotationView]
 
 
-def _happened(source: Source, run_id: str) -> _Happened:
+def _happened(source: DataSource, run_id: str) -> _Happened:
     return _Happened(
         source.client.ask(DecisionsQuestion(run_id=run_id)),
         source.client.ask(CheckpointsQuestion(run_id=run_id)),
@@ -119,16 +123,18 @@ def _happened(source: Source, run_id: str) -> _Happened:
     )
 
 
-def _view(source: Source, detail: RunDetail, chosen: Controls, happened: _Happened) -> curves.View:
+def _view(
+    source: DataSource, detail: RunDetail, options: ChartControls, happened: _Happened
+) -> curves.View:
     """Return what is to be drawn, with all that happened at its place along x."""
     view = curves.View(
         source=source,
         detail=detail,
-        controls=chosen,
+        controls=options,
     )
     scale = curves.scale_of(view)
     if scale is None:
-        st.caption(f"This run has no {chosen.axis} to draw along; steps are shown.")
+        st.caption(f"This run has no {options.axis} to draw along; steps are shown.")
         scale = charts.STEPS
     others = [
         *charts.alert_marks(happened.alerts, scale),
@@ -139,12 +145,12 @@ def _view(source: Source, detail: RunDetail, chosen: Controls, happened: _Happen
     return replace(view, scale=scale, decisions=marks, others=others)
 
 
-def _charts(view: curves.View, own: Sequence[str]) -> None:
+def _charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
     notes: list[str] = []
 
     def make(feed: Feed) -> list[charts.Chart]:
         fed = replace(view, feed=feed)
-        of_run, loss = curves.drawn(fed, own)
+        of_run, loss = curves.drawn(fed, extra_metrics)
         strip, missing = machines.drawn(fed, loss)
         notes[:] = [missing] if of_run else [curves.nothing(fed), missing]
         return [*of_run, *strip]
@@ -155,7 +161,7 @@ def _charts(view: curves.View, own: Sequence[str]) -> None:
 
     attempts = tuple(attempt.id for attempt in view.detail.attempts)
     num_left_out = draw_charts(
-        "run", make, of=(view.run_id, attempts, view.controls, tuple(own)), zoomed=zoomed
+        "run", make, of=(view.run_id, attempts, view.controls, tuple(extra_metrics)), zoomed=zoomed
     )
     if num_left_out:
         notes.append(
@@ -166,7 +172,7 @@ def _charts(view: curves.View, own: Sequence[str]) -> None:
         st.caption(text)
 
 
-def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
+def _tools(source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
     """Draw what chooses steps and metrics, and the way to a note."""
     where, what, note = st.columns([3, 5, 1], vertical_alignment="bottom")
     with where:
@@ -188,9 +194,9 @@ def _own_metrics(detail: RunDetail) -> list[str]:
     """Return what the choice of metrics below the curves says."""
     # What the address asks for and this run has not is left out, not refused.
     metrics = _further(detail)
-    asked = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
+    requested = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
     if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):
-        st.session_state["also"] = asked
+        st.session_state["also"] = requested
         st.session_state["also_of"] = detail.summary.run_id
     return [m for m in st.session_state["also"] if m in metrics]
 
@@ -283,7 +289,7 @@ def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
 
 
-def _foreseen(source: Source, detail: RunDetail) -> str:
+def _foreseen(source: DataSource, detail: RunDetail) -> str:
     """Return when the run ends and at what loss, where it said how long it is to be."""
     if not detail.info.total_steps:
         return ""
@@ -293,7 +299,7 @@ def _foreseen(source: Source, detail: RunDetail) -> str:
 
 
 def _readings(
-    source: Source, detail: RunDetail, decisions: Sequence[DecisionView]
+    source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
 ) -> Sequence[EventView]:
     """Return the answers of the probe and of evaluations, of a run that had any trouble."""
     if not decisions:
@@ -325,7 +331,7 @@ def _below(
                     st.caption(f"Observed decisions: {shadow}.")
 
 
-def _where_time_went(source: Source, detail: RunDetail) -> None:
+def _where_time_went(source: DataSource, detail: RunDetail) -> None:
     """Draw the buckets of the run's wall time, what it cost, and when it ends.
 
     Asked for once it is opened: the collector reads every step of the run for it.

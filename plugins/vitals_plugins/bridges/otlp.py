@@ -59,7 +59,7 @@ class Point:
 
 
 @dataclass(slots=True)
-class Taken:
+class OtlpPoints:
     """What a request holds."""
 
     points: list[Point] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Taken:
 # Both forms become the same plain containers, named as in JSON.
 
 
-def decode(body: bytes, *, is_json: bool) -> Taken:
+def decode(body: bytes, *, is_json: bool) -> OtlpPoints:
     """Return the points of a request.
 
     Raises:
@@ -87,7 +87,7 @@ def decode(body: bytes, *, is_json: bool) -> Taken:
         request = msgspec.json.decode(body) if is_json else _request(memoryview(body))
     except UNREADABLE as error:
         raise FormatError(f"the body is not an OTLP metrics request: {error}") from error
-    taken = Taken()
+    taken = OtlpPoints()
     for resource in _list(request, "resourceMetrics"):
         attributes = _attributes(_dict(resource, "resource"))
         run_id = str(attributes.get("vitals.run_id", ""))
@@ -98,7 +98,7 @@ def decode(body: bytes, *, is_json: bool) -> Taken:
     return taken
 
 
-def _take_metric(metric: Any, run_id: str, service: str, taken: Taken) -> None:
+def _take_metric(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> None:
     name = metric.get("name") if isinstance(metric, dict) else None
     if not isinstance(name, str) or not name:
         taken.refuse(1, "a metric has no name")
@@ -139,13 +139,13 @@ def _point(point: Any, run_id: str, service: str, name: str) -> Point:
 
 
 def _attributes(of: Any) -> dict[str, object]:
-    made: dict[str, object] = {}
+    attributes: dict[str, object] = {}
     for pair in _list(of, "attributes"):
         value = _dict(pair, "value")
         plain = next((value[kind] for kind in _VALUE_KINDS if kind in value), None)
         if isinstance(pair.get("key"), str) and isinstance(plain, str | int | float):
-            made[pair["key"]] = plain
-    return made
+            attributes[pair["key"]] = plain
+    return attributes
 
 
 _VALUE_KINDS = ("stringValue", "intValue", "doubleValue", "boolValue")
@@ -233,7 +233,7 @@ def _parts(raw: memoryview, number: int) -> list[memoryview]:
 # -------------------------------------------------------------------------------------- writing
 
 
-class _Writer:
+class _ServiceWriter:
     """One service of one run, as a source of its own: numbers its rows and its names."""
 
     def __init__(self, run_id: str, service: str, now_ns: int) -> None:
@@ -258,15 +258,15 @@ class _Writer:
         """
         attempt, newest = at
         new = dict.fromkeys(point.name for point in points if point.name not in self.names)
-        made: list[bytes] = []
+        encoded_bodies: list[bytes] = []
         if new:
-            ids = {len(self.names) + place: name for place, name in enumerate(new)}
+            ids = {len(self.names) + index: name for index, name in enumerate(new)}
             self.names |= {name: number for number, name in ids.items()}
             event = NamesDefined(stream="scalars", names=ids)
             rows = encode_event(
                 event, step=newest, attempt=attempt, time_unix_ns=now_ns, monotonic_ns=0
             )
-            made.append(self._batch(EVENT_SCHEMA, rows))
+            encoded_bodies.append(self._batch(EVENT_SCHEMA, rows))
         rows = [
             [
                 newest if point.step is None else point.step,
@@ -276,12 +276,12 @@ class _Writer:
             ]
             for point in points
         ]
-        return [*made, self._batch(SCALARS_SCHEMA, rows)]
+        return [*encoded_bodies, self._batch(SCALARS_SCHEMA, rows)]
 
     def _batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> bytes:
         first = self._next_seq[schema.stream]
         self._next_seq[schema.stream] = first + len(rows)
-        raw = b"".join(schema.pack(first + place, row) for place, row in enumerate(rows))
+        raw = b"".join(schema.pack(first + index, row) for index, row in enumerate(rows))
         header = BatchHeader(
             identity=self.identity, stream_schema=schema, first_seq=first, num_rows=len(rows)
         )
@@ -296,10 +296,10 @@ class OtlpIntake:
 
     def __init__(self, store: Store, ingest: IngestApp, *, clock: Clock) -> None:
         self._store, self._ingest, self._clock = store, ingest, clock
-        self._writers: dict[tuple[str, str, str], _Writer] = {}
+        self._writers: dict[tuple[str, str, str], _ServiceWriter] = {}
         self._lock = asyncio.Lock()
 
-    async def take(self, taken: Taken, principal: Principal) -> None:
+    async def store(self, taken: OtlpPoints, principal: Principal) -> None:
         """Store the points; they are durable when this returns.
 
         Raises:
@@ -323,7 +323,7 @@ class OtlpIntake:
         self,
         key: tuple[str, str, str],
         points: Sequence[Point],
-        taken: Taken,
+        taken: OtlpPoints,
         principal: Principal,
     ) -> None:
         run_id, service, _ = key
@@ -335,17 +335,17 @@ class OtlpIntake:
                 return
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.pop(next(iter(self._writers)))
-            self._writers[key] = _Writer(run_id, service, now_ns)
+            self._writers[key] = _ServiceWriter(run_id, service, now_ns)
         writer = self._writers[key]
-        kept, series = [], set(writer.names)
+        accepted, series = [], set(writer.names)
         for point in points:
             if point.name not in series and len(series) >= MAX_NAMES:
                 taken.refuse(1, f"{service} has more than {MAX_NAMES} series in this run")
                 continue
             series.add(point.name)
-            kept.append(point)
-        if kept:
-            await self._ingest.store(writer.bodies(kept, at, now_ns), principal)
+            accepted.append(point)
+        if accepted:
+            await self._ingest.store(writer.bodies(accepted, at, now_ns), principal)
 
     def _newest(self, run_id: str) -> tuple[int, int]:
         """Return the run's newest attempt, and its newest step."""
@@ -391,14 +391,14 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
     return router
 
 
-def _json_answer(taken: Taken) -> Mapping[str, object]:
+def _json_answer(taken: OtlpPoints) -> Mapping[str, object]:
     if not taken.num_refused:
         return {}
     refused = {"rejectedDataPoints": str(taken.num_refused), "errorMessage": taken.why}
     return {"partialSuccess": refused}
 
 
-def _answer(taken: Taken) -> bytes:
+def _answer(taken: OtlpPoints) -> bytes:
     """Return an ExportMetricsServiceResponse."""
     if not taken.num_refused:
         return b""
@@ -407,4 +407,4 @@ def _answer(taken: Taken) -> bytes:
     return b"\x0a" + varint(len(inner)) + inner
 
 
-__all__ = ["MAX_NAMES", "OtlpIntake", "Point", "Taken", "decode", "otlp_router"]
+__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode", "otlp_router"]

@@ -106,7 +106,7 @@ class RemoteWriter:
                 self._counters.fail("remote_write")
                 _LOG.exception("remote_write_failed again_in=%gs", PUSH_SECONDS)
 
-    def look(self) -> None:
+    def push_if_due(self) -> None:
         """Take the samples of now, and push what waits, where it is time to."""
         if not self._leads():
             self._waiting.clear()  # the one that leads has said it since
@@ -118,7 +118,7 @@ class RemoteWriter:
                 return
             self._waiting.popleft()
 
-    def _take(self) -> None:
+    def _collect_samples(self) -> None:
         values = dict(_of_runs(self._collector))
         body = encode(values, ended=self._last - values.keys(), unix_ms=self._unix_ms())
         self._last = set(values)

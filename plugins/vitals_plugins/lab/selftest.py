@@ -52,9 +52,9 @@ class WrongAnswer(NamedTuple):
         flipped = self.expected ^ self.actual
         bits = [str(bit) for bit in range(flipped.bit_length()) if flipped >> bit & 1]
         which = f"bit {', '.join(bits)}" if len(bits) <= 4 else f"{len(bits)} bits"
-        place = f" at {self.address:#x}" if self.address else ""
+        where = f" at {self.address:#x}" if self.address else ""
         return (
-            f"{self.kernel}, seed {self.seed}: element {self.element}{place} is {self.actual:#x}, "
+            f"{self.kernel}, seed {self.seed}: element {self.element}{where} is {self.actual:#x}, "
             f"expected {self.expected:#x} "
             f"({which if flipped else 'right when read again'}; {self.num_wrong:,} wrong)"
         )

@@ -45,7 +45,7 @@ class ActingCollector:
             _call_again(partial(ingest, self.store, raw, received_unix_ns=now))
 
     def look(self) -> list[str]:
-        _call_again(self.acting.lease.look)
+        _call_again(self.acting.lease.renew_or_acquire)
         _call_again(self.owners.renew)
         _call_again(self.acting.engine.poll)
         self.acting.dispatcher.pump()
@@ -66,7 +66,7 @@ class ActingCollector:
         numbers = self.store.numbers
         assert isinstance(numbers, Lake)
         engine = numbers.engine
-        told = {name: getattr(engine, name) for name in ("ask", "read", "execute")}
+        told = {name: getattr(engine, name) for name in ("ask", "query_in_transaction", "execute")}
 
         def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
             asked.append(statement)

@@ -128,7 +128,7 @@ class RealCollector:
 
 def pager_of(store: Store, collectors: list[RealCollector]) -> RealCollector | None:
     """Return which of them holds the lease of the pager now, by the database."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         query = select(leases.c.holder).where(leases.c.name == PAGER)
         holder = connection.execute(query).scalar() or "//"
     pid = holder.split("/")[1]
@@ -137,6 +137,6 @@ def pager_of(store: Store, collectors: list[RealCollector]) -> RealCollector | N
 
 def num_settled(store: Store) -> int:
     """Return of how many alerts every notifier is known to have had the present state."""
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         query = select(alerts.c.fingerprint).where(alerts.c.notified_unix_ns > 0)
         return len(connection.execute(query).all())

@@ -26,7 +26,7 @@ from vitals_agent.collector_endpoint import CollectorEndpoint, finder
 from vitals_agent.faults import Faults
 from vitals_agent.shipper import Shipper
 from vitals_collector.api.auth import load_or_create_tokens
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.store import Store, open_data_store
 
 pytestmark = [
@@ -112,7 +112,7 @@ class Three:
 
 def stored(store: Store, run_id: str) -> Counter[tuple[int, float]]:
     """Return how often each row of the run's steps is there: its number and its loss."""
-    columns = store.numbers.scan(Span(run_id, "steps"), ("seq", "loss"))
+    columns = store.numbers.scan(RowSpan(run_id, "steps"), ("seq", "loss"))
     return Counter(
         zip(columns["seq"].values.tolist(), columns["loss"].values.tolist(), strict=True)
     )

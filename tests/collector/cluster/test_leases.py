@@ -22,10 +22,10 @@ class Collector:
 
     def __init__(self, store: Store, place: str = "", name: str = PAGER) -> None:
         self.clock = ManualClock()
-        self.lease = Lease(store, name, clock=self.clock, is_shared=True, place=place)
+        self.lease = Lease(store, name, clock=self.clock, is_shared=True, process_place=place)
 
-    def look(self) -> int | None:
-        self.lease.look()
+    def renew_or_acquire(self) -> int | None:
+        self.lease.renew_or_acquire()
         return self.lease.epoch()
 
 
@@ -49,16 +49,16 @@ def put(store: Store) -> None:
 
 def test_one_of_two_holds_it_until_its_time_is_over(store: Store, start) -> None:
     first, second = start(), start()
-    assert (first.look(), second.look()) == (1, None)
-    assert (first.look(), second.look()) == (1, None)
+    assert (first.renew_or_acquire(), second.renew_or_acquire()) == (1, None)
+    assert (first.renew_or_acquire(), second.renew_or_acquire()) == (1, None)
     end_all(store)
-    assert (second.look(), first.look()) == (2, None)
+    assert (second.renew_or_acquire(), first.renew_or_acquire()) == (2, None)
     assert second.lease.epoch() == 2
 
 
 def test_a_holder_that_cannot_renew_stops_before_the_lease_ends(store: Store, start) -> None:
     holder = start()
-    holder.look()
+    holder.renew_or_acquire()
     holder.clock.advance(LEASE_SECONDS - 2.5)
     assert holder.lease.epoch() == 1
     holder.clock.advance(1.0)
@@ -67,9 +67,9 @@ def test_a_holder_that_cannot_renew_stops_before_the_lease_ends(store: Store, st
 
 def test_who_stopped_in_between_has_a_new_number(store: Store, start) -> None:
     holder = start()
-    holder.look()
+    holder.renew_or_acquire()
     holder.clock.advance(LEASE_SECONDS)
-    assert holder.look() == 2
+    assert holder.renew_or_acquire() == 2
 
 
 def test_a_lease_that_was_let_go_is_free_at_once(store: Store, start) -> None:
@@ -77,29 +77,29 @@ def test_a_lease_that_was_let_go_is_free_at_once(store: Store, start) -> None:
     first.lease.start()
     assert first.lease.epoch() == 1
     first.lease.close()
-    assert (first.lease.epoch(), second.look()) == (None, 2)
+    assert (first.lease.epoch(), second.renew_or_acquire()) == (None, 2)
 
 
 def test_what_a_former_holder_writes_is_refused(store: Store, start) -> None:
     paused, holder = start(), start()
-    paused.look()
+    paused.renew_or_acquire()
     end_all(store)
-    holder.look()
+    holder.renew_or_acquire()
     with pytest.raises(StorageError, match="another collector holds"), paused.lease.fenced(1):
         put(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert connection.execute(select(engine_state.c.name)).all() == []
     with holder.lease.fenced(2):
         put(store)
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         assert connection.execute(select(engine_state.c.name)).all() == [("x",)]
 
 
 def test_an_old_time_of_the_same_holder_is_refused(store: Store, start) -> None:
     holder = start()
-    holder.look()
+    holder.renew_or_acquire()
     holder.clock.advance(LEASE_SECONDS)
-    holder.look()
+    holder.renew_or_acquire()
     with pytest.raises(StorageError, match="number 1"), holder.lease.fenced(1):
         put(store)
 
@@ -108,12 +108,12 @@ def test_who_comes_back_to_the_same_place_has_the_lease_at_once_and_what_was_bef
     store: Store, start
 ) -> None:
     killed = start("a")
-    killed.look()
-    with store.read() as connection:
+    killed.renew_or_acquire()
+    with store.read_transaction() as connection:
         expires = connection.execute(select(leases.c.expires_unix_ns)).scalar_one()
     back = start("a")
-    assert back.look() == back.look() == 2
-    with store.read() as connection:
+    assert back.renew_or_acquire() == back.renew_or_acquire() == 2
+    with store.read_transaction() as connection:
         assert connection.execute(select(leases.c.expires_unix_ns)).scalar_one() > expires
     with pytest.raises(StorageError, match="number 1"), killed.lease.fenced(1):
         put(store)
@@ -126,13 +126,13 @@ def test_who_comes_from_another_place_waits_until_the_lease_ends(
     store: Store, start, place: str
 ) -> None:
     holder, other = start("a"), start(place)
-    assert (holder.look(), other.look()) == (1, None)
+    assert (holder.renew_or_acquire(), other.renew_or_acquire()) == (1, None)
     end_all(store)
-    assert other.look() == 2
+    assert other.renew_or_acquire() == 2
 
 
 def test_two_names_are_held_apart(store: Store, start) -> None:
     pager, upkeep = start("a", PAGER), start("b", UPKEEP)
-    assert (pager.look(), upkeep.look()) == (1, 1)
+    assert (pager.renew_or_acquire(), upkeep.renew_or_acquire()) == (1, 1)
     assert (pager.lease.is_held(), upkeep.lease.is_held()) == (True, True)
-    assert not start("b", PAGER).look()
+    assert not start("b", PAGER).renew_or_acquire()

@@ -68,13 +68,13 @@ def test_what_an_owner_finds_in_its_rows_the_pager_tells_once(pair: Pair) -> Non
 def test_what_a_look_asks_does_not_grow_with_the_runs_of_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, runs_read = FollowedRun.read, Counter[str]()
+    read, runs_read = FollowedRun.read_stored, Counter[str]()
 
     def noted(followed: FollowedRun, *args: Any, **how: Any) -> int:
         runs_read[followed.run_id] += 1
         return read(followed, *args, **how)
 
-    monkeypatch.setattr(FollowedRun, "read", noted)
+    monkeypatch.setattr(FollowedRun, "read_stored", noted)
     writers = [Writer(run=new_run_id(time.time_ns() + i)) for i in range(4)]
 
     def asked_with(some: list[Writer], steps: range) -> list[str]:

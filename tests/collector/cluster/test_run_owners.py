@@ -19,7 +19,7 @@ from trainvitals.wire import decode_batch
 from vitals_collector.cluster import leases, owners
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.ingest import ingest, ingest_all, ingest_bodies
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_catalogue import number_for
 from vitals_collector.storage.store import Store, open_data_store
@@ -140,7 +140,7 @@ def test_an_owner_that_has_its_run_anew_commits_nothing_under_the_lease_before(
         assert {} == second.claims.claim([RUN])
         second.numbers.append([decode_batch(raw)])
         second.claims.close()
-        assert {} == first.claims._take([RUN])
+        assert {} == first.claims._acquire([RUN])
 
     commits_behind(first, taken_and_given_back, monkeypatch)
     with pytest.raises(StorageError, match=f"another collector has taken run {RUN}"):
@@ -172,7 +172,7 @@ def test_runs_that_are_taken_at_once_never_get_one_number(
     for store in (first, second):
         assert isinstance(store.numbers, Lake)
         store.numbers.catalogue.forget()
-        assert [3, 4] == [store.numbers.num_rows(Span(run, "steps")) for run in runs]
+        assert [3, 4] == [store.numbers.num_rows(RowSpan(run, "steps")) for run in runs]
 
 
 def commits_behind(
@@ -251,7 +251,7 @@ def test_leases_are_renewed_while_others_are_taken_and_the_lake_is_busy(first: S
     assert isinstance(owners_of, RunOwners)
     ingest(first, Writer().steps(range(5)))
     (before,) = _ends_of(first, [RUN])
-    with first.numbers.turn():
+    with first.numbers.write_lock():
         taking = threading.Thread(target=owners_of.claim, args=([OTHER_RUN],))
         taking.start()
         until(lambda: _ends_of(first, [OTHER_RUN]), "it asks for the other run")
@@ -286,7 +286,7 @@ def test_a_run_of_another_collector_is_looked_for_once_a_second(
 
 def _ends_of(store: Store, run_ids: list[str]) -> list[int]:
     names = [f"run/{run_id}" for run_id in run_ids]
-    with store.read() as connection:
+    with store.read_transaction() as connection:
         table = leases.leases.c
         query = select(table.expires_unix_ns).where(table.name.in_(names))
         return list(connection.execute(query).scalars())
@@ -300,7 +300,7 @@ def test_who_takes_one_run_of_an_owner_that_died_takes_its_share_of_all(
     end_leases(second)
     assert {} == second.claims.claim(runs[:1])
     names = [f"run/{run_id}" for run_id in runs]
-    with second.read() as connection:
+    with second.read_transaction() as connection:
         holders = leases.holders_of(connection, names).values()
     assert {"http://second:1"} == {holder.partition(" ")[0] for holder in holders}
     assert set(runs) <= second.claims.owned().keys()

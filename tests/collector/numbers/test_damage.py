@@ -16,7 +16,7 @@ from tests.support.examples import one_in
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake_upkeep
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_damage import DamagedFile
 from vitals_collector.numbers.lake_engine import Folder
@@ -151,11 +151,11 @@ def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
         for run in (RUN, OTHER_RUN):
             lake.append([batch(identity(run), [{"loss": 1.0}])])
     with contextlib.closing(Lake(tmp_path)) as lake, contextlib.closing(Lake(tmp_path)) as other:
-        assert plain(lake.scan(Span(RUN, "steps"), ["loss"])["loss"]) == [1.0]  # sees both files
+        assert plain(lake.scan(RowSpan(RUN, "steps"), ["loss"])["loss"]) == [1.0]  # sees both files
         other.merge()
         other.merge()
         assert len(list((tmp_path / "data" / "main" / "steps").iterdir())) == 1
-        assert plain(lake.scan(Span(OTHER_RUN, "steps"), ["loss"])["loss"]) == [1.0]
+        assert plain(lake.scan(RowSpan(OTHER_RUN, "steps"), ["loss"])["loss"]) == [1.0]
         assert lake.check() == []
 
 
@@ -184,7 +184,7 @@ def test_rows_are_stored_and_read_while_files_are_checked(
             assert is_read.wait(60.0)
             other = identity(OTHER_RUN)
             assert pool.submit(lake.append, [batch(other, [{"loss": 2.0}])]).result(60.0) == [1]
-            losses = pool.submit(lake.scan, Span(OTHER_RUN, "steps"), ["loss"]).result(60.0)
+            losses = pool.submit(lake.scan, RowSpan(OTHER_RUN, "steps"), ["loss"]).result(60.0)
             assert plain(losses["loss"]) == [2.0]
         finally:
             may_go_on.set()

@@ -21,7 +21,7 @@ from tests.support.lake_writer import WRITER
 from tests.support.numbers import losses, new_lake, plain
 from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_upkeep
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
 
@@ -95,7 +95,7 @@ def test_the_lake_gives_what_memory_gives(
             lake = Lake(folder)
     names = ("seq", "rank", "incarnation", *NAMES)
     for run in (RUN, OTHER_RUN):
-        mine, expected = (store.scan(Span(run, "steps"), names) for store in (lake, memory))
+        mine, expected = (store.scan(RowSpan(run, "steps"), names) for store in (lake, memory))
         assert {n: list(map(repr, plain(c))) for n, c in mine.items()} == {
             n: list(map(repr, plain(c))) for n, c in expected.items()
         }
@@ -195,7 +195,7 @@ def test_two_writers_see_what_the_other_has_added(tmp_path: Path) -> None:
             break
         except StorageError:
             continue
-    assert plain(mine.scan(Span(OTHER_RUN, "steps"), ["z"])["z"]) == [3.0]
+    assert plain(mine.scan(RowSpan(OTHER_RUN, "steps"), ["z"])["z"]) == [3.0]
     assert losses(theirs) == [1.0]
     mine.close()
     theirs.close()
@@ -267,7 +267,7 @@ def test_a_deleted_run_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.M
     lake.merge()
     assert lake.num_bytes(RUN) == 0
     assert _num_bytes(tmp_path) < 0.4 * sum(shares)
-    assert len(losses(lake, Span(OTHER_RUN, "steps"))) == 5_000
+    assert len(losses(lake, RowSpan(OTHER_RUN, "steps"))) == 5_000
     assert lake.check() == []
     lake.close()
 

@@ -23,7 +23,14 @@ from tests.support.levels import (
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake_thinning
-from vitals_collector.numbers.interface import AttemptRow, Curve, Levelled, Numbers, Span, Window
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    CurveRequest,
+    Levelled,
+    Numbers,
+    RowSpan,
+    StepWindow,
+)
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.levels import STATISTICS
 from vitals_collector.numbers.memory import MemoryNumbers
@@ -64,7 +71,7 @@ def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> Non
     while (due := numbers.next_window(RUN, 1, SIZE)) is not None:
         windows.append(due[0])
         numbers.level(RUN, due[0], 2)
-    assert windows == [Window(1, start, start + SIZE) for start in (0, 256, 512)]
+    assert windows == [StepWindow(1, start, start + SIZE) for start in (0, 256, 512)]
     assert levels(numbers)["step"] == list(range(600))
     assert numbers.next_window(RUN, 2, SIZE) is None
 
@@ -93,7 +100,7 @@ def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: N
         [batch(identity(rank=rank), [{"z": largest}, {"z": math.nan}]) for rank in (1, 2, 3)]
     )
     numbers.level(RUN, FIRST, 1)
-    scanned = numbers.scan(Span(RUN, "ranks"), [f"z:{what}" for what in STATISTICS])
+    scanned = numbers.scan(RowSpan(RUN, "ranks"), [f"z:{what}" for what in STATISTICS])
     assert [plain(column) for column in scanned.values()] == [
         [largest, None],
         [largest, None],
@@ -123,7 +130,8 @@ def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
     for numbers in (lake, memory):
         numbers.level(RUN, FIRST, 2)
     curves = [
-        Curve(Span(RUN, "steps", (f"rank:{rank}",)), "rank_loss", 4) for rank in (0, 1, 7, 11)
+        CurveRequest(RowSpan(RUN, "steps", (f"rank:{rank}",)), "rank_loss", 4)
+        for rank in (0, 1, 7, 11)
     ]
     for _ in range(2):
         drawn = lake.curves(curves, [AttemptRow(1, None, 0)], "lineage")

@@ -17,11 +17,11 @@ from trainvitals.rows import Value
 from trainvitals.views import Branch
 from vitals_collector.numbers.interface import (
     AttemptRow,
-    Curve,
-    Drawn,
-    Keyed,
+    CurveRequest,
+    DownsampledCurve,
     Numbers,
-    Span,
+    RowSpan,
+    SeriesKey,
 )
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
@@ -85,7 +85,7 @@ def test_one_name_of_two_types_gives_floats(numbers: Numbers) -> None:
 def test_texts_come_back_and_bytes_that_are_none_refuse_nothing(numbers: Numbers) -> None:
     rows: list[dict[str, Value]] = [{"name": b"layers.0"}, {"name": b"\xff\xfe"}, {}]
     numbers.append([batch(identity(), rows, kinds={"name": "S16"}, stream="layers")])
-    columns = numbers.scan(Span(RUN, "layers"), ["name"])
+    columns = numbers.scan(RowSpan(RUN, "layers"), ["name"])
     assert plain(columns["name"]) == ["layers.0", "\ufffd\ufffd", None]
 
 
@@ -126,13 +126,15 @@ def three_rows(
         (STEPS._replace(seqs={identity(rank=3).incarnation: (1, 3)}), [1.0, 2.0]),
         (STEPS._replace(seqs={identity(rank=4).incarnation: (0, 3)}), []),
         (STEPS._replace(seqs={}), []),
-        (STEPS._replace(keyed=Keyed("step", 1)), [1.0]),
-        (STEPS._replace(keyed=Keyed("never_written", 1)), []),
+        (STEPS._replace(keyed=SeriesKey("step", 1)), [1.0]),
+        (STEPS._replace(keyed=SeriesKey("never_written", 1)), []),
         (STEPS._replace(run_id=OTHER_RUN), [8.0]),
         (STEPS._replace(stream="scalars"), []),
     ],
 )
-def test_a_span_bounds_what_is_read(three_rows: Numbers, span: Span, expected: list[float]) -> None:
+def test_a_span_bounds_what_is_read(
+    three_rows: Numbers, span: RowSpan, expected: list[float]
+) -> None:
     assert losses(three_rows, span) == expected
     assert three_rows.num_rows(span) == len(expected)
 
@@ -145,18 +147,18 @@ def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: Numbers) -> No
         numbers.append([batch(who, rows, kinds=kinds, stream="scalars")])
 
     def values(**of_span: Any) -> list[Value | str]:
-        span = Span(RUN, "scalars", **of_span)
+        span = RowSpan(RUN, "scalars", **of_span)
         assert numbers.num_rows(span) == len(plain(numbers.scan(span, ["value"])["value"]))
         return sorted(plain(numbers.scan(span, ["value"])["value"]), key=str)
 
     of_both = {first.incarnation: 0, second.incarnation: 1}
-    assert values(keyed=Keyed("name", 0)) == [0.0, 11.0, 12.0, 2.0]
-    assert values(keyed=Keyed("name", of_both)) == [0.0, 10.0, 2.0]
-    assert values(keyed=Keyed("name", {second.incarnation: 0})) == [11.0, 12.0]
-    assert values(keyed=Keyed("name", {})) == []
+    assert values(keyed=SeriesKey("name", 0)) == [0.0, 11.0, 12.0, 2.0]
+    assert values(keyed=SeriesKey("name", of_both)) == [0.0, 10.0, 2.0]
+    assert values(keyed=SeriesKey("name", {second.incarnation: 0})) == [11.0, 12.0]
+    assert values(keyed=SeriesKey("name", {})) == []
     seqs = {first.incarnation: (1, 2), second.incarnation: (0, 2)}
     assert values(seqs=seqs) == [1.0, 10.0, 11.0]
-    assert values(seqs=seqs, keyed=Keyed("name", of_both)) == [10.0]
+    assert values(seqs=seqs, keyed=SeriesKey("name", of_both)) == [10.0]
 
 
 def test_a_run_has_the_columns_and_the_sources_of_its_own_rows(numbers: Numbers) -> None:
@@ -186,10 +188,10 @@ def test_numbers_under_a_name_that_is_text_too_are_missing(numbers: Numbers) -> 
     assert plain(numbers.scan(STEPS, ["n"])["n"]) == [None, "mine"]
     assert plain(numbers.scan(STEPS._replace(to_step=1), ["n"])["n"]) == [None]
     with pytest.raises(FormatError, match="n is text"):
-        numbers.curves([Curve(STEPS, "n")], ATTEMPTS, "lineage")
+        numbers.curves([CurveRequest(STEPS, "n")], ATTEMPTS, "lineage")
 
 
-def of(drawn: Drawn) -> dict[int, float]:
+def of(drawn: DownsampledCurve) -> dict[int, float]:
     """Return a curve's values by step."""
     return dict(zip(drawn.points.step.tolist(), drawn.points.value.tolist(), strict=True))
 
@@ -205,7 +207,9 @@ def test_a_curve_is_stitched_from_the_attempts_of_its_branch(numbers: Numbers) -
     attempts = [*ATTEMPTS, AttemptRow(2, 1, 3)]
 
     def curve(branch: Branch, **of_span: Any) -> tuple[dict[int, float], int]:
-        (drawn,) = numbers.curves([Curve(STEPS._replace(**of_span), "loss")], attempts, branch)
+        (drawn,) = numbers.curves(
+            [CurveRequest(STEPS._replace(**of_span), "loss")], attempts, branch
+        )
         return of(drawn), drawn.num_values
 
     assert curve("lineage") == ({0: 0.0, 1: 7.0, 2: 2.0, 3: 13.0, 4: 14.0}, 6)
@@ -222,14 +226,14 @@ def test_many_curves_are_each_what_they_are_alone(numbers: Numbers) -> None:
     kinds = {"layer": "i8", "norm": "f8"}
     numbers.append([batch(identity(), layers, kinds=kinds, stream="layers")])
     curves = [
-        *(Curve(STEPS._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in range(5)),
-        Curve(STEPS._replace(sources=("rank:1",)), "z"),
-        Curve(STEPS._replace(sources=("rank:1",)), "never_written"),
-        Curve(STEPS._replace(sources=("rank:1",), from_step=2), "loss"),
-        Curve(Span(RUN, "layers", keyed=Keyed("layer", 1)), "norm"),
-        Curve(Span(RUN, "layers", keyed=Keyed("layer", 0)), "norm"),
-        Curve(Span(RUN, "layers", keyed=Keyed("layer", {"0" * 16: 0})), "norm"),
-        Curve(Span(OTHER_RUN, "layers"), "norm"),
+        *(CurveRequest(STEPS._replace(sources=(f"rank:{rank}",)), "loss", 2) for rank in range(5)),
+        CurveRequest(STEPS._replace(sources=("rank:1",)), "z"),
+        CurveRequest(STEPS._replace(sources=("rank:1",)), "never_written"),
+        CurveRequest(STEPS._replace(sources=("rank:1",), from_step=2), "loss"),
+        CurveRequest(RowSpan(RUN, "layers", keyed=SeriesKey("layer", 1)), "norm"),
+        CurveRequest(RowSpan(RUN, "layers", keyed=SeriesKey("layer", 0)), "norm"),
+        CurveRequest(RowSpan(RUN, "layers", keyed=SeriesKey("layer", {"0" * 16: 0})), "norm"),
+        CurveRequest(RowSpan(OTHER_RUN, "layers"), "norm"),
     ]
     drawn = list(map(of, numbers.curves(curves, ATTEMPTS, "lineage")))
     assert drawn == [of(numbers.curves([c], ATTEMPTS, "lineage")[0]) for c in curves]
@@ -246,7 +250,7 @@ def test_rows_without_a_step_are_drawn_by_their_time(numbers: Numbers) -> None:
 
     for start, second, value in ((0, 5, 1.0), (1, 3, 2.0), (2, 4, math.nan)):
         sample(start, second, value)
-    (drawn,) = numbers.curves([Curve(Span(RUN, "gpu"), "watts", 2)], ATTEMPTS, "lineage")
+    (drawn,) = numbers.curves([CurveRequest(RowSpan(RUN, "gpu"), "watts", 2)], ATTEMPTS, "lineage")
     assert drawn.points.time_unix_ns.tolist() == [3, 4, 5]
     assert drawn.num_values == 3
 
@@ -274,10 +278,13 @@ def test_a_key_is_the_streams_own_column_though_every_row_has_one_of_that_name(
     rows: list[dict[str, Value]] = [{"rank": rank, "alive": rank + 10} for rank in (0, 1, 2)]
     kinds = {"rank": "i8", "alive": "i8"}
     numbers.append([batch(identity(rank=7), rows, stream="process", kinds=kinds)])
-    columns = numbers.scan(Span(RUN, "process", keyed=Keyed("rank", 1)), ["alive", "rank"])
+    columns = numbers.scan(RowSpan(RUN, "process", keyed=SeriesKey("rank", 1)), ["alive", "rank"])
     assert [11] == columns["alive"].values.tolist()
     assert [7] == columns["rank"].values.tolist()
-    curves = [Curve(Span(RUN, "process", keyed=Keyed("rank", rank)), "alive") for rank in (2, 1)]
+    curves = [
+        CurveRequest(RowSpan(RUN, "process", keyed=SeriesKey("rank", rank)), "alive")
+        for rank in (2, 1)
+    ]
     drawn = numbers.curves(curves, [], "lineage")
     assert [[12.0], [11.0]] == [curve.points.value.tolist() for curve in drawn]
 

@@ -17,14 +17,20 @@ from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch
 from vitals_collector.numbers import lake_upkeep, outlines
-from vitals_collector.numbers.interface import HOST_STREAMS, AttemptRow, Curve, Drawn, Span
+from vitals_collector.numbers.interface import (
+    HOST_STREAMS,
+    AttemptRow,
+    CurveRequest,
+    DownsampledCurve,
+    RowSpan,
+)
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
 
 FORKED = [AttemptRow(1, None, 0), AttemptRow(2, 1, 9), AttemptRow(3, 2, 14)]
 
 
-def rows_of(drawn: Drawn) -> list[tuple[int, int, int, str]]:
+def rows_of(drawn: DownsampledCurve) -> list[tuple[int, int, int, str]]:
     """Return a curve's points as they can be compared: NaN is NaN."""
     points = drawn.points
     columns = (points.step, points.attempt, points.time_unix_ns)
@@ -32,8 +38,8 @@ def rows_of(drawn: Drawn) -> list[tuple[int, int, int, str]]:
     return list(zip(*(c.tolist() for c in columns), values, strict=True))
 
 
-def check(drawn: Drawn, full: Drawn, curve: Curve) -> None:
-    """Assert that a curve is what ``Drawn`` promises of it."""
+def check(drawn: DownsampledCurve, full: DownsampledCurve, curve: CurveRequest) -> None:
+    """Assert that a curve is what ``DownsampledCurve`` promises of it."""
     mine, every = rows_of(drawn), rows_of(full)
     assert drawn.num_values == full.num_values
     if curve.num_points is None:
@@ -151,7 +157,7 @@ def test_an_overview_keeps_the_shape_of_the_curve(
             lake.merge()
     unit, begin, end = bounds
     scale = 1 if unit == "step" else 1_000
-    span = Span(run, stream)._replace(
+    span = RowSpan(run, stream)._replace(
         **{
             f"from_{unit}": None if begin is None else begin * scale,
             f"to_{unit}": None if end is None else end * scale,
@@ -160,7 +166,10 @@ def test_an_overview_keeps_the_shape_of_the_curve(
     spans = [span._replace(sources=(f"rank:{rank}",)) for rank in range(3)]
     spans += [span, span._replace(sources=("rank:0", "rank:1"))]
     curves = [
-        Curve(of, name, num) for of in spans for name in ("loss", "z") for num in (num_points, None)
+        CurveRequest(of, name, num)
+        for of in spans
+        for name in ("loss", "z")
+        for num in (num_points, None)
     ]
     drawn = lake.curves(curves, FORKED, branch)
     full = memory.curves(curves, FORKED, branch)
@@ -173,7 +182,7 @@ def test_rows_that_say_no_time_end_nobody_s_outlines(lake: Lake) -> None:
     timeless = [{"loss": 2.0, "time_unix_ns": None, "monotonic_ns": None}] * num
     lake.append([batch(identity(), timeless), batch(identity(rank=1), [{"loss": 1.0}] * num)])
     lake.merge()
-    spans = [Span(RUN, "steps", (f"rank:{rank}",)) for rank in range(2)]
+    spans = [RowSpan(RUN, "steps", (f"rank:{rank}",)) for rank in range(2)]
     loss = [lake.scan(span, ["loss"])["loss"].values for span in spans]
     assert [[2.0] * num, [1.0] * num] == [values.tolist() for values in loss]
 
@@ -191,8 +200,8 @@ def test_what_is_outlined_is_not_read(lake: Lake, monkeypatch: pytest.MonkeyPatc
     asked: list[str] = []
     ask = lake.engine.ask
     monkeypatch.setattr(lake.engine, "ask", lambda sql, *rest: asked.append(sql) or ask(sql, *rest))
-    span = Span(RUN, "steps", ("rank:0",))
-    twice = [Curve(span, "loss", 20), Curve(span, "loss", 100)]
+    span = RowSpan(RUN, "steps", ("rank:0",))
+    twice = [CurveRequest(span, "loss", 20), CurveRequest(span, "loss", 100)]
     drawn, same = lake.curves(twice, FORKED[:1], "lineage")
     assert rows_of(drawn) == rows_of(same)
     assert drawn.num_values == num + 1
@@ -206,7 +215,7 @@ def test_a_few_rows_wait_for_more_to_be_outlined_with_them(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lake_upkeep, "FEWEST_ROWS", 300)
-    span = Span(RUN, "steps", ("rank:0",))
+    span = RowSpan(RUN, "steps", ("rank:0",))
 
     def num_outlined() -> int:
         counted = lake.engine.ask("SELECT count(*) AS num FROM outlines")["num"]
@@ -217,5 +226,5 @@ def test_a_few_rows_wait_for_more_to_be_outlined_with_them(
         lake.append([batch(identity(), rows, first_seq=start)])
         lake.merge()
         assert (num_outlined() > 0) == (start >= 200)
-        (drawn,) = lake.curves([Curve(span, "loss")], FORKED[:1], "lineage")
+        (drawn,) = lake.curves([CurveRequest(span, "loss")], FORKED[:1], "lineage")
         assert [float(i) for i in range(start + 100)] == drawn.points.value.tolist()

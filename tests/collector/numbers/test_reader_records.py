@@ -8,7 +8,7 @@ from sqlalchemy import Connection, insert
 
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from trainvitals.errors import UsageError
-from vitals_collector.numbers.interface import Window
+from vitals_collector.numbers.interface import StepWindow
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_sql import LakeReader
 from vitals_collector.storage import schema
@@ -96,7 +96,7 @@ def test_old_steps_are_asked_for_as_levels(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     for rank in range(4):
         lake.append([batch(identity(rank=rank), [{"rank_loss": float(rank)}])])
-    lake.level(RUN, Window(1, 0, 512), 1)
+    lake.level(RUN, StepWindow(1, 0, 512), 1)
     with LakeReader(tmp_path) as reader:
         asked = 'SELECT step, num_ranks, "rank_loss:max" FROM levels'
         assert reader.ask(asked).rows == [(0, 3, 3.0)]

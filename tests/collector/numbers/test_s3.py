@@ -25,7 +25,7 @@ from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.numbers import lake_engine
-from vitals_collector.numbers.interface import Span
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import Bucket
 from vitals_collector.numbers.lake_sql import LakeReader
@@ -129,7 +129,7 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
 
     again = Lake(tmp_path)  # the catalogue says where its files are
     assert answers(again, RUN) == answers(memory, RUN)
-    assert again.num_rows(Span(OTHER_RUN, "steps")) == 0
+    assert again.num_rows(RowSpan(OTHER_RUN, "steps")) == 0
     assert again.append(batches[:4]) == [0] * 4
     assert again.check() == []
     again.close()
@@ -326,7 +326,7 @@ def test_files_are_looked_for_by_their_time_however_the_clock_is_set(
     monkeypatch.setattr("time.time", lambda: now[0])
     statements = ["INSERT INTO steps BY NAME SELECT * FROM rows", "SELECT * FROM marks"]
     for jump, prefix in ((0.0, "01990000-0f"), (3.0, "01990000*"), (-90.0, "01")):
-        place.begin()
+        place.on_transaction_start()
         now[0] += jump
         place.written(statements)
         assert f"/steps/ducklake-{prefix}" in asked[-1], asked

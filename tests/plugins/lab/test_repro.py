@@ -31,7 +31,7 @@ from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
 from trainvitals.io.capsules import CapsuleFile, find_capsules, verdict_on
 from trainvitals.io.rundir import RunDir
 from vitals_plugins.lab.repro import verdict as verdicts
-from vitals_plugins.lab.repro.play import Limits, Scene, Trace
+from vitals_plugins.lab.repro.play import ReplayLimits, Scene, Trace
 from vitals_plugins.lab.repro.weights import Weights, load
 
 ROOT = Path(__file__).parents[3]
@@ -158,7 +158,7 @@ def test_only_so_many_capsules_of_a_rank_are_kept_and_the_newest(tmp_path, monke
     for step in range(6):
         content = Content(facts={"versions": {}}, batches=[torch.ones(4)], rng=[None])
         one = files.BadStep(f"capsules/step-{step:08d}-1-rank-0.npz", content)
-        until(lambda one=one: writer.put(one))
+        until(lambda one=one: writer.enqueue(one))
     writer.close()
     assert [3, 4, 5] == [file.step for file in find_capsules(tmp_path)]
 
@@ -351,9 +351,9 @@ def test_precision_is_to_blame_where_more_of_it_cures_the_step():
 
     scene = Scene(model=linear, loss_of=loss_of)
     batch = torch.full((2, 4), 2.0)
-    assert scene.play([batch]).is_bad(Limits())
+    assert scene.play([batch]).is_bad(ReplayLimits())
     precise = scene.play([batch], dtype=torch.float32)
-    assert ("", False) == (precise.error, precise.is_bad(Limits()))
+    assert ("", False) == (precise.error, precise.is_bad(ReplayLimits()))
     assert (torch.float32, None) == (linear.weight.dtype, linear.weight.grad)
 
 
@@ -376,9 +376,9 @@ def test_a_finite_step_is_bad_above_the_limits_that_it_was_judged_by():
     played = Scene(model=model, loss_of=lambda batch: model(batch).square().mean()).play(
         [torch.full((4, 2), 100.0)]
     )
-    assert (False, True) == (played.is_bad(Limits()), played.is_bad(Limits(loss=1e-6)))
-    assert played.is_bad(Limits(grad_norm=1e-6))
-    assert not played.is_bad(Limits(loss=1e9, grad_norm=1e9))
+    assert (False, True) == (played.is_bad(ReplayLimits()), played.is_bad(ReplayLimits(loss=1e-6)))
+    assert played.is_bad(ReplayLimits(grad_norm=1e-6))
+    assert not played.is_bad(ReplayLimits(loss=1e9, grad_norm=1e9))
 
 
 def test_a_spike_that_was_withheld_is_played_against_its_limit(run_dir, capsys, monkeypatch):

@@ -73,7 +73,7 @@ def test_the_recomputation_of_checkpointing_is_not_measured_again(make_loop, ree
     (numbers,) = sampler.own_numbers()
     kept = numbers.clone()
     assert sampler.activation_names == ("inner", "inner.0", "inner.1")
-    assert len(sampler.read([], kept.tolist()).activations) == 3
+    assert len(sampler.unpack([], kept.tolist()).activations) == 3
     loop.monitor.step(loss)
     assert loop.journal().layers("activation_rms")[0, "inner"] == kept[0].item()
 
@@ -110,10 +110,10 @@ def figures_of(output) -> dict[str, Activation]:
     """Return what is measured of a module with this output; nothing where it has no tensor."""
     module, faults = nn.Identity(), FaultCounter()
     activations = Activations({"it": module}, torch.device("cpu"), faults)
-    activations.begin(sampled=True)
+    activations.reset(sampled=True)
     module(output)
     assert faults.counts == {}
-    return activations.read(activations.numbers().tolist())
+    return activations.unpack(activations.numbers().tolist())
 
 
 def test_features_of_images_are_their_channels():

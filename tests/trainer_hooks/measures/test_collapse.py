@@ -35,7 +35,7 @@ def judged(
         in_burst = BURST <= step < BURST + 20
         optimizer.param_groups[0]["lr"] = burst_lr if in_burst else 1e-3
         label = torch.randint(10, (batch,))
-        activations.begin(sampled=step % every == 0)
+        activations.reset(sampled=step % every == 0)
         scores = model(centers[label] + 1.5 * torch.randn(batch, 20))
         optimizer.zero_grad()
         nn.functional.cross_entropy(scores, label).backward()
@@ -47,7 +47,7 @@ def judged(
                     "activation_max": activation.max_abs,
                     "activation_dead_ratio": activation.dead_ratio,
                 }
-                for name, activation in activations.read(activations.numbers().tolist()).items()
+                for name, activation in activations.unpack(activations.numbers().tolist()).items()
             }
             merged = MergedStep(step=step, attempt=1, time_unix_ns=step, layers=layers)
             findings += watcher.update(merged)

@@ -23,7 +23,7 @@ def broken(*_arguments, **_named):
         lambda m, patch: patch.setattr(Updates, "weight_squares", broken),
         lambda m, patch: patch.setattr(Updates, "keep", broken),
         lambda m, patch: patch.setattr(Updates, "update_squares", broken),
-        lambda m, patch: patch.setattr(activations.Activations, "begin", broken),
+        lambda m, patch: patch.setattr(activations.Activations, "reset", broken),
         lambda m, patch: patch.setattr(device_of(m).memory, "count_step", broken),
         lambda m, patch: patch.setattr(RootColumns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),

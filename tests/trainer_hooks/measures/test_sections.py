@@ -136,12 +136,12 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     faults, model = FaultCounter(), nn.Linear(4, 1)
     sections = Sections([model], torch.device("cuda"), faults)
-    sections.begin(0)
+    sections.start_step(0)
     model(torch.ones(2, 4)).sum().backward()
     exchanged = Event(enable_timing=True)
     sections.enter(0)
     exchanged.record()
-    timeline = sections.take()
+    timeline = sections.pop_timeline()
     assert timeline is not None
     assert dict.fromkeys(SECTIONS, 0.001) == pytest.approx(timeline.seconds())
     assert timeline.since(exchanged) == pytest.approx(0.001), "the optimizers', by the device"
@@ -151,10 +151,10 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
 def test_a_step_without_backward_is_not_placed() -> None:
     faults, model = FaultCounter(), nn.Linear(4, 1)
     sections = Sections([model], torch.device("cpu"), faults)
-    sections.begin(0)
+    sections.start_step(0)
     model(torch.ones(2, 4))
     sections.enter(0)
-    assert sections.take() is None
+    assert sections.pop_timeline() is None
     sections.release()
     assert not model._forward_hooks
 
@@ -170,12 +170,12 @@ def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
         queued = []
         for _ in range(2):
             began = time.monotonic()
-            sections.begin(time.monotonic_ns())
+            sections.start_step(time.monotonic_ns())
             model(torch.ones(1, 2)).sum().backward()
             busy_until = time.thread_time() + 0.15
             while time.thread_time() < busy_until:
                 pass
-            timeline = sections.take()
+            timeline = sections.pop_timeline()
             assert timeline is not None
             queued.append(timeline.run_queue_seconds)
             wall = time.monotonic() - began

@@ -4,7 +4,7 @@ from pathlib import Path
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import StreamWriter
 from trainvitals.io.segments import list_names, sort_segments
-from trainvitals.io.spool import Position, Spool
+from trainvitals.io.spool import Spool, SpoolPosition
 from trainvitals.records import Command, Note
 from trainvitals.rows import Column, Schema, Value
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
@@ -68,7 +68,7 @@ def fill(spool: Spool, identity: Identity, num: int, *, rows: int = 5, first: in
     spool.sync()
 
 
-def firsts(found: list[tuple[Position, bytes]]) -> list[int]:
+def firsts(found: list[tuple[SpoolPosition, bytes]]) -> list[int]:
     return [decode_batch(raw).header.first_seq for _, raw in found]
 
 

@@ -25,7 +25,7 @@ from trainvitals.io import client as client_module
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
-    Tokens,
+    CollectorTokens,
     discover_collector,
 )
 from trainvitals.views import (
@@ -296,7 +296,7 @@ def test_this_users_own_collector_is_found(tmp_path: Path) -> None:
     write_data(tmp_path / "trainvitals")
     found = discover_collector({"XDG_DATA_HOME": str(tmp_path)})
     assert found is not None
-    assert ("https://127.0.0.1:5", Tokens(read="r", ingest="i", control="c")) == (
+    assert ("https://127.0.0.1:5", CollectorTokens(read="r", ingest="i", control="c")) == (
         found.url,
         found.tokens,
     )
@@ -305,8 +305,12 @@ def test_this_users_own_collector_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "scope", "says"),
     [
-        (Tokens(ingest="i"), "read", "allows ingest only; this needs read"),
-        (Tokens(ingest="i", read="r"), "control", "ingest and read only; this needs control"),
+        (CollectorTokens(ingest="i"), "read", "allows ingest only; this needs read"),
+        (
+            CollectorTokens(ingest="i", read="r"),
+            "control",
+            "ingest and read only; this needs control",
+        ),
     ],
 )
 def test_a_token_file_without_the_scope_says_what_it_may_and_how_to_get_one(tokens, scope, says):
@@ -317,7 +321,7 @@ def test_a_token_file_without_the_scope_says_what_it_may_and_how_to_get_one(toke
 
 
 def test_a_control_token_reads_too() -> None:
-    collector = CollectorAddress(url="https://127.0.0.1:5", tokens=Tokens(control="c"))
+    collector = CollectorAddress(url="https://127.0.0.1:5", tokens=CollectorTokens(control="c"))
     with client_module.client_of(collector) as reader:
         assert "Bearer c" == reader._headers["Authorization"]
 

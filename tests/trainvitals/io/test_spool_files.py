@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.identity import Identity
-from trainvitals.io.spool import Position, Spool, read_batches
+from trainvitals.io.spool import Spool, SpoolPosition, read_batches
 from trainvitals.wire import decode_batch, frame
 
 
@@ -157,7 +157,7 @@ def test_damage_of_megabytes_takes_no_memory(tmp_path: Path, identity: Identity)
 
 def test_a_third_process_reads_on_from_where_it_was(tmp_path: Path, identity: Identity) -> None:
     spool = Spool(tmp_path, max_bytes=GB, keep=True, file_bytes=2_000)
-    position: Position | None = None
+    position: SpoolPosition | None = None
     seen: list[int] = []
     for i in range(20):
         fill(spool, identity, 1, first=5 * i)

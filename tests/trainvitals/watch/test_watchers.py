@@ -8,7 +8,7 @@ from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
 from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
-from trainvitals.detect.fleet.speed import Pace, ThroughputWatcher
+from trainvitals.detect.fleet.speed import SlowStepFilter, ThroughputWatcher
 from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import RATE_DECLARED
 from trainvitals.testing.merged import causes, merged_series, watched
@@ -269,7 +269,7 @@ def test_a_slow_creep_is_told() -> None:
 
 @pytest.mark.parametrize("period", [3, 10, 100, 500])
 def test_slow_steps_at_intervals_are_recognised(period: int) -> None:
-    pace = Pace()
+    pace = SlowStepFilter()
     kinds = [pace.push(step, 9.0 if step % period == 0 else 1.0) for step in range(9 * period + 1)]
     assert ["periodic"] * 3 == [kind for kind in kinds if kind != "ordinary"][-3:]
     assert period == pace.period
@@ -277,7 +277,7 @@ def test_slow_steps_at_intervals_are_recognised(period: int) -> None:
 
 
 def test_two_periods_at_once_are_recognised() -> None:
-    pace = Pace()
+    pace = SlowStepFilter()
     kinds = {
         step: pace.push(step, 9.0 if step % 100 == 0 or step % 250 == 0 else 1.0)
         for step in range(1, 3001)
@@ -286,7 +286,7 @@ def test_two_periods_at_once_are_recognised() -> None:
 
 
 def test_slow_steps_by_chance_are_not_periodic() -> None:
-    pace, slow = Pace(), {200, 217, 290, 401, 555, 560, 800, 931}
+    pace, slow = SlowStepFilter(), {200, 217, 290, 401, 555, 560, 800, 931}
     kinds = [pace.push(step, 9.0 if step in slow else 1.0) for step in range(1000)]
     assert "periodic" not in kinds
 

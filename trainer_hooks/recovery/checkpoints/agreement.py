@@ -61,8 +61,8 @@ class Agreement:
     def _until_all_ended(self, ended: Future[VitalsError | None]) -> list[VitalsError | None]:
         while True:
             wait([ended], timeout=MEET_SECONDS)
-            own = (True, ended.result()) if ended.done() else (False, None)
-            outcomes = self.ranks.gather(own)
+            rank_result = (True, ended.result()) if ended.done() else (False, None)
+            outcomes = self.ranks.gather(rank_result)
             if all(is_done for is_done, _ in outcomes):
                 return [error for _, error in outcomes]
 

@@ -18,7 +18,7 @@ from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import IndexEntry
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import (
     CheckpointCorruptError,
     FormatError,
@@ -84,7 +84,7 @@ def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
             manifests.parse_id(entry.id)[0],
             entry.state,
             entry.num_bytes or None,
-            moment(entry.time_unix_ns),
+            format_time(entry.time_unix_ns),
             entry.run_id,
             _note(entry),
         )
@@ -149,8 +149,8 @@ def quarantine(
     checkpoints.require(checkpoint)
     checkpoints.folder(checkpoint).quarantine(checkpoint, reason)
     healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
-    left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
-    typer.echo(f"{checkpoint} is quarantined in {checkpoints.path}; {left}; {_LATER}")
+    advice = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
+    typer.echo(f"{checkpoint} is quarantined in {checkpoints.path}; {advice}; {_LATER}")
 
 
 def _known_to_collector(run: str) -> list[IndexEntry]:
@@ -179,7 +179,7 @@ def _known_to_collector(run: str) -> list[IndexEntry]:
 # ------------------------------------------------------------------------------------ verifying
 
 
-class _Result(msgspec.Struct, frozen=True, kw_only=True):
+class _VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of verifying one checkpoint."""
 
     checkpoint: str
@@ -194,14 +194,14 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.checksums == "ok" and self.finite != "wrong"
 
 
-def _verified(folder: CheckpointFolder, name: str) -> _Result:
+def _verified(folder: CheckpointFolder, name: str) -> _VerifyResult:
     path, notes = folder.path, [_refused(folder, name)]
     try:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
-        return _Result(checkpoint=name, checksums="wrong", note=error.text)
+        return _VerifyResult(checkpoint=name, checksums="wrong", note=error.text)
     except (VitalsError, OSError) as error:  # newer, or not readable by us: it may be intact
-        return _Result(checkpoint=name, checksums="unknown", note=_words(error))
+        return _VerifyResult(checkpoint=name, checksums="unknown", note=_error_text(error))
     finite: Literal["ok", "wrong", "unknown"] = "ok"
     try:
         wrong = _nonfinite(path / name, content)
@@ -214,7 +214,7 @@ def _verified(folder: CheckpointFolder, name: str) -> _Result:
     except VitalsError as error:
         finite = "wrong"
         notes.append(error.text)
-    return _Result(
+    return _VerifyResult(
         checkpoint=name,
         checksums="ok",
         finite=finite,
@@ -228,13 +228,13 @@ def _refused(folder: CheckpointFolder, name: str) -> str:
     try:
         folder.proven(folder.path / name, manifests.read)
     except (InsecurePathError, OSError) as error:
-        return _words(error)
+        return _error_text(error)
     except FormatError:
         return ""  # damaged or newer: reported by the code that reads it
     return ""
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if not isinstance(error, VitalsError):
         return str(error)
     return f"{error.text}; {error.hint}" if error.hint else error.text
@@ -262,7 +262,7 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
 
 
 def _note(entry: IndexEntry) -> str:
-    words = [entry.reason] if entry.reason else []
+    notes = [entry.reason] if entry.reason else []
     if entry.best is not None and math.isfinite(entry.best.value):
-        words.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")
-    return "; ".join(words)
+        notes.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")
+    return "; ".join(notes)

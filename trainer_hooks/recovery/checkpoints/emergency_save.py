@@ -186,12 +186,14 @@ def _combined(parts: list[Metadata]) -> Metadata:
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for rank, part in enumerate(parts):
         for name, stored in tensors(part).items():
-            mine = merged.state_dict_metadata.setdefault(name, replace(stored, chunks=[]))
-            assert isinstance(mine, TensorStorageMetadata)
-            if (mine.size, mine.properties) != (stored.size, stored.properties):
+            merged_tensor = merged.state_dict_metadata.setdefault(name, replace(stored, chunks=[]))
+            assert isinstance(merged_tensor, TensorStorageMetadata)
+            if (merged_tensor.size, merged_tensor.properties) != (stored.size, stored.properties):
                 raise CheckpointCorruptError(f"the ranks' parts of {name} differ in kind")
-            offsets = {chunk.offsets for chunk in mine.chunks}
-            mine.chunks += [chunk for chunk in stored.chunks if chunk.offsets not in offsets]
+            offsets = {chunk.offsets for chunk in merged_tensor.chunks}
+            merged_tensor.chunks += [
+                chunk for chunk in stored.chunks if chunk.offsets not in offsets
+            ]
         for index, info in part.storage_data.items():
             moved = replace(info, relative_path=_renamed(info.relative_path, rank))
             merged.storage_data.setdefault(index, moved)

@@ -219,7 +219,7 @@ class CheckpointFolder:
         older = self._best_marks()
         number = 1 + max((mark.number for mark in older.values() if mark is not None), default=0)
         mark = BestMark(metric=metric, value=value, number=number)
-        manifests.put(folder / manifests.BEST_MARK, self.path, msgspec.json.encode(mark))
+        manifests.write_durably(folder / manifests.BEST_MARK, self.path, msgspec.json.encode(mark))
         for name in older.keys() - {checkpoint_id}:
             (self.path / name / manifests.BEST_MARK).unlink(missing_ok=True)
         self._index.write()
@@ -298,7 +298,9 @@ class CheckpointFolder:
         try:
             manifests.sync_folder(self.path)
             if not bad.is_symlink():
-                manifests.put(bad / manifests.BAD_MARK, self.path, msgspec.json.encode(mark))
+                manifests.write_durably(
+                    bad / manifests.BAD_MARK, self.path, msgspec.json.encode(mark)
+                )
         except OSError as error:  # the index has it too, and the name alone is sufficient
             _LOG.warning("vitals: cannot save why %s was set aside: %s", bad, error)
         self._index.write()

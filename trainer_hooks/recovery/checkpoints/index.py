@@ -104,8 +104,8 @@ def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEn
         by_id[entry.id] = entry
     short = [msgspec.structs.replace(e, reason=e.reason[:_MAX_REASON]) for e in by_id.values()]
     past_ones = sorted((e for e in short if e.is_gone), key=lambda e: e.time_unix_ns)
-    kept = [e for e in short if not e.is_gone] + past_ones[-MAX_GONE:]
-    return Index(entries=tuple(sorted(kept, key=lambda e: manifests.parse_id(e.id))))
+    retained = [e for e in short if not e.is_gone] + past_ones[-MAX_GONE:]
+    return Index(entries=tuple(sorted(retained, key=lambda e: manifests.parse_id(e.id))))
 
 
 def removable(
@@ -172,7 +172,7 @@ class IndexFile:
             num = len(self._gone)
             try:
                 raw = msgspec.json.format(msgspec.json.encode(self.current()))
-                manifests.put(self._folder / INDEX, self._folder, raw)
+                manifests.write_durably(self._folder / INDEX, self._folder, raw)
             except OSError as error:
                 _LOG.warning("vitals: %s is not written: %s", self._folder / INDEX, error)
                 return

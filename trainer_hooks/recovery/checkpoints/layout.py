@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainer_hooks.recovery.checkpoints.shard_layout import Held, Piece, Shape
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Piece, Shape
 from trainer_hooks.recovery.state import Spec
 from trainvitals.errors import CheckpointError
 
@@ -22,37 +22,37 @@ _MODEL = "model."
 class Layout:
     """One rank's view of the complete tensors."""
 
-    def __init__(self, held: Mapping[str, Held], split: Collection[int]) -> None:
+    def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
         """Set the tensors of this rank.
 
         Args:
-            held: by this rank's names: parameters, and tensors of registered modules.
+            tensors: by this rank's names: parameters, and tensors of registered modules.
             split: the optimizers of which each rank keeps the state of some parameters only.
         """
-        self._held = held
+        self._held = tensors
         self._split = split
-        self._owners = {whole: key for key, place in held.items() for whole in place.wholes}
+        self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
 
     # -------------------------------------------------------------------------------- saving
 
-    def kept(self, key: str, shape: Shape) -> Held | None:
+    def find_writable(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of a tensor that this rank may write; None if it has none.
 
         A counter of a parameter without elements on this rank may be outdated: FSDP1 gives such a
         parameter no gradient.
         """
-        held = self.held(key, shape)
-        if held is None or not key.startswith("optim."):
-            return held
+        tensor = self.find(key, shape)
+        if tensor is None or not key.startswith("optim."):
+            return tensor
         i, param, name = _parse(key)
         filled = {_moment(i, piece.name, name) for piece in self._held[_MODEL + param].pieces}
-        return replace(held, pieces=tuple(p for p in held.pieces if p.name in filled))
+        return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
-    def held(self, key: str, shape: Shape) -> Held | None:
+    def find(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of the tensor in the complete ones; None if it has none."""
         if not key.startswith("optim."):
-            held = self._held.get(key)
-            return held if held is not None and held.shape == shape else None
+            tensor = self._held.get(key)
+            return tensor if tensor is not None and tensor.shape == shape else None
         i, param, name = _parse(key)
         owner = self._held.get(_MODEL + param)
         if owner is None or i in self._split:
@@ -78,8 +78,8 @@ class Layout:
         for i, of_params in enumerate(scalars):
             by_whole: dict[str, dict[str, Any]] = {}
             for param, values in of_params.items():
-                held = None if i in self._split else self._held.get(_MODEL + param)
-                wholes = {_MODEL + param} if held is None else {p.name for p in held.pieces}
+                tensor = None if i in self._split else self._held.get(_MODEL + param)
+                wholes = {_MODEL + param} if tensor is None else {p.name for p in tensor.pieces}
                 by_whole |= {whole.removeprefix(_MODEL): values for whole in wholes}
             spread.append(by_whole)
         return spread
@@ -103,12 +103,14 @@ class Layout:
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)
 
-    def local_specs(self, stored: Mapping[str, Spec], own: Collection[str]) -> dict[str, Spec]:
+    def local_specs(
+        self, stored: Mapping[str, Spec], rank_keys: Collection[str]
+    ) -> dict[str, Spec]:
         """Return the shapes and types that this rank's tensors need to load the stored ones.
 
         Args:
             stored: tensors stored for this rank, without the ranks' prefixes.
-            own: the names that were stored under a rank's prefix.
+            rank_keys: the names that were stored under a rank's prefix.
 
         Raises:
             CheckpointError: a complete tensor has another shape here, or was stored in parts.
@@ -118,7 +120,7 @@ class Layout:
                 raise _refusal(f"{whole} is not in the checkpoint")
         specs: dict[str, Spec] = {}
         for name, spec in stored.items():
-            key, local = self._local(name, spec, is_own=name in own)
+            key, local = self._local(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
                 raise _refusal(f"{name} was saved as {spec}; others in {key} are not of that kind")
         return specs
@@ -129,17 +131,17 @@ class Layout:
         owner = self._owners.get(whole)
         if owner is None or i in self._split:
             return name, spec
-        held = self._held[owner]
+        tensor = self._held[owner]
         key = _moment(i, owner, moment) if moment else owner
-        if is_own and moment and self.held(key, spec.shape) is None:
+        if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
             raise _refusal(f"{name} was saved separately by each rank; here all ranks share it")
-        if _is_cut_alike(moment, spec.shape, held.wholes[whole]):
-            return key, Spec(held.shape, spec.dtype)
-        if moment and (math.prod(spec.shape) == 1 or held.uncut):
+        if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
+            return key, Spec(tensor.shape, spec.dtype)
+        if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
-        text = f"{name} was saved as {spec}; the shape of {whole} is {held.wholes[whole]} now"
+        text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"
         raise _refusal(text + (", and there is no rule to cut it" if moment else ""))
 
 

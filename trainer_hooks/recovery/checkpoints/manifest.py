@@ -327,7 +327,7 @@ def write_new(path: Path, raw: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def put(path: Path, near: Path, raw: bytes) -> None:
+def write_durably(path: Path, near: Path, raw: bytes) -> None:
     """Write a file atomically and durably: after a crash it has the old bytes, if any, or the new.
 
     The temporary file is in ``near``, on the same disk: a checkpoint never contains a file that it

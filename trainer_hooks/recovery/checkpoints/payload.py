@@ -97,15 +97,15 @@ class _MetadataUnpickler(pickle._Unpickler):
         """Set the fields of a newly created instance of one of these classes."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
-        made = stack[-1]
-        fields: set[str] = _BUILT.get(type(made), set())
-        if type(made) is TensorProperties and type(state) is tuple:
-            made.__setstate__(state)
+        built = stack[-1]
+        fields: set[str] = _BUILT.get(type(built), set())
+        if type(built) is TensorProperties and type(state) is tuple:
+            built.__setstate__(state)
         elif fields and type(state) is dict and state.keys() <= fields:
-            made.__dict__.update(state)
+            built.__dict__.update(state)
         else:
             raise CheckpointCorruptError(
-                f"the metadata sets the state of {name_type(made)}, which it may not"
+                f"the metadata sets the state of {name_type(built)}, which it may not"
             )
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
@@ -132,7 +132,7 @@ def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[name]
 
 
-class _Writer(FileSystemWriter):
+class _ShardWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # ``make_room`` creates the directory, which never exists before
 
@@ -204,12 +204,12 @@ def write(
         CheckpointError: on every rank, if one of them could not.
     """
     planner = BoxWriter(boxes, make_room=make_room, alone=agree is None)
-    writer = _Writer(folder, sync_files=True)
+    writer = _ShardWriter(folder, sync_files=True)
     _write(writer, planner, agree or Agreement(Ranks(0, 1, 0, None)))
     return Written(planner.written(), planner.num_bytes)
 
 
-def _write(writer: _Writer, planner: BoxWriter, agree: Agreement) -> None:
+def _write(writer: _ShardWriter, planner: BoxWriter, agree: Agreement) -> None:
     """Take the steps of torch's ``save``, without a timeout because of a slow rank."""
     ranks, is_root = agree.ranks, agree.ranks.rank == 0
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LocalShard:
     """Content of one of the rank's tensors."""
 
     shape: Shape
@@ -56,7 +56,7 @@ class Held:
     uncut: bool = False
     """Whether every rank holds all of it."""
 
-    def renamed(self, old: str, new: str) -> "Held":
+    def renamed(self, old: str, new: str) -> "LocalShard":
         """Return the same position in other complete tensors: those with another prefix."""
         pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
         wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
@@ -111,7 +111,7 @@ def held_in(
     alike: Collection[str],
     rank: int,
     world_size: int,
-) -> dict[str, Held]:
+) -> dict[str, LocalShard]:
     """Return this rank's content of tensors with a position in complete ones; others are left out.
 
     Args:
@@ -125,25 +125,25 @@ def held_in(
     ranges = _flat_ranges(module)
     places = {}
     for name, tensor in tensors.items():
-        held = None
+        shards = None
         if id(tensor) in ranges:
-            held = _held_in_ranges(prefix, tensor, *ranges[id(tensor)])
+            shards = _held_in_ranges(prefix, tensor, *ranges[id(tensor)])
         elif hasattr(tensor, "to_local"):
-            held = _held_of_dtensor(prefix + name, tensor)
+            shards = _held_of_dtensor(prefix + name, tensor)
         elif name in alike:
-            held = _held_whole(prefix + name, tuple(tensor.shape))
-            held = replace(held, copy=rank, copies=world_size, uncut=True)
-        if held is not None:
-            places[prefix + name] = held
+            shards = _held_whole(prefix + name, tuple(tensor.shape))
+            shards = replace(shards, copy=rank, copies=world_size, uncut=True)
+        if shards is not None:
+            places[prefix + name] = shards
     return places
 
 
-def _held_whole(name: str, shape: Shape) -> Held:
+def _held_whole(name: str, shape: Shape) -> LocalShard:
     piece = Piece(name, shape, *_all_of(shape), None)
-    return Held(shape=shape, wholes={name: shape}, pieces=(piece,))
+    return LocalShard(shape=shape, wholes={name: shape}, pieces=(piece,))
 
 
-def _held_of_dtensor(name: str, tensor: Any) -> Held | None:
+def _held_of_dtensor(name: str, tensor: Any) -> LocalShard | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -168,7 +168,7 @@ def _held_of_dtensor(name: str, tensor: Any) -> Held | None:
             copy, copies = copy * size + at, copies * size
         else:
             uncut = uncut and size == 1
-    return Held(
+    return LocalShard(
         shape=local,
         wholes={name: shape},
         pieces=pieces,
@@ -217,7 +217,7 @@ def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
     return by_tensor
 
 
-def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> Held:
+def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> LocalShard:
     local = tuple(tensor.shape)
     if len(ranges) == 1 and local == ranges[0].shape:
         return replace(_held_whole(prefix + ranges[0].fqn, local), uncut=uncut)
@@ -229,7 +229,7 @@ def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bo
         for offsets, sizes in boxes:
             pieces.append(Piece(prefix + fqn, shape, offsets, sizes, at))
             at += math.prod(sizes)
-    return Held(shape=local, wholes=wholes, pieces=tuple(pieces), uncut=uncut)
+    return LocalShard(shape=local, wholes=wholes, pieces=tuple(pieces), uncut=uncut)
 
 
 def _all_of(shape: Shape) -> Extent:

@@ -21,7 +21,7 @@ from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import Layout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
-from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, cut
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainer_hooks.tensors.finite import bytes_of, is_finite
@@ -106,8 +106,8 @@ class CheckpointStore:
         self._run_id = run_id
         self._ranks = ranks
         self._agree = Agreement(ranks)
-        held = state.held(rank=ranks.rank, world_size=ranks.world_size)
-        self._layout = Layout(held, state.split_optimizers)
+        tensors = state.held(rank=ranks.rank, world_size=ranks.world_size)
+        self._layout = Layout(tensors, state.split_optimizers)
         self._background = Background("vitals-save")
         self.num_saved = 0
         self.num_failed = 0
@@ -170,14 +170,16 @@ class CheckpointStore:
             self._agree,
             make_room=lambda size: self.folder.make_room(name, size),
         )
-        own: dict[str, FileEntry] = {}
+        rank_files: dict[str, FileEntry] = {}
 
         def read_back() -> None:
-            own.update(self._read_back(partial, written.boxes))
+            rank_files.update(self._read_back(partial, written.boxes))
             snapshot.check_whole()
 
         self._agree.on_all(read_back)
-        files = {name: entry for part in self._ranks.gather(own) for name, entry in part.items()}
+        files = {
+            name: entry for part in self._ranks.gather(rank_files) for name, entry in part.items()
+        }
         size = self._ranks.broadcast(written.num_bytes)
         self._agree.on_root(lambda: self._publish(snapshot, size, files))
         self._mark(name, snapshot)
@@ -212,17 +214,19 @@ class CheckpointStore:
 
         ``alone`` leaves out data that this rank need not write without communication.
         """
-        mine = f"rank.{self._ranks.rank}."
+        rank_prefix = f"rank.{self._ranks.rank}."
         host = {
             **snapshot.host,
             "moments": self._layout.spread(snapshot.host["moments"]),
         }
-        yield Box.all_of(f"{mine}host", payload.pack_host(host, snapshot.meta))
+        yield Box.all_of(f"{rank_prefix}host", payload.pack_host(host, snapshot.meta))
         for key, tensor in snapshot.tensors().items():
-            held = self._layout.kept(key, tuple(tensor.shape))
-            for box in [Box.all_of(mine + key, tensor)] if held is None else _pieces(held, tensor):
+            shard = self._layout.find_writable(key, tuple(tensor.shape))
+            for box in (
+                [Box.all_of(rank_prefix + key, tensor)] if shard is None else _pieces(shard, tensor)
+            ):
                 for part in _small(box):
-                    if not alone or held is None or held.writes(part.name, part.offsets):
+                    if not alone or shard is None or shard.writes(part.name, part.offsets):
                         yield part
 
     def _read_back(self, partial: Path, written: list[Box]) -> dict[str, FileEntry]:
@@ -236,8 +240,10 @@ class CheckpointStore:
 
         payload.scan(partial, check, list(expected))
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        own = manifests.share((path.name for path in partial.iterdir()), rank, world_size)
-        return manifests.measure(partial, [*own, *([manifests.METADATA] if rank == 0 else [])])
+        rank_share = manifests.share((path.name for path in partial.iterdir()), rank, world_size)
+        return manifests.measure(
+            partial, [*rank_share, *([manifests.METADATA] if rank == 0 else [])]
+        )
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
         if self._must_be_finite(key) and not is_finite(tensor):
@@ -415,12 +421,14 @@ class CheckpointStore:
         same_world = saved_by == self._ranks.world_size
         if not same_world:
             _refuse_parts(stored, saved_by)
-        mine = f"rank.{self._ranks.rank if same_world else 0}."
-        names = {_plain(k): k for k in stored if k.startswith(mine) or not k.startswith("rank.")}
-        own = {plain for plain, name in names.items() if plain != name}
+        rank_prefix = f"rank.{self._ranks.rank if same_world else 0}."
+        names = {
+            _plain(k): k for k in stored if k.startswith(rank_prefix) or not k.startswith("rank.")
+        }
+        rank_keys = {plain for plain, name in names.items() if plain != name}
         del names["host"]
         host, meta = self._host(folder, stored, saved_by)
-        specs = self._layout.local_specs({k: stored[name] for k, name in names.items()}, own)
+        specs = self._layout.local_specs({k: stored[name] for k, name in names.items()}, rank_keys)
         self._check_alike(folder, specs, names)
         self._state.conform(specs, host)
         payload.read(folder, list(self._targets(specs, names, stored)))
@@ -448,9 +456,9 @@ class CheckpointStore:
         """Refuse step counts that differ if one counter here covers several parameters."""
         groups: list[list[Box]] = []
         for key, spec in specs.items():
-            held = self._layout.held(key, spec.shape)
+            tensor = self._layout.find(key, spec.shape)
             piece_names = (
-                [p.name for p in held.pieces if p.start is None] if held is not None else []
+                [p.name for p in tensor.pieces if p.start is None] if tensor is not None else []
             )
             if len(piece_names) > 1:
                 there = [names[name] for name in piece_names if name in names]
@@ -473,9 +481,9 @@ class CheckpointStore:
         """Yield the memory of the live tensors; tensors missing in the checkpoint are zeroed."""
         live = self._state.tensors()
         for key, spec in specs.items():
-            held = self._layout.held(key, spec.shape)
+            tensor = self._layout.find(key, spec.shape)
             whole = [Box.all_of(key, live[key])]
-            boxes = whole if held is None else list(_pieces(held, live[key]))
+            boxes = whole if tensor is None else list(_pieces(tensor, live[key]))
             boxes = [box._replace(name=names[box.name]) for box in boxes if box.name in names]
             if sum(box.tensor.numel() for box in boxes) < live[key].numel():
                 live[key].zero_()
@@ -491,8 +499,8 @@ class CheckpointStore:
         return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
 
 
-def _pieces(held: Held, tensor: Tensor) -> Iterator[Box]:
-    for piece in held.pieces:
+def _pieces(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
+    for piece in shard.pieces:
         yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
 
@@ -503,8 +511,8 @@ def _small(box: Box) -> Iterator[Box]:
         part = box.tensor
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, start, size)
-        place = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-        yield Box(box.name, box.shape, place, part)
+        global_offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
+        yield Box(box.name, box.shape, global_offsets, part)
 
 
 def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:

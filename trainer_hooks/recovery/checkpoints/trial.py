@@ -26,7 +26,7 @@ def try_checkpoint(directory: Path) -> None:
     ring = SnapshotRing(state, num_slots=2, interval=1, healthy_after=0)
     store = CheckpointStore(state, directory, run_id="doctor", ranks=Ranks(0, 1, 0, None))
     store.prepare()
-    ring.take(1, 0, {}, trusted=True)
+    ring.capture(1, 0, {}, trusted=True)
     ring.commit(1, True)
     snapshot = ring.newest_committed()
     assert snapshot is not None, "it was just taken"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trainvitals.records import Finding
-from trainvitals.stateful import Entry, Stateful, StatefulRow, row
+from trainvitals.stateful import Stateful, StatefulRow, StateKey, row
 
 Value = float | int | None
 
@@ -93,7 +93,7 @@ def upper_median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) >> 1]
 
 
-def tell(
+def advisory_finding(
     detector: str,
     step: int,
     reason: str,
@@ -155,7 +155,7 @@ class Watcher(Stateful):
     """
 
     name: str
-    STATE: ClassVar[tuple[str | Entry, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
+    STATE: ClassVar[tuple[str | StateKey, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
     FLAGS_ARE_NUMBERS = True
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from trainvitals.detect.fleet.base import (
     Episode,
     MergedStep,
     Watcher,
-    tell,
+    advisory_finding,
     upper_median,
 )
 from trainvitals.records import Finding
@@ -32,7 +32,7 @@ _SIGMA_PER_MEAN_DEVIATION = 1.2533
 _LEAST_SPREAD = 0.05
 
 
-class Course(StatefulRow):
+class LayerTrend(StatefulRow):
     """A layer's trend: center and mean deviation of the logarithm of a number."""
 
     __slots__ = ("center", "count", "level", "spread", "streak")
@@ -47,8 +47,8 @@ class Course(StatefulRow):
         self.level = 0.0
         """The center that growth is counted from."""
 
-    def push(self, common: float, own: float, rate: float) -> None:
-        """Move by ``common``, shared by all layers, and by this layer's ``own``, bounded."""
+    def push(self, common: float, deviation: float, rate: float) -> None:
+        """Move by ``common``, shared by all layers, and by this layer's ``deviation``, bounded."""
         self.count += 1
         weight = 1.0 / self.count
         if weight < rate:
@@ -56,11 +56,11 @@ class Course(StatefulRow):
         spread = self.spread
         if self.count > 8:
             bound = 3.0 * (spread if spread > _LEAST_SPREAD else _LEAST_SPREAD)
-            own = bound if own > bound else -bound if own < -bound else own
-        self.center += weight * (common + own)
-        self.spread = spread + weight * (abs(own) - spread)
+            deviation = bound if deviation > bound else -bound if deviation < -bound else deviation
+        self.center += weight * (common + deviation)
+        self.spread = spread + weight * (abs(deviation) - spread)
 
-    def begin(self, value: float) -> None:
+    def restart_at(self, value: float) -> None:
         """Start at a value, without earlier samples."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
 
@@ -107,13 +107,13 @@ class LayerOutlierWatcher(Watcher):
     """
 
     label = ""
-    STATE = (table("_courses", lambda _: Course()), "_episode")
+    STATE = (table("_courses", lambda _: LayerTrend()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
         super().__init__()
         self._config = config or LayerConfig()
         self._weak = math.log(self._config.weak_ratio)
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, LayerTrend] = {}
         self._episode = Episode(self._config.clear_after)
 
     @property
@@ -130,14 +130,14 @@ class LayerOutlierWatcher(Watcher):
             return ()
         numbers = self._numbers(merged.layers)
         courses, warm_up = self._courses, self._config.warm_up
-        departures: list[tuple[str, Course, float]] = []
+        departures: list[tuple[str, LayerTrend, float]] = []
         moved: list[float] = []
         for layer, value in numbers.items():
             course = courses.get(layer)
             if course is None:
                 if len(courses) < MOST_LAYERS:
-                    courses[layer] = course = Course()
-                    course.begin(math.log(value))
+                    courses[layer] = course = LayerTrend()
+                    course.restart_at(math.log(value))
                 continue
             away = math.log(value) - course.center
             departures.append((layer, course, away))
@@ -147,25 +147,30 @@ class LayerOutlierWatcher(Watcher):
         common = upper_median(moved) if enough else 0.0
         outliers, weak, rate = [], self._weak, self._config.rate
         for layer, course, away in departures:
-            own = away - common
-            if own > weak and enough and course.count >= warm_up and self._stands_out(course, own):
-                outliers.append((own, layer))
+            relative = away - common
+            if (
+                relative > weak
+                and enough
+                and course.count >= warm_up
+                and self._stands_out(course, relative)
+            ):
+                outliers.append((relative, layer))
                 course.center += rate * common
                 self._doubt(course, away)
             else:
                 course.streak = 0
-                course.push(common, own, rate)
+                course.push(common, relative, rate)
         return self._tell(merged.step, numbers, outliers) if enough else ()
 
-    def _stands_out(self, course: Course, own: float) -> bool:
+    def _stands_out(self, course: LayerTrend, deviation: float) -> bool:
         """Return whether a value above the weak ratio also exceeds this layer's own noise."""
         sigma = _SIGMA_PER_MEAN_DEVIATION * max(course.spread, _LEAST_SPREAD)
-        return own > self._config.sigmas * sigma
+        return deviation > self._config.sigmas * sigma
 
-    def _doubt(self, course: Course, away: float) -> None:
+    def _doubt(self, course: LayerTrend, away: float) -> None:
         course.streak += 1
         if course.streak > self._config.accept_after:
-            course.begin(course.center + away)
+            course.restart_at(course.center + away)
 
     def _tell(
         self, step: int, numbers: Mapping[str, float], outliers: list[tuple[float, str]]
@@ -173,22 +178,22 @@ class LayerOutlierWatcher(Watcher):
         total = math.hypot(*numbers.values())
         strong = math.log(self._config.strong_ratio)
         confirmed = [
-            (own, layer)
-            for own, layer in outliers
-            if (own > strong or self._courses[layer].streak >= self._config.persistence)
+            (excess, layer)
+            for excess, layer in outliers
+            if (excess > strong or self._courses[layer].streak >= self._config.persistence)
             and numbers[layer] >= self._least(total)
         ]
         if not self._episode.begins(bool(confirmed)):
             return ()
-        own, layer = max(confirmed)
+        excess, layer = max(confirmed)
         course = self._courses[layer]
         others = f"; {len(confirmed) - 1} more layers are unusual" if len(confirmed) > 1 else ""
         usual = _exp(course.center)
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
-                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: {_exp(own):.3g}x its "
+                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: {_exp(excess):.3g}x its "
                 f"usual {usual:.4g}, after dividing out what all {len(numbers)} layers "
                 f"share{others}",
                 value=numbers[layer],
@@ -302,7 +307,7 @@ class ActivationWatcher(Watcher):
 
     name = "activation"
     STATE = (
-        table("_courses", lambda _: Course()),
+        table("_courses", lambda _: LayerTrend()),
         table("_dead", lambda _: DeadCourse()),
         "_episode",
         "_collapse",
@@ -317,7 +322,7 @@ class ActivationWatcher(Watcher):
             ("activation_rms", "root mean square", math.log(self._config.rms_ratio)),
             ("activation_max", "largest magnitude", math.log(self._config.max_ratio)),
         )
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, LayerTrend] = {}
         """By layer and column, separated by a colon."""
         self._dead: dict[str, DeadCourse] = {}
         """By layer."""
@@ -359,7 +364,7 @@ class ActivationWatcher(Watcher):
         limits = {named: limit for _, named, limit in self._columns}
         others = f"; {len(grown) - 1} more grew as much" if len(grown) > 1 else ""
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
                 f"the output of {layer} has a {label} of {value:.4g}, {_exp(growth):.3g}x the "
@@ -386,7 +391,7 @@ class ActivationWatcher(Watcher):
                 f"{100 * before:.0f} % after warm-up{others}"
             )
             return (
-                tell(
+                advisory_finding(
                     self.name,
                     step,
                     reason,
@@ -402,7 +407,7 @@ class ActivationWatcher(Watcher):
             f"the {level:.4g} after warm-up{others}"
         )
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
                 reason,
@@ -412,12 +417,12 @@ class ActivationWatcher(Watcher):
             ),
         )
 
-    def _course(self, key: str, value: float) -> Course | None:
+    def _course(self, key: str, value: float) -> LayerTrend | None:
         """Return the trend; None if it only starts, or if there are too many."""
         course = self._courses.get(key)
         if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
-            self._courses[key] = begun = Course()
-            begun.begin(value)
+            self._courses[key] = begun = LayerTrend()
+            begun.restart_at(value)
         return course
 
     def _died(self, layer: str, share: float) -> float | None:
@@ -467,7 +472,7 @@ class ActivationWatcher(Watcher):
             course.streak = 0
         if abs(course.streak) < self._config.persistence:
             return 0.0
-        course.begin(value)
+        course.restart_at(value)
         course.count, course.level = self._config.warm_up, value
         return growth
 

@@ -14,9 +14,9 @@ from trainvitals.detect.fleet.base import (
     Episode,
     MergedStep,
     Watcher,
+    advisory_finding,
     finite,
     number,
-    tell,
     upper_median,
 )
 from trainvitals.records import Finding
@@ -147,39 +147,41 @@ class MemoryCreepWatcher(Watcher):
                 leaks += creeping
         if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
             return ()
-        return (self._told(merged.step, *min(leaks)),)
+        return (self._finding(merged.step, *min(leaks)),)
 
     def _creeping(
-        self, merged: MergedStep, kept: list[list[float]], length: int
+        self, merged: MergedStep, floors: list[list[float]], length: int
     ) -> list[tuple[float, int, float, int]]:
         """Return steps left, rank, bytes per step and onset, for each rank with growth."""
         config, leaks = self._config, []
         peaks, ranks = finite(merged.ranks.get("memory_peak_bytes"))
         peak_of = dict(zip(ranks, peaks, strict=True))
-        num = len(kept)
-        for rank, (old, new) in enumerate(zip(kept[0], kept[-1], strict=True)):
+        num = len(floors)
+        for rank, (old, new) in enumerate(zip(floors[0], floors[-1], strict=True)):
             if new - old < config.min_growth * self._total:
                 continue
-            values = [row[rank] for row in kept]
+            values = [row[rank] for row in floors]
             rises = sum(a < b for a, b in pairwise(values))
             if rises < config.rising * (num - 1):
                 continue
             slope = _theil_sen(values) / length
             used = max(new, peak_of.get(rank, new))
-            left = (self._total - used) / slope if slope > 0.0 else INFINITY
-            if left <= config.horizon * num * length:
-                leaks.append((max(0.0, left), rank, slope, merged.step - num * length + 1))
+            steps_to_full = (self._total - used) / slope if slope > 0.0 else INFINITY
+            if steps_to_full <= config.horizon * num * length:
+                leaks.append((max(0.0, steps_to_full), rank, slope, merged.step - num * length + 1))
         return leaks
 
-    def _told(self, step: int, left: float, rank: int, slope: float, onset: int) -> Finding:
-        return tell(
+    def _finding(
+        self, step: int, steps_to_full: float, rank: int, slope: float, onset: int
+    ) -> Finding:
+        return advisory_finding(
             self.name,
             step,
             f"memory of rank {rank} grows by {humanize_bytes(slope)} a step since step "
             f"{max(0, onset)}; at that rate its {humanize_bytes(self._total)} run out in "
-            f"{left:,.0f} steps",
+            f"{steps_to_full:,.0f} steps",
             rank=rank,
-            value=left,
+            value=steps_to_full,
             onset_step=max(0, onset),
         )
 

@@ -18,8 +18,8 @@ from trainvitals.detect.fleet.base import (
     NodeSample,
     NodeWatcher,
     Value,
+    advisory_finding,
     number,
-    tell,
 )
 from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow, table
@@ -110,7 +110,9 @@ class GpuThrottleWatcher(NodeWatcher):
                 text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
                 cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
                 clock = number(columns.get("sm_clock_hertz"))
-                findings.append(tell(self.name, sample.step, text, cause=cause, value=clock))
+                findings.append(
+                    advisory_finding(self.name, sample.step, text, cause=cause, value=clock)
+                )
         return tuple(findings)
 
     def now(self, uuid: str) -> str:
@@ -218,48 +220,50 @@ class GpuErrorWatcher(NodeWatcher):
         """Add one sample; the samples of a node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            kept = _of(self._gpus, (sample.node, uuid), self._new)
-            if kept is None:
+            gpu_errors = _of(self._gpus, (sample.node, uuid), self._new)
+            if gpu_errors is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
-                findings += self._uncorrected(sample, uuid, kept, count)
+                findings += self._uncorrected(sample, uuid, gpu_errors, count)
             if (count := _count(columns.get("ecc_corrected_errors"))) >= 0:
-                findings += self._corrected(sample, uuid, kept, count)
+                findings += self._corrected(sample, uuid, gpu_errors, count)
             code = _count(columns.get("last_xid"))
             if code >= 0:
-                findings += self._xid(sample, uuid, kept, code)
-            elif kept.xid < 0:
-                kept.xid = 0  # the GPU responds without a code: later codes are new
+                findings += self._xid(sample, uuid, gpu_errors, code)
+            elif gpu_errors.xid < 0:
+                gpu_errors.xid = 0  # the GPU responds without a code: later codes are new
         return tuple(findings)
 
     def _uncorrected(
-        self, sample: NodeSample, uuid: str, kept: _Errors, count: int
+        self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
-        new = count - kept.uncorrected if kept.uncorrected >= 0 else 0
-        kept.uncorrected = count
-        if not kept.ecc.begins(new > 0):
+        new = count - gpu_errors.uncorrected if gpu_errors.uncorrected >= 0 else 0
+        gpu_errors.uncorrected = count
+        if not gpu_errors.ecc.begins(new > 0):
             return ()
         errors = humanize_count(new, "uncorrected memory error")
         text = f"{_gpu(sample, uuid)} had {errors}: its data was lost"
         return (
-            tell(self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new),
+            advisory_finding(
+                self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new
+            ),
         )
 
     def _corrected(
-        self, sample: NodeSample, uuid: str, kept: _Errors, count: int
+        self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
         """Count within time windows, each from zero."""
         config, now = self._config, sample.time_unix_ns
-        is_old = not 0 <= now - kept.since_ns <= config.corrected_seconds * 1e9
-        if kept.corrected < 0 or count < kept.corrected or is_old:
-            kept.corrected, kept.since_ns = count, now
-        new = count - kept.corrected
-        if not kept.many.begins(new >= config.corrected):
+        is_old = not 0 <= now - gpu_errors.since_ns <= config.corrected_seconds * 1e9
+        if gpu_errors.corrected < 0 or count < gpu_errors.corrected or is_old:
+            gpu_errors.corrected, gpu_errors.since_ns = count, now
+        new = count - gpu_errors.corrected
+        if not gpu_errors.many.begins(new >= config.corrected):
             return ()
         seconds = humanize(config.corrected_seconds, "seconds")
         text = f"{_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 sample.step,
                 text,
@@ -270,9 +274,11 @@ class GpuErrorWatcher(NodeWatcher):
             ),
         )
 
-    def _xid(self, sample: NodeSample, uuid: str, kept: _Errors, code: int) -> tuple[Finding, ...]:
+    def _xid(
+        self, sample: NodeSample, uuid: str, gpu_errors: _Errors, code: int
+    ) -> tuple[Finding, ...]:
         """Report a code when it appears: the driver keeps showing the last one."""
-        before, kept.xid = kept.xid, code
+        before, gpu_errors.xid = gpu_errors.xid, code
         if before < 0 or code in (0, before):
             return ()
         is_fatal = code in FATAL_XIDS
@@ -281,7 +287,7 @@ class GpuErrorWatcher(NodeWatcher):
         if is_fatal:
             text += "; reset the GPU or drain the node"
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 sample.step,
                 text,
@@ -340,17 +346,20 @@ class GpuLostWatcher(NodeWatcher):
             return ()
         if not answering and len(lost) > 1:
             text = f"all {len(lost)} GPUs of node {sample.node} stopped responding"
-            return (tell(self.name, sample.step, text, value=float(len(lost))),)
-        words = "stopped responding: it may have fallen off the bus"
-        return tuple(tell(self.name, sample.step, f"{_gpu(sample, uuid)} {words}") for uuid in lost)
+            return (advisory_finding(self.name, sample.step, text, value=float(len(lost))),)
+        message = "stopped responding: it may have fallen off the bus"
+        return tuple(
+            advisory_finding(self.name, sample.step, f"{_gpu(sample, uuid)} {message}")
+            for uuid in lost
+        )
 
 
 def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
     """Return the state of a GPU, created if it is new; None if there are too many."""
-    kept = gpus.get(key)
-    if kept is None and len(gpus) < MOST_GPUS:
-        gpus[key] = kept = make()
-    return kept
+    known = gpus.get(key)
+    if known is None and len(gpus) < MOST_GPUS:
+        gpus[key] = known = make()
+    return known
 
 
 def _count(value: Value) -> int:

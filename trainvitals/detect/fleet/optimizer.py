@@ -18,8 +18,8 @@ from trainvitals.detect.fleet.base import (
     Episode,
     MergedStep,
     Watcher,
+    advisory_finding,
     number,
-    tell,
 )
 from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
 from trainvitals.stateful import hexadecimal, row
@@ -105,7 +105,7 @@ class LearningRateWatcher(Watcher):
         is_bad = rate is None or rate < 0.0
         if self._nonfinite.begins(is_bad):
             return (
-                tell(
+                advisory_finding(
                     self.name,
                     merged.step,
                     f"the learning rate is {rate if rate is not None else 'not finite'}",
@@ -133,7 +133,7 @@ class LearningRateWatcher(Watcher):
 
     def _told_jump(self, step: int, last: float, rate: float) -> Finding:
         times = f"{rate / last:.3g}x" if last > 0.0 else "from 0"
-        return tell(
+        return advisory_finding(
             self.name,
             step,
             f"the learning rate jumped from {last:.4g} to {rate:.4g} in one step, {times}; "
@@ -178,7 +178,7 @@ class LearningRateWatcher(Watcher):
         if not self._zero.begins(is_zero and is_stuck):
             return ()
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 merged.step,
                 f"the learning rate has been 0 since step {self._zero_since}: the model does not "
@@ -211,7 +211,7 @@ class LearningRateWatcher(Watcher):
         if is_beyond and rate <= config.max_rise * high and not begins_again:
             return ()
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
                 f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
@@ -254,8 +254,8 @@ def _requested(applied: float | None, factor: float | None) -> float | None:
     """Return the scheduled rate; the applied one if no factor of the policy is known."""
     if applied is None or factor is None or not 0.0 < factor < 1.0:
         return applied
-    asked = applied / factor
-    return asked if math.isfinite(asked) else None
+    requested_rate = applied / factor
+    return requested_rate if math.isfinite(requested_rate) else None
 
 
 def _near(a: float, b: float) -> bool:
@@ -361,7 +361,7 @@ class LossScaleWatcher(Watcher):
         config, findings = self._config, []
         if self._low.begins(scale < config.min_scale):
             findings.append(
-                tell(
+                advisory_finding(
                     self.name,
                     step,
                     f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are "
@@ -374,7 +374,7 @@ class LossScaleWatcher(Watcher):
         collapses = self._is_settled and self._in_row >= config.overflows_in_row
         if self._collapse.begins(collapses) and not findings:
             findings.append(
-                tell(
+                advisory_finding(
                     self.name,
                     step,
                     f"{self._in_row} overflows in a row: the loss scale fell from "
@@ -398,7 +398,7 @@ class LossScaleWatcher(Watcher):
         if not self._rate.begins(ratio > limit):
             return ()
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
                 f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit "

@@ -13,9 +13,9 @@ from trainvitals.detect.fleet.base import (
     Episode,
     MergedStep,
     Watcher,
+    advisory_finding,
     finite,
     step_seconds,
-    tell,
     upper_median,
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD
@@ -121,7 +121,7 @@ class DataBoundWatcher(Watcher):
         rank = self._one_rank()
         who = f"rank {rank} alone spends" if rank >= 0 else "steps spend"
         return (
-            tell(
+            advisory_finding(
                 self.name,
                 step,
                 f"{who} {share:.0%} of the time waiting for batches, "
@@ -254,7 +254,7 @@ class RankLossWatcher(Watcher):
 
     def _tell(self, step: int, rank: int, loss: float, middle: float, since: int) -> Finding:
         side = "above" if loss > middle else "below"
-        return tell(
+        return advisory_finding(
             self.name,
             step,
             f"the loss of rank {rank} has been {side} the other ranks' on nearly every step since "
@@ -318,7 +318,9 @@ class ReductionWatcher(Watcher):
             f"explains): {why}"
         )
         rank = wrong[0] if len(wrong) == 1 else -1
-        finding = tell(self.name, merged.step, reason, rank=rank, value=worst, limit=limit)
+        finding = advisory_finding(
+            self.name, merged.step, reason, rank=rank, value=worst, limit=limit
+        )
         return (finding,)
 
 

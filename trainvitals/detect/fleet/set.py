@@ -206,8 +206,8 @@ class FleetDetectors(Stateful):
 
     def saved(self, step: int) -> None:
         """Note that the checkpoint of ``step`` is on disk."""
-        kept = [earlier for earlier in self._checkpoints if earlier < step]
-        self._checkpoints = [*kept, step][-_KEPT_CHECKPOINTS:]
+        earlier_steps = [earlier for earlier in self._checkpoints if earlier < step]
+        self._checkpoints = [*earlier_steps, step][-_KEPT_CHECKPOINTS:]
         self._interval = usual_interval(self._checkpoints)
         self._is_overdue = False
 

@@ -14,9 +14,9 @@ from trainvitals.detect.fleet.base import (
     Episode,
     MergedStep,
     Watcher,
+    advisory_finding,
     number,
     step_seconds,
-    tell,
     upper_median,
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
@@ -44,7 +44,7 @@ class PaceConfig(Settings, frozen=True, kw_only=True):
     """Slow steps in a row after which theirs becomes the usual duration."""
 
 
-class Pace(Stateful):
+class SlowStepFilter(Stateful):
     """Sorts steps by their duration. Slow ones never enter what is usual.
 
     In a healthy run nearly all slow steps are evaluations and checkpoints, at equal distances: a
@@ -168,7 +168,7 @@ class ThroughputWatcher(Watcher):
     def __init__(self, config: ThroughputConfig | None = None) -> None:
         super().__init__()
         self._config = config or ThroughputConfig()
-        self.pace = Pace(self._config.pace)
+        self.pace = SlowStepFilter(self._config.pace)
         self._world_size = 0
         self._per_token = False
         self._settling = self._config.warmup_rows
@@ -236,7 +236,7 @@ class ThroughputWatcher(Watcher):
         begins = self._episode.begins(is_present) if is_present or not is_low else False
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
-        return (self._told(step, cost, best, allowed),) if begins else ()
+        return (self._finding(step, cost, best, allowed),) if begins else ()
 
     def _learn(self, cost: float) -> None:
         self._blocks = [*self._blocks, cost][-self._config.blocks :]
@@ -247,7 +247,7 @@ class ThroughputWatcher(Watcher):
             self._best = course
             self._noise = SIGMA_PER_MAD * upper_median([abs(b - course) for b in self._blocks])
 
-    def _told(self, step: int, cost: float, best: float, allowed: float) -> Finding:
+    def _finding(self, step: int, cost: float, best: float, allowed: float) -> Finding:
         part, num = _exp(best - cost), self._low_blocks * self._config.block
         for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
         now, was, limit = _exp(-cost), _exp(-best), _exp(-best - allowed)
@@ -261,7 +261,9 @@ class ThroughputWatcher(Watcher):
                 f"steps take {humanize_seconds(_exp(cost))}, {_exp(cost - best):.3g}x the run's "
                 f"best ({humanize_seconds(_exp(best))}), {for_steps}"
             )
-        return tell(self.name, step, reason, value=now, limit=limit, onset_step=self._onset)
+        return advisory_finding(
+            self.name, step, reason, value=now, limit=limit, onset_step=self._onset
+        )
 
 
 def _exp(value: float) -> float:
@@ -332,7 +334,7 @@ def stalled(
     if silent <= limit:
         return None
     usual = "" if typical_seconds is None else humanize_seconds(typical_seconds)
-    return tell(
+    return advisory_finding(
         "stalled",
         last_step,
         f"no step has finished for {humanize_seconds(silent)} since step {last_step}"
@@ -363,7 +365,7 @@ def checkpoint_overdue(
     age, limit = step - newest_checkpoint_step, config.ratio * interval
     if age <= limit:
         return None
-    return tell(
+    return advisory_finding(
         "checkpoint_overdue",
         step,
         f"the newest checkpoint is {age} steps old (step {newest_checkpoint_step}); the usual "

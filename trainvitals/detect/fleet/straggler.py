@@ -16,10 +16,10 @@ from trainvitals.detect.fleet.base import (
     MergedStep,
     Value,
     Watcher,
+    advisory_finding,
     finite,
     number,
     step_seconds,
-    tell,
     upper_median,
 )
 from trainvitals.records import Finding
@@ -60,7 +60,7 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
             raise self.refusal("window", f"at least straggler.steps ({self.steps})")
 
 
-class _Part(NamedTuple):
+class _StepPart(NamedTuple):
     """A part of the step that belongs to one rank."""
 
     column: str
@@ -71,22 +71,22 @@ class _Part(NamedTuple):
 
 
 _PARTS = (
-    _Part("data_wait_seconds", "data", "its wait for data"),
-    _Part("before_forward_seconds", "host", "its loop before forward"),
-    _Part("forward_seconds", "forward", "forward"),
-    _Part("backward_seconds", "backward", "backward compute"),
-    _Part("optimizer_seconds", "optimizer", "the optimizer's step"),
-    _Part("checkpoint_seconds", "checkpoint", "snapshots and saves"),
-    _Part("monitor_seconds", "host", "Vitals itself"),
-    _Part("after_backward_seconds", "host", "its loop after backward", is_before=False),
+    _StepPart("data_wait_seconds", "data", "its wait for data"),
+    _StepPart("before_forward_seconds", "host", "its loop before forward"),
+    _StepPart("forward_seconds", "forward", "forward"),
+    _StepPart("backward_seconds", "backward", "backward compute"),
+    _StepPart("optimizer_seconds", "optimizer", "the optimizer's step"),
+    _StepPart("checkpoint_seconds", "checkpoint", "snapshots and saves"),
+    _StepPart("monitor_seconds", "host", "Vitals itself"),
+    _StepPart("after_backward_seconds", "host", "its loop after backward", is_before=False),
 )
 _BETWEEN = ("monitor_seconds", "after_backward_seconds")
 """Columns that are, or may be, between the wait for gradients and the exchange."""
-_LINK = _Part("", "link", "the other ranks' gradients")
-_QUEUE = _Part("run_queue_seconds", "host", "the wait for a CPU core")
+_LINK = _StepPart("", "link", "the other ranks' gradients")
+_QUEUE = _StepPart("run_queue_seconds", "host", "the wait for a CPU core")
 """Reason for the length of other parts; not a separate part of the step."""
-_DIFFUSE = _Part("", "host", "all parts of its step")
-_UNKNOWN = _Part("", "", "")
+_DIFFUSE = _StepPart("", "host", "all parts of its step")
+_UNKNOWN = _StepPart("", "", "")
 _LASTING = (_QUEUE, _DIFFUSE, _UNKNOWN)
 """Causes that must last longer before a report: most of them end by themselves."""
 _CAUSES = (*_PARTS, _LINK, _QUEUE)
@@ -166,7 +166,7 @@ class StragglerWatcher(Watcher):
         worst = max(fresh, key=lambda rank: courses[rank].share)
         return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
 
-    def _ease(self, courses: Mapping[int, _Course]) -> None:
+    def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
         """Remove reported ranks that have been in time for long: they can be reported again."""
         for rank, (absent, is_periodic, cause, changed) in list(self._told.items()):
             course = courses.get(rank)
@@ -182,20 +182,20 @@ class StragglerWatcher(Watcher):
         differ = len(values) > 1 and max(values) - min(values) > least
         self._optimizer = [number(value) for value in seconds] if differ else []
 
-    def _course(self, rank: int) -> _Course:
+    def _course(self, rank: int) -> _RankLateness:
         """Return the rank's lateness in each step of the window, as shares of the step."""
         shares, figures = [], []
         for _, duration, late in self._window:
-            own = next((f for f in late if f[0] == rank), None)
+            lateness = next((f for f in late if f[0] == rank), None)
             others = max((f[1] for f in late if f[0] != rank), default=0.0)
-            late_by = min(others if own is None else own[1], duration)
-            shares.append((-late_by if own is None else late_by) / duration)
-            figures.append(own)
+            late_by = min(others if lateness is None else lateness[1], duration)
+            shares.append((-late_by if lateness is None else late_by) / duration)
+            figures.append(lateness)
         recent, _ = _robust_mean(shares[-self._config.steps :])
         mean, error = _robust_mean(shares)
-        return _Course(rank, shares, figures, recent, mean, error)
+        return _RankLateness(rank, shares, figures, recent, mean, error)
 
-    def _is_late(self, course: _Course) -> bool:
+    def _is_late(self, course: _RankLateness) -> bool:
         config = self._config
         usual = _median([duration for _, duration, _ in self._window])
         limit = max(config.late, config.least_seconds / usual)
@@ -204,16 +204,16 @@ class StragglerWatcher(Watcher):
             return course.recent >= limit and is_one_sided
         return course.share >= limit and course.period(config.hits) > 0
 
-    def _is_by_another(self, course: _Course) -> bool:
+    def _is_by_another(self, course: _RankLateness) -> bool:
         """Return whether a reported rank has been late by another cause for some steps."""
-        absent, is_periodic, told, changed = self._told[course.rank]
+        absent, is_periodic, reported_step, changed = self._told[course.rank]
         now = _cause(course.late)
-        is_another = now not in _LASTING and _index(now) != told
+        is_another = now not in _LASTING and _index(now) != reported_step
         changed = changed + 1 if is_another else 0
-        self._told[course.rank] = (absent, is_periodic, told, changed)
+        self._told[course.rank] = (absent, is_periodic, reported_step, changed)
         return changed >= self._config.changed_steps
 
-    def _is_clear(self, course: _Course) -> bool:
+    def _is_clear(self, course: _RankLateness) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
         is_clear = _cause(course.late) not in _LASTING
         # If no part is placed, no cause can be expected.
@@ -221,7 +221,7 @@ class StragglerWatcher(Watcher):
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
-    def _tell(self, merged: MergedStep, course: _Course, more: Sequence[int]) -> Finding:
+    def _tell(self, merged: MergedStep, course: _RankLateness, more: Sequence[int]) -> Finding:
         late = course.late
         seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
         period = course.period(self._config.hits)
@@ -233,13 +233,13 @@ class StragglerWatcher(Watcher):
                 period, f"in every {period}th step"
             )
         part = _cause(late)
-        own, usual = _seconds_in(part, late)
+        value, usual = _seconds_in(part, late)
         lasted = self._since[course.rank][0]  # may start before the window
         since = min(self._window[course.onset(self._config.steps)][0], merged.step - lasted + 1)
         why = ""
         if part.cause == "link":
             why = (
-                f": it has the other ranks' gradients {humanize_seconds(own - usual)} later than "
+                f": it has the other ranks' gradients {humanize_seconds(value - usual)} later than "
                 "they do, and nothing of its own takes longer"
             )
         elif part == _DIFFUSE:
@@ -249,18 +249,18 @@ class StragglerWatcher(Watcher):
             )
         elif part == _QUEUE:
             why = (
-                f": its training thread waits {humanize_seconds(own)} for a CPU core against "
+                f": its training thread waits {humanize_seconds(value)} for a CPU core against "
                 f"{humanize_seconds(usual)} of the others"
             )
         elif part.cause:
             why = (
-                f": {part.words} takes {humanize_seconds(own)} against {humanize_seconds(usual)} "
+                f": {part.words} takes {humanize_seconds(value)} against {humanize_seconds(usual)} "
                 "of the others"
             )
         verb = "is" if len(more) == 1 else "are"
         others = f"; {_names(more)} {verb} late as well" if more else ""
         hours = share * num_ranks
-        return tell(
+        return advisory_finding(
             self.name,
             merged.step,
             f"rank {course.rank} is late by {humanize_seconds(seconds)} {often} since step {since}"
@@ -275,7 +275,7 @@ class StragglerWatcher(Watcher):
         )
 
 
-class _Course(NamedTuple):
+class _RankLateness(NamedTuple):
     """Lateness of a rank in the steps of the window."""
 
     rank: int
@@ -358,8 +358,8 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
     usually_queued = _lower_median(list(queued.values())) if queued else 0.0
     latecomers = []
     for rank, by_wait, by_exchange in late:
-        own = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
-        excess = [max(0.0, a - b) for a, b in zip(own, usual, strict=True)]
+        arrivals = [part.get(rank, middle) for part, middle in zip(parts, usual, strict=True)]
+        excess = [max(0.0, a - b) for a, b in zip(arrivals, usual, strict=True)]
         before = sum(e for e, part in zip(excess, _PARTS, strict=True) if part.is_before)
         after = sum(excess[i] for i, part in enumerate(_PARTS) if part.column in _BETWEEN)
         # A rank that only has the gradients sooner than the others is not late.
@@ -368,7 +368,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
             # Between the two waits are its own loop and our preparation; it lost the time that they
             # do not explain by having the gradients later.
             by_link = max(0.0, by_exchange - after)
-            pairs = [x for pair in zip(own, usual, strict=True) for x in pair]
+            pairs = [x for pair in zip(arrivals, usual, strict=True) for x in pair]
             of_queue = (queued.get(rank, usually_queued), usually_queued)
             latecomers.append([float(rank), lateness, *pairs, by_link, 0.0, *of_queue])
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
@@ -386,12 +386,12 @@ def _unplaced(
     middle = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     latecomers = []
     for rank in sorted({*exchange, *data}):
-        own = data.get(rank, usual) if len(data) > 1 else usual
+        rank_seconds = data.get(rank, usual) if len(data) > 1 else usual
         by_exchange = middle - exchange.get(rank, middle) if len(exchange) > 1 else 0.0
-        lateness = max(own - usual, by_exchange)
+        lateness = max(rank_seconds - usual, by_exchange)
         if lateness > least:
             rest = [0.0] * (_FIGURES - 4)
-            latecomers.append([float(rank), lateness, own, usual, *rest])
+            latecomers.append([float(rank), lateness, rank_seconds, usual, *rest])
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
@@ -407,13 +407,13 @@ def _earlier(
         yield rank, by_wait, by_exchange
 
 
-def _cause(late: Sequence[Sequence[float]]) -> _Part:
+def _cause(late: Sequence[Sequence[float]]) -> _StepPart:
     """Return the part with the largest excess, if it explains half of the lateness.
 
     If a thread waits for a core, its other parts are longer by exactly that wait.
     """
     lateness = _median([figures[1] for figures in late])
-    *excess, by_queue = (own - usual for own, usual in (_seconds_in(p, late) for p in _CAUSES))
+    *excess, by_queue = (value - usual for value, usual in (_seconds_in(p, late) for p in _CAUSES))
     if by_queue > lateness / 2:
         return _QUEUE
     if max(excess) > lateness / 2:
@@ -421,12 +421,12 @@ def _cause(late: Sequence[Sequence[float]]) -> _Part:
     return _DIFFUSE if sum(max(0.0, e) for e in excess) > lateness / 2 else _UNKNOWN
 
 
-def _index(part: _Part) -> int:
+def _index(part: _StepPart) -> int:
     """Return a part's position among the causes; -1 if it is not among them."""
     return _CAUSES.index(part) if part in _CAUSES else -1
 
 
-def _seconds_in(part: _Part, late: Sequence[Sequence[float]]) -> tuple[float, float]:
+def _seconds_in(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the late rank's and the usual seconds of a part."""
     if part not in _CAUSES:
         return 0.0, 0.0
@@ -451,9 +451,9 @@ def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
     """Return the trimmed mean and its standard error (Yuen)."""
     ordered, num = sorted(values), len(values)
     cut = int(num * _TRIMMED)
-    kept = ordered[cut : num - cut]
-    mean = math.fsum(kept) / len(kept)
-    full = [kept[0]] * cut + kept + [kept[-1]] * cut
+    middle_values = ordered[cut : num - cut]
+    mean = math.fsum(middle_values) / len(middle_values)
+    full = [middle_values[0]] * cut + middle_values + [middle_values[-1]] * cut
     middle = math.fsum(full) / num
     variance = math.fsum((x - middle) ** 2 for x in full) / max(1, num - 1)
     return mean, math.sqrt(variance / num) / (1.0 - 2.0 * cut / num)

@@ -9,7 +9,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from trainvitals.config import AboveZero, AtLeastOne, Settings
-from trainvitals.detect.fleet.base import Episode, MergedStep, Watcher, number, tell, upper_median
+from trainvitals.detect.fleet.base import (
+    Episode,
+    MergedStep,
+    Watcher,
+    advisory_finding,
+    number,
+    upper_median,
+)
 from trainvitals.records import Finding
 
 _MAX_SAMPLES = 64
@@ -85,4 +92,4 @@ class WeightNormWatcher(Watcher):
             f"the weight norm {direction} from {before:.4g} to {norm:.4g} within {span} samples; "
             f"its usual change is {100.0 * math.expm1(usual):.2g} %"
         )
-        return (tell(self.name, merged.step, reason, value=abs(change), limit=limit),)
+        return (advisory_finding(self.name, merged.step, reason, value=abs(change), limit=limit),)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainvitals.views import CellsReply
-from vitals_collector.report.curves import Curve, CurveMark
+from vitals_collector.report.curves import CurveMark, PlottedCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
+class CommandLines:
     """Lines to be copied into a terminal."""
 
     lines: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TableBlock:
     """Rows of cells below names."""
 
     header: Sequence[str]
@@ -41,7 +41,7 @@ class Table:
 class Plot:
     """A curve with what was decided along it; the spans are steps of incidents."""
 
-    curve: Curve
+    curve: PlottedCurve
     marks: Sequence[CurveMark]
     spans: Sequence[tuple[int, int]] = ()
 
@@ -61,4 +61,4 @@ def rolled_back(steps: tuple[int, int]) -> str:
     return f"steps {first} to {last} include rollbacks: a cell shows the worst of all attempts"
 
 
-Block = Heading | Words | Commands | Table | Plot | HeatMap
+Block = Heading | Words | CommandLines | TableBlock | Plot | HeatMap

@@ -6,11 +6,11 @@ from trainvitals.printable import escape_markdown, printable
 from vitals_collector.report import text_plot
 from vitals_collector.report.postmortem.blocks import (
     Block,
-    Commands,
+    CommandLines,
     Heading,
     HeatMap,
     Plot,
-    Table,
+    TableBlock,
     Words,
     rolled_back,
 )
@@ -39,9 +39,9 @@ def _text(block: Block, escape: Escape) -> str:
             return f"{'#' * block.level} {escape(block.text)}"
         case Words():
             return escape(block.text)
-        case Commands():
+        case CommandLines():
             return "\n".join(["```sh", *map(printable, block.lines), "```"])
-        case Table():
+        case TableBlock():
             return _table(block.header, block.rows, escape)
         case Plot():
             lines = text_plot.draw(block.curve, block.marks, width=_WIDTH)
@@ -71,8 +71,8 @@ def _heat_map(block: HeatMap, escape: Escape) -> str:
         )
         rows.append((name, least[0], most[0], most[1], "yes" if number in lost else "no"))
     header = (block.title, "least", "greatest", "about step", "not finite values")
-    left = reply.num_rows - len(reply.rows)
-    more = [f"{left} rows that deviate less are left out."] if left > 0 else []
+    num_omitted = reply.num_rows - len(reply.rows)
+    more = [f"{num_omitted} rows that deviate less are left out."] if num_omitted > 0 else []
     if reply.rolled_back is not None:
         more.append(f"{rolled_back(reply.rolled_back).capitalize()}.")
     return "\n\n".join([_table(header, rows, escape), *more])

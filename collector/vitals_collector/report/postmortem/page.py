@@ -8,11 +8,11 @@ from vitals_collector.report.curves import KINDS
 from vitals_collector.report.postmortem import pictures
 from vitals_collector.report.postmortem.blocks import (
     Block,
-    Commands,
+    CommandLines,
     Heading,
     HeatMap,
     Plot,
-    Table,
+    TableBlock,
     Words,
     rolled_back,
 )
@@ -51,7 +51,7 @@ def write(blocks: Sequence[Block]) -> str:
 
 
 def _legend() -> Node:
-    letters = ", ".join(f"{letter} {words}" for letter, words in KINDS.values())
+    letters = ", ".join(f"{letter} {label}" for letter, label in KINDS.values())
     return node(
         "p",
         "A curve shows the minimum and the maximum of each of its columns, so no spike is "
@@ -68,14 +68,14 @@ def _node(block: Block) -> Node:
             return node(f"h{block.level}", block.text)
         case Words():
             return node("p", block.text)
-        case Commands():
+        case CommandLines():
             return node("pre", "\n".join(map(printable, block.lines)))
-        case Table():
+        case TableBlock():
             return _table(block)
         case Plot():
-            words = pictures.caption(block.curve)
+            caption = pictures.caption(block.curve)
             drawn = pictures.draw_curve(block.curve, block.marks, block.spans)
-            return node("figure", node("figcaption", words), drawn)
+            return node("figure", node("figcaption", caption), drawn)
         case HeatMap():
             return _heat_map(block)
 
@@ -85,18 +85,18 @@ def _heat_map(block: HeatMap) -> Node:
     scale = pictures.shades(reply)
     low, high = scale.ticks()[0], scale.ticks()[-1]
     unit = f" {reply.unit}" if reply.unit else ""
-    words = f": dark is {low:.4g}{unit}, bright {high:.4g}{unit}"
-    words += ", logarithmic" if scale.is_log else ""
+    text = f": dark is {low:.4g}{unit}, bright {high:.4g}{unit}"
+    text += ", logarithmic" if scale.is_log else ""
     if reply.num_rows > len(reply.rows):
-        words += f"; {len(reply.rows)} of {reply.num_rows} rows, those that deviate most"
-    words += "; a cross is a value that is not finite" if reply.nonfinite else ""
+        text += f"; {len(reply.rows)} of {reply.num_rows} rows, those that deviate most"
+    text += "; a cross is a value that is not finite" if reply.nonfinite else ""
     if reply.rolled_back is not None:
-        words += f"; {rolled_back(reply.rolled_back)}"
-    caption = node("figcaption", node("b", block.title), words)
+        text += f"; {rolled_back(reply.rolled_back)}"
+    caption = node("figcaption", node("b", block.title), text)
     return node("figure", caption, pictures.draw_cells(reply, block.onset_step))
 
 
-def _table(block: Table) -> Node:
+def _table(block: TableBlock) -> Node:
     numeric = [
         any(_is_number(row[at]) for row in block.rows)
         and all(row[at] in ("", None) or _is_number(row[at]) for row in block.rows)

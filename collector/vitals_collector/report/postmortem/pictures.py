@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from trainvitals.printable import printable
 from trainvitals.views import CellsReply, SeriesReply
-from vitals_collector.report.curves import KINDS, Column, Curve, CurveMark, Scale, columns, place
+from vitals_collector.report.curves import (
+    KINDS,
+    CurveMark,
+    PlotColumn,
+    PlottedCurve,
+    ValueScale,
+    columns,
+    place,
+)
 from vitals_collector.report.postmortem.tree import Node, node
 
 WIDTH, HEIGHT = 880, 170
@@ -24,44 +32,46 @@ _LETTERS = 24
 
 
 def draw_curve(
-    curve: Curve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
+    curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
 ) -> Node:
     """Return the picture of a curve; ``spans`` are steps that are shaded."""
     span = curve.span
-    lineage, left, scale = _drawn(curve)
+    lineage, discarded, scale = _drawn(curve)
     inside = [
         *_shaded(spans, span),
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
-        *_ticks([lineage, *left], scale),
+        *_ticks([lineage, *discarded], scale),
         *_steps(span),
         *_decided(marks, span),  # below the curves: a spike is on top of the line that marks it
         _limit(curve.limit, span, scale),
-        *(node("path", class_="left", d=_path(branch, scale)) for branch in left),
+        *(node("path", class_="left", d=_path(branch, scale)) for branch in discarded),
         node("path", class_="line", d=_path(lineage, scale)),
-        *_nonfinite([lineage, *left]),
+        *_nonfinite([lineage, *discarded]),
     ]
     picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
     return node("svg", picture, viewBox=size, role="img", aria_label=caption(curve))
 
 
-def caption(curve: Curve) -> str:
+def caption(curve: PlottedCurve) -> str:
     """Return what the picture shows, in words."""
     series, scale = curve.series, _drawn(curve)[2]
-    words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
-    words += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
+    text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
+    text += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
     if curve.discarded is not None and curve.discarded.num_total:
-        words += f"; {curve.discarded.num_total} discarded by rollbacks"
-    return words
+        text += f"; {curve.discarded.num_total} discarded by rollbacks"
+    return text
 
 
-def _drawn(curve: Curve) -> tuple[dict[int, Column], list[dict[int, Column]], Scale]:
+def _drawn(
+    curve: PlottedCurve,
+) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
     """Return the columns of the lineage, those of each branch left behind, and their scale."""
-    lineage, left = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
+    lineage, discarded = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
     return (
         lineage,
-        left,
-        Scale([column for branch in (lineage, *left) for column in branch.values()]),
+        discarded,
+        ValueScale([column for branch in (lineage, *discarded) for column in branch.values()]),
     )
 
 
@@ -97,24 +107,24 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
     return node("svg", picture, viewBox=size, role="img", aria_label=reply.metric)
 
 
-def shades(reply: CellsReply) -> Scale:
+def shades(reply: CellsReply) -> ValueScale:
     """Return the scale by which a heat map's values become shades."""
-    every = Column()
+    every = PlotColumn()
     for values in reply.value:
         for value in values:
             if value is not None:
                 every.add(value)
-    return Scale([every])
+    return ValueScale([every])
 
 
 # ------------------------------------------------------------------------------------- curves
 
 
-def _y(scale: Scale, value: float) -> float:
+def _y(scale: ValueScale, value: float) -> float:
     return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
 
 
-def _path(branch: dict[int, Column], scale: Scale) -> str:
+def _path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
     """Return the line through the columns' ends; it is broken where a value is not finite."""
     parts, is_broken = [], True
     for at in sorted(branch):
@@ -129,7 +139,7 @@ def _path(branch: dict[int, Column], scale: Scale) -> str:
     return "".join(parts)
 
 
-def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: Scale) -> Node | None:
+def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) -> Node | None:
     """Return the limit in force, where it lies within what is drawn."""
     if limit is None:
         return None
@@ -144,7 +154,7 @@ def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: Scale) -> No
     return node("path", class_="limit", d="".join(parts)) if parts else None
 
 
-def _ticks(branches: Sequence[dict[int, Column]], scale: Scale) -> list[Node]:
+def _ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -> list[Node]:
     if not any(column.has_value for branch in branches for column in branch.values()):
         return []
     return [
@@ -170,18 +180,18 @@ def _steps(span: tuple[int, int]) -> list[Node]:
 
 
 def _shaded(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Node]:
-    made = []
+    rectangles = []
     for first, last in spans:
         if last < span[0] or first > span[1]:
             continue
         x, end = (place(min(max(s, span[0]), span[1]), span, WIDTH) for s in (first, last))
-        made.append(
+        rectangles.append(
             node("rect", class_="incident", x=x - 1, width=max(3, end - x + 2), height=HEIGHT)
         )
-    return made
+    return rectangles
 
 
-def _nonfinite(branches: Sequence[dict[int, Column]]) -> list[Node]:
+def _nonfinite(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
     lost = Counter[int]()
     for branch in branches:
         lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
@@ -203,12 +213,12 @@ def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
     for mark in marks:
         if span[0] <= mark.step <= span[1]:
             by_column.setdefault(place(mark.step, span, WIDTH), []).append(mark)
-    made, groups = [], list[tuple[int, list[CurveMark]]]()
+    nodes, groups = [], list[tuple[int, list[CurveMark]]]()
     for at, here in sorted(by_column.items()):
         kind = min((mark.kind for mark in here), key=order.index)
-        words = node("title", "; ".join(mark.words for mark in here[:5]))
+        title = node("title", "; ".join(mark.words for mark in here[:5]))
         line = node("line", x1=at, x2=at, y1=0, y2=HEIGHT)
-        made.append(node("g", words, line, class_=f"mark {kind}"))
+        nodes.append(node("g", title, line, class_=f"mark {kind}"))
         if groups and at - groups[-1][0] < _LETTERS:
             groups[-1][1].extend(here)
         else:
@@ -216,10 +226,10 @@ def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
     for at, here in groups:
         kinds = dict.fromkeys(mark.kind for mark in here)
         letters = "".join(KINDS[kind][0] for kind in kinds)
-        words = node("title", "; ".join(mark.words for mark in here[:5]))
-        text = node("text", letters, words, x=at, y=-5, text_anchor="middle")
-        made.append(node("g", text, class_=f"mark {min(kinds, key=order.index)}"))
-    return made
+        title = node("title", "; ".join(mark.words for mark in here[:5]))
+        text = node("text", letters, title, x=at, y=-5, text_anchor="middle")
+        nodes.append(node("g", text, class_=f"mark {min(kinds, key=order.index)}"))
+    return nodes
 
 
 # ---------------------------------------------------------------------------------- heat maps
@@ -235,8 +245,8 @@ def _row_name(name: str, row: int) -> Node:
     text = printable(name)
     is_long = len(text) > _NAME_CHARACTERS
     short = f"...{text[3 - _NAME_CHARACTERS :]}" if is_long else text
-    words = node("title", text) if is_long else None
-    return node("text", short, words, x=-6, y=row * _CELL + 11, text_anchor="end")
+    title = node("title", text) if is_long else None
+    return node("text", short, title, x=-6, y=row * _CELL + 11, text_anchor="end")
 
 
 def _onset(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:

@@ -24,7 +24,7 @@ from trainvitals.views import (
     RunQuestion,
 )
 from vitals_collector.queries.open import Reader
-from vitals_collector.report.curves import Curve, curves
+from vitals_collector.report.curves import PlottedCurve, curves
 
 Answer = TypeVar("Answer")
 
@@ -46,7 +46,7 @@ class IncidentFacts:
     """One incident, and what was measured around it."""
 
     incident: IncidentView
-    curves: tuple[Curve, ...]
+    curves: tuple[PlottedCurve, ...]
     heat_maps: tuple[CellsReply, ...]
     movers: tuple[MoverView, ...]
 
@@ -57,7 +57,7 @@ class ReportData:
 
     detail: RunDetail
     made_unix_ns: int
-    curves: tuple[Curve, ...]
+    curves: tuple[PlottedCurve, ...]
     ledger: tuple[DecisionView, ...]
     checkpoints: tuple[CheckpointView, ...]
     events: tuple[EventView, ...]
@@ -71,7 +71,7 @@ class ReportData:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _ReportQueries:
     """Keeps what a run cannot answer, so that the report says what it lacks."""
 
     missing: list[str] = field(default_factory=list)
@@ -81,9 +81,9 @@ class _Asked:
         try:
             return ask()
         except UsageError as error:
-            words = f"{name}: {error.text}"
-            if words not in self.missing:
-                self.missing.append(words)
+            text = f"{name}: {error.text}"
+            if text not in self.missing:
+                self.missing.append(text)
             return None
 
 
@@ -93,7 +93,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     Raises:
         UsageError: no such run, or no incident of that id.
     """
-    asked = _Asked()
+    queries = _ReportQueries()
     detail = reader.ask(RunQuestion(run_id=run_id))
     everything = reader.ask(IncidentsQuestion(run_id=run_id))
     detailed_incidents = _told_whole(everything, incident_id)
@@ -107,9 +107,9 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
         annotations=reader.ask(AnnotationsQuestion(run_id=run_id)),
         all_incidents=everything,
         incidents=tuple(
-            _around(reader, detail, incident, asked) for incident in detailed_incidents
+            _around(reader, detail, incident, queries) for incident in detailed_incidents
         ),
-        missing=tuple(asked.missing),
+        missing=tuple(queries.missing),
     )
 
 
@@ -132,12 +132,12 @@ def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[Inc
 
 
 def _around(
-    reader: Reader, detail: RunDetail, incident: IncidentView, asked: _Asked
+    reader: Reader, detail: RunDetail, incident: IncidentView, queries: _ReportQueries
 ) -> IncidentFacts:
     run_id = detail.summary.run_id
     first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
     replies = [
-        asked.or_none(
+        queries.or_none(
             name,
             lambda metric=metric: reader.ask(  # type: ignore[misc]
                 CellsQuestion(
@@ -153,7 +153,7 @@ def _around(
         for metric, name in HEAT_MAPS.items()
         if _is_known(metric, detail.metrics)
     ]
-    moved = asked.or_none(
+    moved = queries.or_none(
         "Movers", lambda: reader.ask(MoversQuestion(run_id=run_id, step=incident.onset_step))
     )
     return IncidentFacts(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from trainvitals.cli.output import moment
+from trainvitals.cli.output import format_time
 from trainvitals.hindsight import tally
 from trainvitals.policy.rungs import rule_words
 from trainvitals.records import SEVERITY_WORDS
@@ -15,11 +15,11 @@ from vitals_collector.queries.verdict import cost
 from vitals_collector.report.curves import CurveMark, marks
 from vitals_collector.report.postmortem.blocks import (
     Block,
-    Commands,
+    CommandLines,
     Heading,
     HeatMap,
     Plot,
-    Table,
+    TableBlock,
     Words,
 )
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
@@ -32,10 +32,10 @@ _TITLE = 120
 Row = Sequence[object]
 
 
-def tell(facts: ReportData) -> list[Block]:
+def report_blocks(facts: ReportData) -> list[Block]:
     """Return the report."""
     summary = facts.detail.summary
-    made = marks(facts.ledger)
+    curve_marks = marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
     return [
@@ -43,11 +43,11 @@ def tell(facts: ReportData) -> list[Block]:
         Words(_in_short(facts)),
         *_incidents(facts),
         *chain.from_iterable(
-            _incident(incident_facts, made, ordinals) for incident_facts in facts.incidents
+            _incident(incident_facts, curve_marks, ordinals) for incident_facts in facts.incidents
         ),
         Heading(2, "The run"),
-        Table(("what", "value"), _about(facts)),
-        *(Plot(curve, made, spans) for curve in facts.curves),
+        TableBlock(("what", "value"), _about(facts)),
+        *(Plot(curve, curve_marks, spans) for curve in facts.curves),
         *_decisions(facts),
         *_timeline(facts),
         *_checkpoints(facts),
@@ -62,15 +62,15 @@ def _short(name: str) -> str:
 
 def _in_short(facts: ReportData) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
-    words = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
+    text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
-        return words + "No incidents."
+        return text + "No incidents."
     open_now = sum(incident.is_open for incident in facts.all_incidents)
     lost = total([incident.verdict.lost for incident in facts.all_incidents])
-    words += humanize_count(num, "incident") + (
+    text += humanize_count(num, "incident") + (
         f", {open_now} still open" if open_now else ", all resolved"
     )
-    return f"{words}. {cost(lost, summary.world_size)}"
+    return f"{text}. {cost(lost, summary.world_size)}"
 
 
 def _about(facts: ReportData) -> list[Row]:
@@ -85,8 +85,8 @@ def _about(facts: ReportData) -> list[Row]:
         ("health", summary.health),
         ("mode", summary.mode),
         ("ranks", summary.world_size),
-        ("started", moment(summary.started_unix_ns)),
-        ("last seen", moment(summary.last_seen_unix_ns)),
+        ("started", format_time(summary.started_unix_ns)),
+        ("last seen", format_time(summary.last_seen_unix_ns)),
         ("last step", summary.last_step),
         ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
         ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
@@ -109,7 +109,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Incidents")
     shown = facts.all_incidents[:MAX_LINES]
-    yield Table(
+    yield TableBlock(
         ("incident", "cause", "action", "severity", "steps", "began", "state", "lost work"),
         [
             (
@@ -118,7 +118,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
                 incident.verdict.action,
                 SEVERITY_WORDS[incident.severity],
                 _steps(incident),
-                moment(incident.started_unix_ns),
+                format_time(incident.started_unix_ns),
                 "open" if incident.is_open else "resolved",
                 humanize_count(incident.cost_steps, "step"),
             )
@@ -142,7 +142,7 @@ def _left_out(num: int, what: str) -> list[Block]:
 
 
 def _incident(
-    incident_facts: IncidentFacts, made: Sequence[CurveMark], ordinals: Mapping[int, int]
+    incident_facts: IncidentFacts, curve_marks: Sequence[CurveMark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
     incident = incident_facts.incident
     yield Heading(2, incident.title or f"Incident {incident.incident_id}")
@@ -155,13 +155,13 @@ def _incident(
         yield Words(paragraph)
     span = (incident.onset_step, incident.last_step)
     for curve in incident_facts.curves:
-        yield Plot(curve, made, (span,))
+        yield Plot(curve, curve_marks, (span,))
     for reply in incident_facts.heat_maps:
         yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
     if incident_facts.movers:
         yield Heading(3, "Largest changes")
         header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
-        yield Table(
+        yield TableBlock(
             header,
             [
                 (m.row, m.metric, m.before, _peak(m.peak), m.peak_step, _score(m))
@@ -183,14 +183,14 @@ def _verdict(verdict: VerdictView) -> Iterator[Block]:
         ("next", verdict.next),
         ("played again", verdict.played),
     )
-    yield Table(("what", "answer"), [row for row in rows if row[1]])
+    yield TableBlock(("what", "answer"), [row for row in rows if row[1]])
     if verdict.commands:
-        yield Commands(verdict.commands)
+        yield CommandLines(verdict.commands)
     if verdict.timeline:
-        yield Table(
+        yield TableBlock(
             ("time", "step", "what happened"),
             [
-                (moment(line.time_unix_ns), line.step if line.step >= 0 else None, line.text)
+                (format_time(line.time_unix_ns), line.step if line.step >= 0 else None, line.text)
                 for line in verdict.timeline
             ],
         )
@@ -207,12 +207,12 @@ def _score(mover: MoverView) -> float | None:
 def _evidence(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Actions and their evidence")
-        yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
+        yield TableBlock(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
         yield from _left_out(len(incident.decisions) - MAX_LINES, "actions")
     if incident.findings:
         yield Heading(3, "Findings")
         findings = [view.finding for view in incident.findings[:MAX_LINES]]
-        yield Table(
+        yield TableBlock(
             ("step", "level", "finding", "rank", "value", "limit", "reason"),
             [
                 (f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason)
@@ -222,12 +222,13 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
         yield from _left_out(len(incident.findings) - MAX_LINES, "findings")
     if incident.alerts:
         yield Heading(3, "Alerts")
-        yield Table(
+        yield TableBlock(
             ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
             [
                 (
-                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step, moment(a.started_unix_ns),
-                    moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
+                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
+                    format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
+                    a.acknowledged_by, a.summary,
                 )
                 for a in incident.alerts[:MAX_LINES]
             ],
@@ -238,17 +239,17 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
 def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
     if incident.events:
         yield Heading(3, "Events")
-        yield Table(
+        yield TableBlock(
             ("time", "source", "step", "message"),
             [
-                (moment(e.time_unix_ns), e.source, e.step, e.text)
+                (format_time(e.time_unix_ns), e.source, e.step, e.text)
                 for e in incident.events[:MAX_LINES]
             ],
         )
         yield from _left_out(len(incident.events) - MAX_LINES, "events")
     if incident.data:
         yield Heading(3, "Batches of the bad steps")
-        yield Table(
+        yield TableBlock(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
             [
                 (
@@ -305,7 +306,7 @@ def _decisions(facts: ReportData) -> Iterator[Block]:
     if not facts.ledger:
         yield Words("Vitals took no action.")
         return
-    yield Table(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
+    yield TableBlock(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
     yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
@@ -329,10 +330,10 @@ def _timeline(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "Timeline")
     yield from _left_out(len(rows) - MAX_LINES, "earlier lines")
     shown = [
-        (moment(time), who, step if step >= 0 else None, text)
+        (format_time(time), who, step if step >= 0 else None, text)
         for time, who, step, text in rows[-MAX_LINES:]
     ]
-    yield Table(("time", "source", "step", "message"), shown)
+    yield TableBlock(("time", "source", "step", "message"), shown)
 
 
 def _checkpoints(facts: ReportData) -> Iterator[Block]:
@@ -340,7 +341,7 @@ def _checkpoints(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Checkpoints")
     yield from _left_out(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
-    yield Table(
+    yield TableBlock(
         ("checkpoint", "step", "state", "where", "bytes", "detail"),
         [
             (c.checkpoint_id, c.step, c.state, c.where, c.num_bytes, c.detail)
@@ -353,7 +354,7 @@ def _settings(facts: ReportData) -> Iterator[Block]:
     info = facts.detail.info
     if info.config:
         yield Heading(2, "Configuration")
-        yield Table(("key", "value"), [*info.config.items()][:MAX_LINES])
+        yield TableBlock(("key", "value"), [*info.config.items()][:MAX_LINES])
         yield from _left_out(len(info.config) - MAX_LINES, "keys")
     judged: list[Row] = []
     for section, settings in info.judge.items():
@@ -363,16 +364,16 @@ def _settings(facts: ReportData) -> Iterator[Block]:
             judged.append((section, settings))
     if judged:
         yield Heading(2, "Detector settings")
-        yield Table(("setting", "value"), judged[:MAX_LINES])
+        yield TableBlock(("setting", "value"), judged[:MAX_LINES])
 
 
 def _end(facts: ReportData) -> Iterator[Block]:
     if facts.missing:
         yield Heading(2, "Not in this report")
-        for words in facts.missing:
-            yield Words(f"{words}.")
+        for missing in facts.missing:
+            yield Words(f"{missing}.")
     version = facts.detail.info.vitals_version
     by = f"Vitals {version}" if version else "Vitals"
     yield Words(
-        f"Written by `vitals postmortem` at {moment(facts.made_unix_ns)}; recorded by {by}."
+        f"Written by `vitals postmortem` at {format_time(facts.made_unix_ns)}; recorded by {by}."
     )

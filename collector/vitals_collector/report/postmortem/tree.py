@@ -14,13 +14,13 @@ def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
         for name, value in attributes.items()
         if value is not None
     }
-    made = ElementTree.Element(tag, named)
+    element = ElementTree.Element(tag, named)
     for child in inside:
         if isinstance(child, str):
-            _add_text(made, printable(child))
+            _add_text(element, printable(child))
         elif child is not None:
-            made.append(child)
-    return made
+            element.append(child)
+    return element
 
 
 def written(root: Node) -> str:
@@ -30,16 +30,16 @@ def written(root: Node) -> str:
 
 def style(text: str) -> Node:
     """Return a style sheet of ours: the one text that is not cleaned."""
-    made = ElementTree.Element("style")
-    made.text = text
-    return made
+    element = ElementTree.Element("style")
+    element.text = text
+    return element
 
 
 _CAMEL = frozenset({"viewBox", "preserveAspectRatio"})
 
 
-def _add_text(made: Node, text: str) -> None:
-    if len(made):
-        made[-1].tail = (made[-1].tail or "") + text
+def _add_text(element: Node, text: str) -> None:
+    if len(element):
+        element[-1].tail = (element[-1].tail or "") + text
     else:
-        made.text = (made.text or "") + text
+        element.text = (element.text or "") + text

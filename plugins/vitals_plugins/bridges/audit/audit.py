@@ -18,8 +18,8 @@ from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
 from trainvitals.units import humanize_seconds
 from trainvitals.views import NonFiniteMark, SeriesReply
-from vitals_collector.report.curves import Curve, CurveMark
-from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, Table, Words
+from vitals_collector.report.curves import CurveMark, PlottedCurve
+from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, TableBlock, Words
 from vitals_plugins.bridges.importers import History
 
 NEAR_ROWS = 20
@@ -157,7 +157,7 @@ def audit(
     """
     alarms: list[Alarm] = []
     marks: list[CurveMark] = []
-    places = {logged.row: place for place, logged in enumerate(history.steps)}
+    places = {logged.row: index for index, logged in enumerate(history.steps)}
     for judged in judged_steps:
         _take(judged, places[judged.row], alarms, marks, loss_kind)
     restarts = sorted(cadence.restarts)
@@ -177,48 +177,48 @@ def audit(
 
 
 def _take(
-    judged: JudgedStep, place: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
+    judged: JudgedStep, index: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
     """Add what was said of a record to the alarms."""
-    made = judged.judgement.decision
+    decision = judged.judgement.decision
     for finding in judged.judgement.findings:
         kind = FINDING_KINDS.get(finding.kind)
         domain = "numbers" if kind is None else kind.domain
-        alarm = _alarm_at(place, domain, alarms, finding.step, finding.onset_step)
+        alarm = _alarm_at(index, domain, alarms, finding.step, finding.onset_step)
         if not alarm.kinds:
             alarm.is_flat = (finding.kind, finding.detector) == ("plateau", "loss_progress")
         alarm.kinds[finding.kind] = None
         alarm.onset_step = min(alarm.onset_step, finding.onset_step, finding.step)
-        _note(alarm, place, finding.step, finding.reason)
+        _note(alarm, index, finding.step, finding.reason)
         for raised in alerts_for_finding(finding, run_id="", loss_kind=loss_kind):
             _worsen(alarm, raised.severity, finding.step)
-    if made is None or made.action == "continue":
+    if decision is None or decision.action == "continue":
         return
-    alarm = _alarm_at(place, "numbers", alarms, made.step, made.step)
-    _note(alarm, place, made.step, made.reason)
+    alarm = _alarm_at(index, "numbers", alarms, decision.step, decision.step)
+    _note(alarm, index, decision.step, decision.reason)
     counts = alarm.further if alarm.has_acted else alarm.actions
-    counts[made.action] = counts.get(made.action, 0) + 1
-    for raised in alerts_for_decision(made, run_id=""):
-        _worsen(alarm, raised.severity, made.step)
+    counts[decision.action] = counts.get(decision.action, 0) + 1
+    for raised in alerts_for_decision(decision, run_id=""):
+        _worsen(alarm, raised.severity, decision.step)
     if alarm.has_acted:
         return
-    if made.action in ("rollback", "halt"):
-        alarm.has_acted, alarm.acted_step = True, made.step
-        alarm.rollback_to = made.rollback_to_step if made.action == "rollback" else None
-    kind_of_mark = made.action if made.acted else "observed"
-    words = f"step {made.step}: {made.action}: {made.reason}"
-    marks.append(CurveMark(step=made.step, kind=kind_of_mark, words=words))
+    if decision.action in ("rollback", "halt"):
+        alarm.has_acted, alarm.acted_step = True, decision.step
+        alarm.rollback_to = decision.rollback_to_step if decision.action == "rollback" else None
+    kind_of_mark = decision.action if decision.acted else "observed"
+    text = f"step {decision.step}: {decision.action}: {decision.reason}"
+    marks.append(CurveMark(step=decision.step, kind=kind_of_mark, words=text))
 
 
-def _alarm_at(place: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
+def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
     """Return the alarm that goes on at this record, or a new one."""
     for alarm in reversed(alarms[-8:]):
-        if alarm.domain == domain and place - alarm.last_row <= NEAR_ROWS:
+        if alarm.domain == domain and index - alarm.last_row <= NEAR_ROWS:
             return alarm
     alarm = Alarm(
         domain=domain,
-        first_row=place,
-        last_row=place,
+        first_row=index,
+        last_row=index,
         first_step=step,
         last_step=step,
         onset_step=min(onset_step, step),
@@ -227,8 +227,8 @@ def _alarm_at(place: int, domain: str, alarms: list[Alarm], step: int, onset_ste
     return alarm
 
 
-def _note(alarm: Alarm, place: int, step: int, reason: str) -> None:
-    alarm.last_row = place
+def _note(alarm: Alarm, index: int, step: int, reason: str) -> None:
+    alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
     if len(alarm.reasons) < MAX_LINES:
         alarm.reasons.setdefault(reason, step)
@@ -265,7 +265,7 @@ def _judge_ending(
     just before the report are part of the rise. The duration also counts from the onset. A rise
     that is reported again keeps the onset of the first report.
     """
-    restart = next((place for place in restarts if place > alarm.first_row), None)
+    restart = next((index for index in restarts if index > alarm.first_row), None)
     stop = len(log) if restart is None else restart
     onset = _place_of_onset(alarm, log, restarts)
     is_back = _returns(alarm, log, onset)
@@ -287,11 +287,11 @@ def _judge_ending(
 
 def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
     """Return the place of the first record of the trouble, within the same start of the run."""
-    begin = max((place for place in restarts if place <= alarm.first_row), default=0)
-    place = alarm.first_row
-    while place > begin and alarm.onset_step <= log[place - 1].step:
-        place -= 1
-    return place
+    begin = max((index for index in restarts if index <= alarm.first_row), default=0)
+    index = alarm.first_row
+    while index > begin and alarm.onset_step <= log[index - 1].step:
+        index -= 1
+    return index
 
 
 def _returns(
@@ -349,12 +349,12 @@ def _recovered(
 ) -> int | None:
     """Return the first record of ten in a row of which all but two, at most, are back."""
     away = 0
-    for place in range(start, stop):
-        away += not is_back(log[place])
-        begin = place - RECOVERY_ROWS + 1
+    for index in range(start, stop):
+        away += not is_back(log[index])
+        begin = index - RECOVERY_ROWS + 1
         if begin > start:
             away -= not is_back(log[begin - 1])
-        if begin >= start and away <= 2 and is_back(log[place]) and is_back(log[begin]):
+        if begin >= start and away <= 2 and is_back(log[index]) and is_back(log[begin]):
             return begin
     return None
 
@@ -387,49 +387,51 @@ def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def tell(made: Audit, title: str) -> list[Block]:
+def tell(audit: Audit, title: str) -> list[Block]:
     """Return what is said of a log as blocks."""
     return [
         Heading(1, f"Audit of {title}"),
-        Words(_in_short(made)),
-        *_alarm_blocks(made),
-        *_plots(made),
-        *_saved(made),
+        Words(_in_short(audit)),
+        *_alarm_blocks(audit),
+        *_plots(audit),
+        *_saved(audit),
         Heading(2, "What was assumed"),
-        *(Words(words) for words in made.assumptions),
+        *(Words(assumption) for assumption in audit.assumptions),
         Heading(2, "What this log cannot tell"),
-        *(Words(words) for words in _limits(made)),
+        *(Words(assumption) for assumption in _limits(audit)),
     ]
 
 
-def _in_short(made: Audit) -> str:
-    log, alarms = made.history.steps, made.alarms
-    words = f"{_num(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
+def _in_short(audit: Audit) -> str:
+    log, alarms = audit.history.steps, audit.alarms
+    text = f"{_num(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
     pages = sum(alarm.severity == "page" for alarm in alarms)
     wrong = sum(alarm.is_wrong for alarm in alarms)
     if not alarms:
-        words += "Vitals would have done nothing, and told nothing."
-        lacking = ", ".join(made.lacking)
-        return f"{words} That says nothing of {lacking}." if lacking else words
-    words += f"Vitals would have skipped {_num(skips, 'update')}, rolled back {_times(backs)}, "
-    words += f"stopped the run {_times(halts)}, and paged {_times(pages)}, in "
-    words += f"{_num(len(alarms), 'alarm')}. "
-    words += f"{_num(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. " if wrong else ""
+        text += "Vitals would have done nothing, and told nothing."
+        lacking = ", ".join(audit.lacking)
+        return f"{text} That says nothing of {lacking}." if lacking else text
+    text += f"Vitals would have skipped {_num(skips, 'update')}, rolled back {_times(backs)}, "
+    text += f"stopped the run {_times(halts)}, and paged {_times(pages)}, in "
+    text += f"{_num(len(alarms), 'alarm')}. "
+    text += f"{_num(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. " if wrong else ""
     saved = sum(alarm.saved_steps for alarm in alarms)
-    return words + (f"It would have saved about {_duration(made, saved)}." if saved else "")
+    return text + (f"It would have saved about {_duration(audit, saved)}." if saved else "")
 
 
-def _alarm_blocks(made: Audit) -> list[Block]:
-    if not made.alarms:
+def _alarm_blocks(audit: Audit) -> list[Block]:
+    if not audit.alarms:
         return []
-    order = sorted(made.alarms, key=lambda alarm: (_GRAVITY.index(alarm.severity), alarm.first_row))
+    order = sorted(
+        audit.alarms, key=lambda alarm: (_GRAVITY.index(alarm.severity), alarm.first_row)
+    )
     shown = sorted(order[:MAX_LINES], key=lambda alarm: alarm.first_row)
     blocks: list[Block] = [
         Heading(2, "Alarms"),
-        Table(
+        TableBlock(
             ("steps", "what", "Vitals would", "severity", "in the log", "judgement"),
             [
                 (
@@ -444,15 +446,15 @@ def _alarm_blocks(made: Audit) -> list[Block]:
             ],
         ),
     ]
-    if len(made.alarms) > len(shown):
-        blocks.append(Words(f"{len(made.alarms) - len(shown)} lesser alarms are left out."))
+    if len(audit.alarms) > len(shown):
+        blocks.append(Words(f"{len(audit.alarms) - len(shown)} lesser alarms are left out."))
     for alarm in shown:
         if alarm.severity == "log":
             continue
         blocks.append(Heading(3, f"Steps {_span(alarm)}"))
         reasons = list(alarm.reasons.items())
         rows = [(step, reason) for reason, step in reasons[:8]]
-        blocks.append(Table(("step", "what was seen"), rows))
+        blocks.append(TableBlock(("step", "what was seen"), rows))
         if len(reasons) > len(rows):
             blocks.append(Words(f"and {len(reasons) - len(rows)} more"))
     return blocks
@@ -465,12 +467,12 @@ def _span(alarm: Alarm) -> str:
 
 def _would(alarm: Alarm) -> str:
     parts = []
-    for action, words in reversed(_ACTIONS.items()):
+    for action, phrase in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
         if action == "skip_step" and num:
             parts.append(f"skip {_num(num, 'update')}")
         elif num:
-            parts.append(words + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
+            parts.append(phrase + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
     if any(action in alarm.further for action in ("rollback", "halt")):
         backs, halts = (alarm.further.get(action, 0) for action in ("rollback", "halt"))
         more = [f"roll back {_times(backs)} more"] * bool(backs) + ["stop the run"] * bool(halts)
@@ -507,39 +509,39 @@ def _judgement(alarm: Alarm) -> str:
     return "cannot be judged"
 
 
-def _plots(made: Audit) -> list[Block]:
-    grave = [alarm for alarm in made.alarms if alarm.severity != "log"]
+def _plots(audit: Audit) -> list[Block]:
+    grave = [alarm for alarm in audit.alarms if alarm.severity != "log"]
     spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
     curves = [
-        _curve(made, "loss", [logged.loss for logged in made.history.steps]),
-        _curve(made, "gradient norm", [logged.grad_norm for logged in made.history.steps]),
+        _curve(audit, "loss", [logged.loss for logged in audit.history.steps]),
+        _curve(audit, "gradient norm", [logged.grad_norm for logged in audit.history.steps]),
     ]
-    drawn = [Plot(curve, made.marks, spans) for curve in curves if not curve.is_empty]
+    drawn = [Plot(curve, audit.marks, spans) for curve in curves if not curve.is_empty]
     return [Heading(2, "Curves"), *drawn] if drawn else []
 
 
-def _curve(made: Audit, name: str, values: Sequence[float | None]) -> Curve:
+def _curve(audit: Audit, name: str, values: Sequence[float | None]) -> PlottedCurve:
     """Return a curve of the log; what a restart overwrote is behind the fork."""
-    steps = [logged.step for logged in made.history.steps]
+    steps = [logged.step for logged in audit.history.steps]
     is_left = [False] * len(steps)
     lowest: float = math.inf
-    for place in range(len(steps) - 1, -1, -1):
-        is_left[place] = steps[place] >= lowest
-        if place in made.cadence.restarts:
-            lowest = min(lowest, steps[place])
-    kept = [place for place, left in enumerate(is_left) if not left]
-    left = [place for place, left in enumerate(is_left) if left]
-    return Curve(
+    for index in range(len(steps) - 1, -1, -1):
+        is_left[index] = steps[index] >= lowest
+        if index in audit.cadence.restarts:
+            lowest = min(lowest, steps[index])
+    lineage_indices = [index for index, is_discarded in enumerate(is_left) if not is_discarded]
+    is_discarded = [index for index, is_discarded in enumerate(is_left) if is_discarded]
+    return PlottedCurve(
         name=name,
-        series=_series(name, kept, steps, values),
-        discarded=_series(name, left, steps, values) if left else None,
+        series=_series(name, lineage_indices, steps, values),
+        discarded=_series(name, is_discarded, steps, values) if is_discarded else None,
     )
 
 
 def _series(
     name: str, places: Sequence[int], steps: Sequence[int], values: Sequence[float | None]
 ) -> SeriesReply:
-    there = [(steps[place], values[place]) for place in places if values[place] is not None]
+    there = [(steps[index], values[index]) for index in places if values[index] is not None]
     finite = [(step, value) for step, value in there if value is not None and math.isfinite(value)]
     lost = [
         (step, value) for step, value in there if value is not None and not math.isfinite(value)
@@ -566,9 +568,9 @@ def _kind(value: float) -> Literal["nan", "+inf", "-inf"]:
     return "+inf" if value > 0 else "-inf"
 
 
-def _saved(made: Audit) -> list[Block]:
+def _saved(audit: Audit) -> list[Block]:
     """Say what each action would have saved, and by which assumptions."""
-    acting = [a for a in made.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
+    acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:
         return []
     rows = [
@@ -578,65 +580,70 @@ def _saved(made: Audit) -> list[Block]:
             "not told" if alarm.lost_steps is None else alarm.lost_steps,
             alarm.cost_steps,
             "nothing: it passed" if alarm.is_wrong else alarm.saved_steps,
-            made.history.steps[-1].step - alarm.acted_step if alarm.acted_step is not None else "",
+            audit.history.steps[-1].step - alarm.acted_step if alarm.acted_step is not None else "",
         )
         for alarm in acting[:MAX_LINES]
     ]
-    saved = sum(alarm.saved_steps for alarm in made.alarms)
+    saved = sum(alarm.saved_steps for alarm in audit.alarms)
     header = (
         *("steps", "Vitals would", "lost as it was", "lost with Vitals", "saved"),
         "steps from then to the log's end",
     )
-    words = (
+    explanation = (
         "In steps. Lost as it was: from the onset, or from the step that the run restarted from, "
         "to where the loss recovered, the run restarted, or the log ends. Lost with Vitals: from "
         "the checkpoint of the rollback. Assumptions: the rollback cures the problem, and no "
         "operator acts on a page. The effect of a page depends on its reader, so it is not counted."
     )
-    if made.step_seconds is None:
-        words += " The log has no times, so there are no hours."
-    elif not made.gpus:
-        words += " GPU-hours need --gpus, as no log says on how many it ran."
-    total = f"Saved in all: about {_duration(made, saved)}."
-    return [Heading(2, "What it would have saved"), Table(header, rows), Words(total), Words(words)]
+    if audit.step_seconds is None:
+        explanation += " The log has no times, so there are no hours."
+    elif not audit.gpus:
+        explanation += " GPU-hours need --gpus, as no log says on how many it ran."
+    total = f"Saved in all: about {_duration(audit, saved)}."
+    return [
+        Heading(2, "What it would have saved"),
+        TableBlock(header, rows),
+        Words(total),
+        Words(explanation),
+    ]
 
 
-def _duration(made: Audit, steps: int) -> str:
-    words = _num(steps, "step")
-    if made.step_seconds is None:
-        return words
-    seconds = steps * made.step_seconds
-    words += f" ({humanize_seconds(seconds)}"
-    if made.gpus:
-        words += f", {seconds * made.gpus / 3600:,.3g} GPU-hours on {_num(made.gpus, 'GPU')}"
-    return words + ")"
+def _duration(audit: Audit, steps: int) -> str:
+    text = _num(steps, "step")
+    if audit.step_seconds is None:
+        return text
+    seconds = steps * audit.step_seconds
+    text += f" ({humanize_seconds(seconds)}"
+    if audit.gpus:
+        text += f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {_num(audit.gpus, 'GPU')}"
+    return text + ")"
 
 
-def _limits(made: Audit) -> list[str]:
+def _limits(audit: Audit) -> list[str]:
     """Say what nothing can be said about, and why."""
-    columns, words = made.history.columns, []
+    columns, limit_texts = audit.history.columns, []
     if "loss" not in columns:
-        words.append("It has no loss: spikes, divergence and recovery cannot be judged.")
+        limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
     if "grad_norm" not in columns:
-        words.append("It has no gradient norm: the gradients cannot be judged.")
+        limit_texts.append("It has no gradient norm: the gradients cannot be judged.")
     if "lr" not in columns:
-        words.append("It has no learning rate: jumps are not detected.")
-    if made.cadence.counts_records:
-        gaps = " or ".join(f"{gap:,}" for gap in made.cadence.gaps) or "many"
-        words.append(
+        limit_texts.append("It has no learning rate: jumps are not detected.")
+    if audit.cadence.counts_records:
+        gaps = " or ".join(f"{gap:,}" for gap in audit.cadence.gaps) or "many"
+        limit_texts.append(
             f"It was logged every {gaps} steps: an onset is known to that many steps only, what "
             "happened between two records is not seen at all, and Vitals, which sees each step, "
             "would have spoken sooner."
         )
-    words.append(
+    limit_texts.append(
         "It has one row for all ranks: stragglers, hangs, corrupted replicas, GPUs and hosts are "
         "not in it."
     )
-    words.append(
+    limit_texts.append(
         "It has no model: the probe, by which Vitals tells a damaged model from hard data, could "
         "not be asked, so rollbacks that need its answer are not among those above."
     )
-    return words + list(made.history.notes)
+    return limit_texts + list(audit.history.notes)
 
 
 def _num(num: int, what: str) -> str:

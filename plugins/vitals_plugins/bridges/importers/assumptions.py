@@ -50,25 +50,25 @@ def about(history: History) -> str:
 def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
     """Say what a log does not tell and had to be assumed."""
     unit = "records" if cadence.counts_records else "steps"
-    words = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
+    text = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
     if assumed.mode != "guard":
-        words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
+        text += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
     kind = assumed.config.loss_kind
-    words += (
+    text += (
         f"; the loop is assumed {'' if assumed.clips else 'not '}to clip, and its loss is "
         f"{_KINDS[kind]}; a log cannot answer the probe, so rollbacks that need it are not "
         "replayed, and the log continues unchanged whatever Vitals would have done"
     )
     if assumed.expected:
         steps = ", ".join(map(str, sorted(assumed.expected)))
-        words += f"; planned changes are assumed to be announced before steps {steps}"
+        text += f"; planned changes are assumed to be announced before steps {steps}"
     if not cadence.counts_records:
-        return [words]
+        return [text]
     usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
     coarse = (
         f"logged every {usual} steps: windows, budgets and step counts in reasons count records"
     )
-    return [words, coarse]
+    return [text, coarse]
 
 
 def lacking(config: JudgeConfig, num_records: int) -> list[str]:
@@ -94,21 +94,21 @@ def _short(config: JudgeConfig, num_records: int) -> list[str]:
 
 
 def _odd(cadence: Cadence, num_records: int) -> list[str]:
-    words = []
+    notes = []
     if 2 * len(cadence.restarts) > num_records:
-        words.append(
+        notes.append(
             "nearly all steps go backwards: if the newest record comes first, reverse the log"
         )
     elif cadence.restarts:
-        words.append(
+        notes.append(
             f"the steps go back {_times(len(cadence.restarts))}: each is treated as a resumed run, "
             "with the detectors as they were at that step"
         )
     if cadence.num_repeated:
-        words.append(f"{_num(cadence.num_repeated)} of the step before: judged too")
+        notes.append(f"{_num(cadence.num_repeated)} of the step before: judged too")
     if cadence.num_out_of_order:
-        words.append(f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order")
-    return words
+        notes.append(f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order")
+    return notes
 
 
 def _overflows(num: int) -> list[str]:

@@ -94,10 +94,10 @@ class ColumnChoice:
 
     def may_be(self, name: str) -> bool:
         """Say whether a column of that name may be one of those; of others no value is kept."""
-        given = tuple(getattr(self, role) for role in KNOWN)
+        names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = plain(name)
         return plain_name in _USUAL or any(
-            plain_name == plain(given_name) for given_name in given if given_name is not None
+            plain_name == plain(given_name) for given_name in names if given_name is not None
         )
 
 
@@ -128,8 +128,8 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
     """
     chosen_columns: dict[Role, str] = {}
     for role, usual_names in KNOWN.items():
-        given = getattr(column_options, role)
-        name = _given(names, role, given, source) if given is not None else None
+        requested = getattr(column_options, role)
+        name = _given(names, role, requested, source) if requested is not None else None
         name = name or _usual(names, role, usual_names, source)
         if name is not None:
             chosen_columns[role] = name
@@ -141,16 +141,16 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
     return chosen_columns
 
 
-def _given(names: Sequence[str], role: Role, given: str, source: str) -> str:
-    matches = [name for name in names if name == given]
-    matches = matches or [name for name in names if plain(name) == plain(given)]
+def _given(names: Sequence[str], role: Role, requested: str, source: str) -> str:
+    matches = [name for name in names if name == requested]
+    matches = matches or [name for name in names if plain(name) == plain(requested)]
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise _ambiguous(role, matches, source)
-    near = difflib.get_close_matches(given, names, n=1)
+    near = difflib.get_close_matches(requested, names, n=1)
     raise UsageError(
-        f"{source}: {_option(role)} is {given!r}; there is no such column",
+        f"{source}: {_option(role)} is {requested!r}; there is no such column",
         hint=f"did you mean {near[0]!r}?" if near else f"it has: {_listed(names)}",
     )
 
@@ -179,8 +179,10 @@ def _not_found(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
     # Likely names come first.
-    words = ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
-    listed = sorted(names, key=lambda name: not any(word in name.lower() for word in words))
+    usual_names = (
+        ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
+    )
+    listed = sorted(names, key=lambda name: not any(word in name.lower() for word in usual_names))
     return UsageError(
         f"{source}: no column is the {what or role}; looked for {', '.join(looked_for)}",
         hint=f"choose one with {_option(role)} NAME; it has: {_listed(listed)}",
@@ -279,7 +281,7 @@ def moment(value: object) -> float | None:
     return None
 
 
-class Rows:
+class ImportedRows:
     """Collects records, counts invalid rows, and names cells that are not numbers."""
 
     def __init__(self, source: str, where: str) -> None:
@@ -314,8 +316,8 @@ class Rows:
         with contextlib.suppress(ValueError):
             evaluated = number(evaluation_seconds)
             if evaluated is not None and 0 < evaluated < math.inf:
-                place = len(self.steps)
-                self.evaluations[place] = self.evaluations.get(place, 0.0) + evaluated
+                index = len(self.steps)
+                self.evaluations[index] = self.evaluations.get(index, 0.0) + evaluated
 
     def _add(
         self,
@@ -370,7 +372,9 @@ class Rows:
         return [f"{times} rows {why} were skipped" for why, times in self._dropped.items()]
 
 
-def take(rows: Rows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]) -> None:
+def take(
+    rows: ImportedRows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]
+) -> None:
     """Add the record that a row of named cells holds."""
     values: list[object] = [cells.get(columns[role]) if role in columns else None for role in KNOWN]
     rows.add(row, *values)
@@ -385,8 +389,8 @@ __all__ = [
     "KNOWN",
     "ColumnChoice",
     "History",
+    "ImportedRows",
     "Role",
-    "Rows",
     "choose",
     "moment",
     "number",

@@ -12,7 +12,7 @@ from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
     History,
-    Rows,
+    ImportedRows,
     choose,
     plain,
 )
@@ -79,7 +79,7 @@ def _read(
     names = [name.strip() for name in head]
     columns = choose(names, column_options, str(path))
     places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
-    rows = Rows(str(path), "row")
+    rows = ImportedRows(str(path), "row")
     row = -1
     for cells in csv.reader(lines, delimiter=separator):
         if not cells:
@@ -88,7 +88,7 @@ def _read(
         if cells == head:
             rows.pass_over("that repeat the head")
             continue
-        rows.add(row, *(_cell(cells, place) for place in places))
+        rows.add(row, *(_cell(cells, position) for position in places))
     history = History(
         source=str(path),
         form="CSV",
@@ -111,14 +111,15 @@ def _turned(history: History) -> History:
         steps=history.steps[::-1],
         notes=[*history.notes, "Its newest record comes first: it was read from the end."],
         evaluations={
-            len(history.steps) - place: seconds for place, seconds in history.evaluations.items()
+            len(history.steps) - position: seconds
+            for position, seconds in history.evaluations.items()
         },
     )
 
 
-def _cell(cells: Sequence[str], place: int) -> str | None:
+def _cell(cells: Sequence[str], position: int) -> str | None:
     """Return the cell; None where there is no such column, or the line ends before it."""
-    return cells[place] if 0 <= place < len(cells) else None
+    return cells[position] if 0 <= position < len(cells) else None
 
 
 def _without_nul(lines: Iterator[str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainvitals.errors import UsageError
-from trainvitals.goodput import BUCKETS, Floats, Goodput, Ints, Launch, Mask, StepTimes, goodput
+from trainvitals.goodput import BUCKETS, EndedSteps, Floats, Goodput, Ints, Launch, Mask, goodput
 from vitals_plugins.bridges.importers.columns import History
 
 _OWN = 2.0
@@ -35,18 +35,18 @@ def log_goodput(history: History) -> Goodput:
     num = np.where(is_back, 1, step - before)  # steps of a record
     num[0] = 1
     evaluated = np.zeros(len(step))
-    for place, lasted in history.evaluations.items():
-        if place < len(step):  # what follows the last step is in no interval
-            evaluated[place] = lasted
+    for position, lasted in history.evaluations.items():
+        if position < len(step):  # what follows the last step is in no interval
+            evaluated[position] = lasted
     unseen = "" if history.evaluations else "evaluations, "
     notes = [
         f"A log does not tell starts, compilation, checkpoints, {unseen}hangs, or waits for "
         "other ranks: what is longer than a usual step is unknown.",
     ]
     if np.isfinite(at).all() and not np.isfinite(seconds).any() and at[-1] <= at[0]:
-        words = "has one step alone" if len(at) == 1 else "has times that do not rise"
+        problem = "has one step alone" if len(at) == 1 else "has times that do not rise"
         raise UsageError(
-            f"{history.source} {words}, which tells no duration",
+            f"{history.source} {problem}, which tells no duration",
             hint="name another column: --time or --step-seconds",
         )
     if np.isfinite(at).all() and at[-1] > at[0]:
@@ -64,7 +64,7 @@ def log_goodput(history: History) -> Goodput:
             "TensorBoard or wandb log has times; `vitals replay` needs neither",
         )
     none = np.zeros(len(step))
-    rows = StepTimes(
+    rows = EndedSteps(
         end_unix_ns=ends,
         launch=np.zeros(len(step), np.int64),
         attempt=np.cumsum(is_back) + 1,
@@ -113,11 +113,13 @@ def _by_times(
     gaps = np.diff(at, prepend=at[:1])
     paces = (gaps / num)[1:][~is_back[1:]]
     usual = float(np.median(paces[paces > 0])) if (paces > 0).any() else 0.0
-    own = np.where(np.isfinite(seconds), seconds * num, usual * num)
+    durations = np.where(np.isfinite(seconds), seconds * num, usual * num)
     is_own = ~np.isfinite(seconds) & (gaps <= _OWN * usual * num) & ~is_back
-    own = np.where(is_own, gaps, np.minimum(own + evaluated, np.maximum(gaps, own)))
-    own[0] = seconds[0] if np.isfinite(seconds[0]) else usual
-    return ends, own
+    durations = np.where(
+        is_own, gaps, np.minimum(durations + evaluated, np.maximum(gaps, durations))
+    )
+    durations[0] = seconds[0] if np.isfinite(seconds[0]) else usual
+    return ends, durations
 
 
 def _undone(step: Ints, backs: Ints) -> Mask:

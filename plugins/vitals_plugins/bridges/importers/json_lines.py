@@ -9,7 +9,7 @@ from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
     History,
-    Rows,
+    ImportedRows,
     choose,
     plain,
 )
@@ -62,7 +62,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         columns = choose(["step", *names], column_options, str(path)) | {"step": step}
     else:
         columns = choose(names, column_options, str(path))
-    rows = Rows(str(path), "line")
+    rows = ImportedRows(str(path), "line")
     epochs = _Epochs() if plain(columns["step"]) in _OF_EPOCH and "epoch" in names else None
     for row, cells in found:
         if cells.get("mode", "train") != "train":

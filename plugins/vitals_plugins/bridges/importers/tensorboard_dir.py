@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
-from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_plugins.bridges.importers.columns import (
+    ColumnChoice,
+    History,
+    ImportedRows,
+    choose,
+    take,
+)
 from vitals_plugins.bridges.importers.files import reading
 
 FIRST_EVENT = b"brain.Event:"
@@ -47,7 +53,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
                 values.append(value)
     columns = choose(["step", *(tag for tag in tags if tag != "step")], column_options, str(path))
     columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
-    rows = Rows(str(path), "row")
+    rows = ImportedRows(str(path), "row")
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
     for row, cells in enumerate(_joined(values, tags_read)):
         take(rows, row, cells, columns)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.errors import FormatError
-from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose
+from vitals_plugins.bridges.importers.columns import ColumnChoice, History, ImportedRows, choose
 from vitals_plugins.bridges.importers.columns import take as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
@@ -93,7 +93,7 @@ def form_of(begin: str) -> _Form | None:
 
 def named(begin: str) -> str:
     """Return what a text is that cannot be read; "" where nobody knows."""
-    return next((words for pattern, words in _OTHERS if pattern.search(begin)), "")
+    return next((description for pattern, description in _OTHERS if pattern.search(begin)), "")
 
 
 def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> History:
@@ -103,7 +103,7 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
         UsageError: none of the lines has a loss or a gradient norm, or a column was named that is
             not there.
     """
-    rows = Rows(str(path), "line")
+    rows = ImportedRows(str(path), "line")
     records: list[tuple[int, dict[str, object]]] = []
     first_epoch: int | None = None
     with reading(path), open_text(path) as file:

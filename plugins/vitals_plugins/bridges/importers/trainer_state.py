@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trainvitals.errors import FormatError
-from vitals_plugins.bridges.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_plugins.bridges.importers.columns import (
+    ColumnChoice,
+    History,
+    ImportedRows,
+    choose,
+    take,
+)
 from vitals_plugins.bridges.importers.files import read_whole, reading
 
 
@@ -33,7 +39,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
     columns = choose(names, column_options, str(path))
-    rows = Rows(str(path), "entry")
+    rows = ImportedRows(str(path), "entry")
     for row, entry in enumerate(log):
         take(rows, row, entry, columns)
     return History(

@@ -17,7 +17,7 @@ from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
     History,
-    Rows,
+    ImportedRows,
     choose,
     plain,
     take,
@@ -65,7 +65,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     has_better = any(plain(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
     columns = choose([*names] if own_is_meant else better, column_options, str(path))
-    rows = Rows(str(path), "call")
+    rows = ImportedRows(str(path), "call")
     for row, cells in enumerate(calls):
         take(rows, row, cells, columns)
     return History(
@@ -112,16 +112,16 @@ def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator
     pieces, damaged = bytearray(), 0
     whole = at > 0
     while at + FRAME.size <= len(raw):
-        left = BLOCK - at % BLOCK
-        if left < FRAME.size:
-            at += left
+        block_remainder = BLOCK - at % BLOCK
+        if block_remainder < FRAME.size:
+            at += block_remainder
             continue
         checksum, length, kind = FRAME.unpack_from(raw, at)
         body = raw[at + FRAME.size : at + FRAME.size + length]
         is_sound = len(body) == length and zlib.crc32(body, zlib.crc32(bytes([kind]))) == checksum
         if not is_sound:  # on with the next block, as LevelDB does
             damaged, whole = damaged + 1, False
-            at += left
+            at += block_remainder
             continue
         at += FRAME.size + length
         if kind == FULL:
@@ -151,7 +151,11 @@ def _history(record: memoryview) -> Iterator[Cells]:
             if part == _HISTORY_ITEM:
                 _read_item(value, cells)
             elif part == _HISTORY_STEP:
-                steps = (n for place, n in fields(value) if place == 1 and isinstance(n, int))
+                steps = (
+                    n
+                    for field_number, n in fields(value)
+                    if field_number == 1 and isinstance(n, int)
+                )
                 cells.setdefault(_OWN_STEP, signed(next(steps, 0)))
         yield cells
 
@@ -160,15 +164,15 @@ def _read_item(item: memoryview, cells: Cells) -> None:
     """Add one logged value by its name, nested names joined by dots; only numbers are kept."""
     names: list[str] = []
     value: object = None
-    for part, held in fields(item):
-        if part in (_KEY, _NESTED_KEY) and not isinstance(held, int):
-            names.append(bytes(held).decode(errors="replace"))
-        elif part == _INTEGER and isinstance(held, int):
-            value = zigzag(held)
-        elif part == _NUMBER and isinstance(held, int):
-            value = double(held)
-        elif part in (_TEXT, _VALUE_JSON) and not isinstance(held, int):
-            value = _from_json(bytes(held), is_json=part == _VALUE_JSON)
+    for part, content in fields(item):
+        if part in (_KEY, _NESTED_KEY) and not isinstance(content, int):
+            names.append(bytes(content).decode(errors="replace"))
+        elif part == _INTEGER and isinstance(content, int):
+            value = zigzag(content)
+        elif part == _NUMBER and isinstance(content, int):
+            value = double(content)
+        elif part in (_TEXT, _VALUE_JSON) and not isinstance(content, int):
+            value = _from_json(bytes(content), is_json=part == _VALUE_JSON)
     if names and isinstance(value, int | float) and not isinstance(value, bool):
         cells[".".join(names)] = value
 

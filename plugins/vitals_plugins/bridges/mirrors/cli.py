@@ -17,7 +17,7 @@ from trainvitals.io.lookup import find_collector
 from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.printable import printable
 from trainvitals.redaction import redact_text
-from vitals_collector.cli.follow import Ending, opened_run, run_dir_of, run_of
+from vitals_collector.cli.follow import RunEndCondition, opened_run, run_dir_of, run_of
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, as_folder
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _work(
         state_folder,
     )
 
-    ending, pause = Ending(), Pause()
+    ending, pause = RunEndCondition(), Pause()
 
     def open_it(*what: Any) -> Tracker:
         tracker = open_tracker(*what)

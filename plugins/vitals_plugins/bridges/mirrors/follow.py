@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A rollback, or a restart from an earlier checkpoint, has left the step behind already."""
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class ActionNote(msgspec.Struct, frozen=True, kw_only=True):
     """Something that was done, as a line for people."""
 
     key: str
@@ -83,7 +83,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Entry = Row | Note | Fork
+Entry = Row | ActionNote | Fork
 
 
 class Cursor(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ class Cursor(msgspec.Struct, kw_only=True):
     ledger_seq: int = -1
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class EntryBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Some entries in their order, and where the next begin."""
 
     entries: tuple[Entry, ...]
@@ -122,7 +122,7 @@ class Follower:
         """Return the run as it is now."""
         return self._reader.ask(RunQuestion(run_id=self._run_id, volume=False))
 
-    def batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[Batch]:
+    def batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
         """Yield what is new, in batches of some thousand rows.
 
         Args:
@@ -139,7 +139,7 @@ class Follower:
 
     # ------------------------------------------------------------------------------ steps
 
-    def _steps(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[Batch]:
+    def _steps(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[EntryBatch]:
         entries: list[Entry] = []
         places = self._cursor.attempts
         if attempt.id not in places:
@@ -168,8 +168,8 @@ class Follower:
         if entries:
             yield self._batch(entries)
 
-    def _batch(self, entries: Sequence[Entry]) -> Batch:
-        return Batch(entries=tuple(entries), cursor=copy.deepcopy(self._cursor))
+    def _batch(self, entries: Sequence[Entry]) -> EntryBatch:
+        return EntryBatch(entries=tuple(entries), cursor=copy.deepcopy(self._cursor))
 
     # ---------------------------------------------------------------------------- scalars
 
@@ -180,7 +180,7 @@ class Follower:
         lineage: "_Lineage",
         *,
         whole: bool,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[EntryBatch]:
         """Yield the scalars of those attempts, a stretch of steps at a time."""
         names = [name for name in detail.metrics if name.startswith("scalars.")]
         if not names or not attempts:
@@ -195,7 +195,7 @@ class Follower:
             for name in names:
                 self._scalar(name, (first, end), attempt_ids, lineage, rows)
             if rows:
-                yield self._batch([rows[place] for place in sorted(rows)])
+                yield self._batch([rows[position] for position in sorted(rows)])
             if end is None:
                 return
             first, size = end + 1, size if len(rows) * 4 > size else 2 * size
@@ -251,7 +251,9 @@ class Follower:
 
     # ------------------------------------------------------------------------------ notes
 
-    def _notes(self, detail: RunDetail, lineage: "_Lineage", *, whole: bool) -> Iterator[Batch]:
+    def _notes(
+        self, detail: RunDetail, lineage: "_Lineage", *, whole: bool
+    ) -> Iterator[EntryBatch]:
         summary = detail.summary
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted and not whole:
@@ -355,9 +357,9 @@ def _fork(attempt: AttemptView) -> Fork:
 _LEVELS: dict[str, Level] = {"halt": "error", "rollback": "warning", "restart": "warning"}
 
 
-def _note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> Note:
+def _note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> ActionNote:
     level = _LEVELS.get(decision.action, "info") if decision.acted else "info"
-    return Note(
+    return ActionNote(
         key=f"decision-{decision.ledger_seq}",
         attempt=lineage.ordinal(decision.attempt),
         step=decision.step,
@@ -371,11 +373,11 @@ def _note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> Note:
 __all__ = [
     "ATTEMPT",
     "SKIPPED",
-    "Batch",
+    "ActionNote",
     "Cursor",
     "Entry",
+    "EntryBatch",
     "Follower",
     "Fork",
-    "Note",
     "Row",
 ]

@@ -44,7 +44,7 @@ class _Child:
         self.exit_code: int | None = None
         """How it ended for good; None while it goes on."""
 
-    def look(self, now: float, hang_seconds: float, start_seconds: float) -> None:
+    def start_or_stop(self, now: float, hang_seconds: float, start_seconds: float) -> None:
         """Start it where it is due, end it where it hangs."""
         if self._process is None:
             if now >= self._due:
@@ -63,7 +63,7 @@ class _Child:
         os.close(theirs)
         self._seen = now + start_seconds
 
-    def read(self, now: float) -> None:
+    def poll_messages(self, now: float) -> None:
         """Take its signs of life, or its end."""
         assert self._process is not None
         signs = os.read(self.pipe, 65_536)

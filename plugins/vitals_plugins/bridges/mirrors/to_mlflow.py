@@ -14,7 +14,7 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
-from vitals_plugins.bridges.mirrors.follow import Entry, Note, Row
+from vitals_plugins.bridges.mirrors.follow import ActionNote, Entry, Row
 from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _RUN_TAG = "vitals.run_id"
@@ -32,7 +32,9 @@ Point = tuple[str, int, int]
 class MLflow:
     """Writes one run; see ``worker.Tracker``."""
 
-    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+    def __init__(
+        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    ) -> None:
         try:
             from mlflow.entities import Metric, Param, RunTag
             from mlflow.tracking import MlflowClient
@@ -45,9 +47,12 @@ class MLflow:
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client: Any = MlflowClient(tracking_uri=target.where)
         self._unclean = unclean
-        self._run_id = kept.get("run_id") or self._find(about) or self._create(about)
+        self._run_id = saved_state.get("run_id") or self._find(about) or self._create(about)
         self._client.update_run(self._run_id, status="RUNNING")
-        self.kept: dict[str, Any] = {"run_id": self._run_id, "num_notes": kept.get("num_notes", 0)}
+        self.kept: dict[str, Any] = {
+            "run_id": self._run_id,
+            "num_notes": saved_state.get("num_notes", 0),
+        }
         self._describe(about)
 
     def _experiment(self, about: About) -> str:
@@ -119,7 +124,7 @@ class MLflow:
     def _tags(self, entry: Entry) -> list[Any]:
         if isinstance(entry, Row):
             return []
-        if not isinstance(entry, Note):
+        if not isinstance(entry, ActionNote):
             return [self._tag(f"vitals.attempt-{entry.attempt:04d}", entry.text)]
         self.kept["num_notes"] += 1
         if self.kept["num_notes"] > MAX_NOTES and entry.level == "info":

@@ -25,7 +25,9 @@ _KNOWN = {f"train/{metric.column}": metric for metric in STEP_METRICS}
 class Otlp:
     """Writes one run; see ``worker.Tracker``."""
 
-    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+    def __init__(
+        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    ) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.sdk.metrics import export
@@ -111,8 +113,8 @@ def _session() -> Any:
 
 def otlp_name(name: str) -> str:
     """Return the name as OpenTelemetry takes it: ``val_loss`` is ``train_scalar/val_loss``."""
-    own = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
-    return own or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
+    metric_name = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
+    return metric_name or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
 
 
 __all__ = ["Otlp", "otlp_name"]

@@ -38,13 +38,15 @@ def folder_name(name: str, run_id: str) -> str:
 class TensorBoard:
     """Writes one run; see ``worker.Tracker``."""
 
-    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+    def __init__(
+        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    ) -> None:
         self._library = _Library()
         self._root = Path(target.where)
-        self._folder = self._root / kept.get("folder", folder_name(about.name, about.run_id))
+        self._folder = self._root / saved_state.get("folder", folder_name(about.name, about.run_id))
         self.kept: dict[str, Any] = {
             "folder": str(self._folder.relative_to(self._root)),
-            "files": dict(kept.get("files", {})),
+            "files": dict(saved_state.get("files", {})),
         }
         self._files: dict[bool, _EventFile] = {}
         for folder in (self._folder, self._folder / ROLLED_BACK):
@@ -63,7 +65,7 @@ class TensorBoard:
             if not size:
                 path.unlink()
 
-    def _begin(self, about: About) -> None:
+    def _write_run_info(self, about: About) -> None:
         """Write what the run is; and a first start, which purges nothing."""
         file = self._file(discarded=False)
         when = about.started_unix_ns
@@ -208,9 +210,9 @@ class _Library:
             )
             self._add(event, tag, "scalars", tensor, self._summaries.DATA_CLASS_SCALAR)
         if text is not None:
-            tag, words = text
+            tag, content = text
             tensor = self._tensors.TensorProto(
-                dtype=self._types.DT_STRING, string_val=[words.encode()], tensor_shape={}
+                dtype=self._types.DT_STRING, string_val=[content.encode()], tensor_shape={}
             )
             self._add(event, tag, "text", tensor, self._summaries.DATA_CLASS_TENSOR)
         return bytes(event.SerializeToString())

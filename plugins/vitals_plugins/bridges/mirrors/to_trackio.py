@@ -20,7 +20,9 @@ _LEVELS = {"info": "info", "warning": "warn", "error": "error"}
 class Trackio:
     """Writes one run; see ``worker.Tracker``."""
 
-    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+    def __init__(
+        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    ) -> None:
         try:
             from trackio.sqlite_storage import SQLiteStorage
         except ImportError as error:
@@ -30,7 +32,7 @@ class Trackio:
             ) from error
         self._store: Any = SQLiteStorage
         self._about = about
-        self._project = kept.get("project") or target.where or about.project or "vitals"
+        self._project = saved_state.get("project") or target.where or about.project or "vitals"
         self.kept: dict[str, Any] = {"project": self._project}
 
     def write(self, entries: Sequence[Entry]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from trainvitals.errors import MissingDependencyError, StorageError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.importers.wandb_file import logged_rows
-from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Fork, Note, Row
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, ActionNote, Entry, Fork, Row
 from vitals_plugins.bridges.mirrors.worker import About, Target
 
 STEP = "vitals/step"
@@ -37,7 +37,9 @@ Key = tuple[int, int, tuple[str, ...]]
 class WandB:
     """Writes one run; see ``worker.Tracker``."""
 
-    def __init__(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> None:
+    def __init__(
+        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -46,8 +48,8 @@ class WandB:
                 hint="pip install 'trainvitals[wandb]'",
             ) from error
         self.kept: dict[str, Any] = {
-            "num_rows": kept.get("num_rows", 0),
-            "files": list(kept.get("files", [])),
+            "num_rows": saved_state.get("num_rows", 0),
+            "files": list(saved_state.get("files", [])),
         }
         self._written = self._left_by_a_kill() if unclean else Counter()
         entity, _, project = target.where.rpartition("/")
@@ -101,10 +103,10 @@ class WandB:
                 self._written[key] -= 1
                 continue
             self._log(cells, entry.time_unix_ns)
-            if isinstance(entry, Note) and entry.level != "info":
+            if isinstance(entry, ActionNote) and entry.level != "info":
                 title = entry.title[:_MAX_TITLE]
                 self._run.alert(title, entry.text, _LEVELS[entry.level], wait_duration=0)
-            if isinstance(entry, Note | Fork):
+            if isinstance(entry, ActionNote | Fork):
                 self._run.summary["vitals/last_note"] = entry.text
         self._wait()
 
@@ -138,8 +140,8 @@ class WandB:
 
 
 def _key(cells: dict[str, Any]) -> Key:
-    own = (STEP, NOTE)  # a text is not read back
-    names = sorted(name for name in cells if not name.startswith("_") and name not in own)
+    reserved_keys = (STEP, NOTE)  # a text is not read back
+    names = sorted(name for name in cells if not name.startswith("_") and name not in reserved_keys)
     return int(cells.get(ATTEMPT, 0)), int(cells.get(STEP, 0)), tuple(names)
 
 

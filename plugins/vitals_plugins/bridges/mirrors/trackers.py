@@ -25,7 +25,9 @@ QUIET = {
 Vitals sends nothing to anybody but whom it is told to."""
 
 
-def open_tracker(target: Target, about: About, kept: dict[str, Any], unclean: bool) -> Tracker:
+def open_tracker(
+    target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+) -> Tracker:
     """Open the run in the tracker, made where it is missing.
 
     Raises:
@@ -34,5 +36,5 @@ def open_tracker(target: Target, about: About, kept: dict[str, Any], unclean: bo
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     module = import_module(f"vitals_plugins.bridges.mirrors.to_{target.kind}")
-    tracker: Tracker = getattr(module, _CLASSES[target.kind])(target, about, kept, unclean)
+    tracker: Tracker = getattr(module, _CLASSES[target.kind])(target, about, saved_state, unclean)
     return tracker

@@ -142,7 +142,7 @@ class Tracker(Protocol):
 OpenTracker = Callable[[Target, About, dict[str, Any], bool], Tracker]
 
 
-class Saved(msgspec.Struct, kw_only=True):
+class MirrorState(msgspec.Struct, kw_only=True):
     """The state file's content."""
 
     version: int = _VERSION
@@ -164,7 +164,7 @@ class StateFile:
         self._target, self._run_id = str(target), run_id
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep every other mirror of the same run and target away.
 
         Raises:
@@ -183,7 +183,7 @@ class StateFile:
         finally:
             os.close(lock)
 
-    def load(self) -> Saved:
+    def load(self) -> MirrorState:
         """Return what was saved; where there is nothing, a beginning.
 
         Raises:
@@ -192,9 +192,9 @@ class StateFile:
         try:
             raw = read_own(self.path)
         except FileNotFoundError:
-            return Saved(target=self._target, run_id=self._run_id, cursor=Cursor())
+            return MirrorState(target=self._target, run_id=self._run_id, cursor=Cursor())
         try:
-            saved = msgspec.json.decode(raw, type=Saved)
+            saved = msgspec.json.decode(raw, type=MirrorState)
         except UNREADABLE as error:
             raise FormatError(
                 f"{self.path} cannot be read: {error}",
@@ -208,7 +208,7 @@ class StateFile:
             )
         return saved
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: MirrorState) -> None:
         """Replace it whole, durably."""
         replace_file(self.path, msgspec.json.encode(saved), mode=0o600)
 
@@ -289,7 +289,7 @@ class _Pen:
     """Writes batches, and saves how far it came."""
 
     def __init__(
-        self, tracker: Tracker, state: StateFile, saved: Saved, alive: Callable[[int], None]
+        self, tracker: Tracker, state: StateFile, saved: MirrorState, alive: Callable[[int], None]
     ) -> None:
         self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
 

@@ -196,7 +196,7 @@ def _measured(
     checkpoint, entry, step, to, directory = scene
     torch.manual_seed(seed)
     built = build(entry)
-    chosen = _batches(built, batches, entry, seed)
+    measured_batches = _batches(built, batches, entry, seed)
     end = ""
     if to:
         end = _load_end(to, checkpoint, directory, built.model)
@@ -207,13 +207,13 @@ def _measured(
     )
     num_points = len(places) ** len(directions)
     with (
-        surface(built.model, built.loss_of, chosen, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
+        surface(built.model, built.loss_of, measured_batches, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
         typer.progressbar(
             length=num_points, label="losses", file=sys.stderr, hidden=not sys.stderr.isatty()
         ) as bar,
     ):
         losses = losses_along(around, directions, places, lambda: bar.update(1))
-    return begin, end, len(chosen), losses
+    return begin, end, len(measured_batches), losses
 
 
 def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
@@ -286,14 +286,14 @@ def _batches(built: Built, num: int, entry: str, seed: int) -> list[Any]:
         raise UsageError(f"{entry} returned no loader to take batches from", hint=_WITH_LOADER)
     torch.manual_seed(seed)  # a loader that shuffles gives the same ones
     try:
-        chosen = list(itertools.islice(iter(built.loader), num))
+        first_batches = list(itertools.islice(iter(built.loader), num))
     except Exception as error:
         raise UsageError(
             f"{entry}: the loader raised {type(error).__name__}: {error}"[:500], hint=_WITH_LOADER
         ) from error
-    if not chosen:
+    if not first_batches:
         raise UsageError(f"{entry}: the loader gave no batch", hint=_WITH_LOADER)
-    return chosen
+    return first_batches
 
 
 def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:

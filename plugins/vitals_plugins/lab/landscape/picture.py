@@ -89,8 +89,8 @@ def _curve(places: Sequence[float], losses: Sequence[float], axis: _Axis) -> lis
     parts += _polyline(stretch)
     parts += [
         f'<circle cx="{at:.1f}" cy="{_y(axis, loss):.1f}" r="2.5" fill="#3465a4">'
-        f"<title>{place:+.4g}: {loss:.6g}</title></circle>"
-        for at, place, loss in zip(_spread(places), places, losses, strict=True)
+        f"<title>{coord:+.4g}: {loss:.6g}</title></circle>"
+        for at, coord, loss in zip(_spread(places), places, losses, strict=True)
         if math.isfinite(loss)
     ]
     return parts
@@ -123,9 +123,9 @@ def _plane(places: Sequence[float], losses: Losses, axis: _Axis) -> list[str]:
     middle = _SIZE / 2
     parts.append(f'<circle cx="{middle}" cy="{middle}" r="4" fill="none" stroke="white"/>')
     parts += [
-        _text(-6, _SIZE * (1 - (place - places[0]) / (places[-1] - places[0])) + 4, f"{place:.3g}",
+        _text(-6, _SIZE * (1 - (coord - places[0]) / (places[-1] - places[0])) + 4, f"{coord:.3g}",
               anchor="end")
-        for place in (places[0], 0.0, places[-1])
+        for coord in (places[0], 0.0, places[-1])
     ]  # fmt: skip
     legend = _SIZE + 14
     for step in range(40):
@@ -145,14 +145,14 @@ def _below(places: Sequence[float], along: str) -> list[str]:
     shown = dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
     span = places[-1] - places[0]
     parts = [
-        _text(_SIZE * (place - places[0]) / span, _SIZE + 16, f"{place:.3g}", anchor="middle")
-        for place in shown
+        _text(_SIZE * (coord - places[0]) / span, _SIZE + 16, f"{coord:.3g}", anchor="middle")
+        for coord in shown
     ]
     return [*parts, _text(_SIZE / 2, _SIZE + 32, along, anchor="middle")]
 
 
 def _spread(places: Sequence[float]) -> list[float]:
-    return [_SIZE * (place - places[0]) / (places[-1] - places[0]) for place in places]
+    return [_SIZE * (coord - places[0]) / (places[-1] - places[0]) for coord in places]
 
 
 def _y(axis: _Axis, loss: float) -> float:
@@ -166,10 +166,10 @@ def _color(part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">'
-        f"{escape(printable(words))}</text>"
+        f"{escape(printable(text))}</text>"
     )
 
 

@@ -112,10 +112,10 @@ class Surface:
         scene = self._scene
         scene.put_back()
         with torch.no_grad():
-            for place, (tensor, kept) in enumerate(scene.kept):
-                parts = [(by, of[place]) for by, of in moves if by and of[place] is not None]
+            for index, (tensor, original) in enumerate(scene.kept):
+                parts = [(by, of[index]) for by, of in moves if by and of[index] is not None]
                 if parts:
-                    moved = kept.to(_wide(tensor))
+                    moved = original.to(_wide(tensor))
                     for by, part in parts:
                         moved = moved + by * part  # type: ignore[operator] # None was left out
                     tensor.copy_(moved)

@@ -216,7 +216,7 @@ def critical_batch(loss: float) -> float:
     return float(2e8 / loss ** (1 / 0.21))
 
 
-class Batch(NamedTuple):
+class BatchSizeCost(NamedTuple):
     """What a batch of a size costs, beside the least of each (McCandlish et al., 2018)."""
 
     tokens: float
@@ -227,7 +227,7 @@ class Batch(NamedTuple):
     """Tokens, as a multiple of the least that any batch needs."""
 
 
-def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> Batch:
+def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> BatchSizeCost:
     """Return the batch, and what it costs: by default as large as the noise scale.
 
     ``(S / S_min - 1) (E / E_min - 1) = 1`` with ``B_noise = E_min / S_min`` (McCandlish et al.,
@@ -235,7 +235,7 @@ def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> Batch
     ``1 + B / B_noise`` times the tokens.
     """
     size = batch_tokens or noise_scale
-    return Batch(size, tokens / size, 1 + noise_scale / size, 1 + size / noise_scale)
+    return BatchSizeCost(size, tokens / size, 1 + noise_scale / size, 1 + size / noise_scale)
 
 
 _BOUNDS: Mapping[str, tuple[str, int, float]] = {
@@ -270,10 +270,12 @@ class PlanInput:
     gpu_hour_price: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, (words, least, most) in _BOUNDS.items():
+        for name, (description, least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if not least <= value <= most:  # no NaN is
-                raise UsageError(f"{words} {value:.4g}; it must be from {least:,} to {most:.0e}")
+                raise UsageError(
+                    f"{description} {value:.4g}; it must be from {least:,} to {most:.0e}"
+                )
         if self.gpu not in GPUS:
             raise UsageError(
                 f"the GPU is {self.gpu!r}, which is not known", hint=f"one of {', '.join(GPUS)}"
@@ -291,8 +293,8 @@ class PlanInput:
         if shape is None:
             return
         blocks = 12.0 * shape.layers * shape.width**2
-        own = blocks + 2.0 * shape.vocab * shape.width  # with the embeddings of words
-        if self.num_params < blocks / _LEANER or self.num_params > _EXPERTS * own:
+        counted_params = blocks + 2.0 * shape.vocab * shape.width  # with the embeddings of words
+        if self.num_params < blocks / _LEANER or self.num_params > _EXPERTS * counted_params:
             raise UsageError(
                 f"layers {shape.layers:,} and width {shape.width:,} make about {blocks:.2g} "
                 f"parameters (12 L d^2), and {self.num_params:.4g} were given",
@@ -321,7 +323,7 @@ class TrainingPlan:
     gpu_bytes: float
     fits: tuple[Fit, ...]
     noise_scale: float
-    batch: Batch
+    batch: BatchSizeCost
     least_batch_tokens: float
     """One micro-batch on each GPU."""
     days: float
@@ -333,57 +335,63 @@ _USABLE = 0.92
 """Of a GPU's memory: the rest is the driver's context, NCCL's buffers and fragmentation."""
 
 
-def plan(asked: PlanInput) -> TrainingPlan:
+def plan(plan_input: PlanInput) -> TrainingPlan:
     """Return what a training will take.
 
     Raises:
         UsageError: the GPU has no peak for the type.
     """
-    shape = asked.shape or shape_of(asked.num_params)
-    num_params = int(asked.num_params)
+    shape = plan_input.shape or shape_of(plan_input.num_params)
+    num_params = int(plan_input.num_params)
     a_token = transformer_flops_per_token(
         num_params,
         num_layers=shape.layers,
         d_model=shape.width,
-        sequence_length=asked.sequence_length,
+        sequence_length=plan_input.sequence_length,
     )
-    gpu = GPUS[asked.gpu]
-    peak = peak_flops(gpu.device, "fp32" if asked.training_type == "fp32" else "bf16")
+    gpu = GPUS[plan_input.gpu]
+    peak = peak_flops(gpu.device, "fp32" if plan_input.training_type == "fp32" else "bf16")
     if peak is None:
         raise UsageError(
-            f"{gpu.device} has no tensor peak for {asked.training_type}",
+            f"{gpu.device} has no tensor peak for {plan_input.training_type}",
             hint="plan it with --precision fp32, or for another GPU",
         )
-    flops = a_token * asked.tokens
-    seconds = flops / (asked.num_gpus * peak * asked.mfu)
-    noise = asked.noise_scale or critical_batch(chinchilla_loss(asked.num_params, asked.tokens))
-    hours = seconds / 3600 * asked.num_gpus
+    flops = a_token * plan_input.tokens
+    seconds = flops / (plan_input.num_gpus * peak * plan_input.mfu)
+    noise = plan_input.noise_scale or critical_batch(
+        chinchilla_loss(plan_input.num_params, plan_input.tokens)
+    )
+    hours = seconds / 3600 * plan_input.num_gpus
     gpu_bytes = gpu.memory_gb * 1e9
     fits = []
     for checkpointing in (False, True):
         for strategy in STRATEGIES:
-            held = memory(
+            memory_need = memory(
                 strategy,
                 num_params=num_params,
                 shape=shape,
-                num_gpus=asked.num_gpus,
-                num_tokens=asked.micro_batch * asked.sequence_length,
-                training_type=asked.training_type,
+                num_gpus=plan_input.num_gpus,
+                num_tokens=plan_input.micro_batch * plan_input.sequence_length,
+                training_type=plan_input.training_type,
                 checkpointing=checkpointing,
             )
-            fits.append(Fit(strategy, checkpointing, held, held.total <= _USABLE * gpu_bytes))
+            fits.append(
+                Fit(strategy, checkpointing, memory_need, memory_need.total <= _USABLE * gpu_bytes)
+            )
     return TrainingPlan(
         shape=shape,
         flops=flops,
-        attention_flops=flops - 6.0 * num_params * asked.tokens,
+        attention_flops=flops - 6.0 * num_params * plan_input.tokens,
         gpu_bytes=gpu_bytes,
         fits=tuple(fits),
         noise_scale=noise,
-        batch=batch(asked.tokens, noise),
-        least_batch_tokens=asked.num_gpus * asked.micro_batch * asked.sequence_length,
+        batch=batch(plan_input.tokens, noise),
+        least_batch_tokens=plan_input.num_gpus
+        * plan_input.micro_batch
+        * plan_input.sequence_length,
         days=seconds / 86_400,
         gpu_hours=hours,
-        price=hours * asked.gpu_hour_price if asked.gpu_hour_price else None,
+        price=hours * plan_input.gpu_hour_price if plan_input.gpu_hour_price else None,
     )
 
 

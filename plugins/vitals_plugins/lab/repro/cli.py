@@ -21,7 +21,7 @@ from vitals_plugins.lab.repro.entry import CONTRACT, build
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
-    from vitals_plugins.lab.repro.verdict import Verdict
+    from vitals_plugins.lab.repro.verdict import ReplayVerdict
 
 _Run = Annotated[
     str,
@@ -94,7 +94,7 @@ def repro(
         typer.echo("\n".join(_lines(verdict, capsule, kept_in)))
 
 
-def _lines(verdict: Verdict, capsule: Capsule, kept_in: Path) -> list[str]:
+def _lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> list[str]:
     lines = [f"Step {capsule.step} on rank {capsule.rank}: {capsule.facts['reason']}"]
     lines.append(verdict.sentence)
     lines += [f"  {detail}" for detail in verdict.details]

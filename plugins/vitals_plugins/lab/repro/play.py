@@ -32,7 +32,7 @@ _TO_LOWER = frozenset({"half", "bfloat16", "float"})
 _IN_LOSS = "the loss function"
 
 
-class Limits(NamedTuple):
+class ReplayLimits(NamedTuple):
     """Above what a finite step is bad; None: nothing finite is."""
 
     loss: float | None = None
@@ -55,7 +55,7 @@ class Played(NamedTuple):
         """The mean over the micro-batches."""
         return math.fsum(self.losses) / len(self.losses) if self.losses else math.nan
 
-    def is_bad(self, limits: Limits) -> bool:
+    def is_bad(self, limits: ReplayLimits) -> bool:
         """Return whether something is not finite, or above its limit."""
         if self.error:
             return False
@@ -65,7 +65,7 @@ class Played(NamedTuple):
         return any(limit is not None and value > limit for value, limit in pairs)
 
 
-class Origin(NamedTuple):
+class NonfiniteOrigin(NamedTuple):
     """Where the first value came from that is not finite."""
 
     module: str
@@ -188,8 +188,8 @@ class Scene:
     @torch.no_grad()
     def put_back(self) -> None:
         """Have weights and buffers as they were kept, and no gradients."""
-        for tensor, kept in self.kept:
-            tensor.copy_(kept)
+        for tensor, saved_tensor in self.kept:
+            tensor.copy_(saved_tensor)
         for module, name, tensor in self._slots:
             if name in module._buffers:
                 module._buffers[name] = tensor
@@ -198,7 +198,7 @@ class Scene:
     @contextmanager
     def _converted(self, dtype: torch.dtype) -> Iterator[None]:
         """Let the model hold what is less precise in ``dtype``, for a while."""
-        own = [(tensor, tensor.data) for _, _, tensor in self._slots]
+        converted = [(tensor, tensor.data) for _, _, tensor in self._slots]
         self.model.zero_grad(set_to_none=True)
         try:
             for _, _, tensor in self._slots:
@@ -208,7 +208,7 @@ class Scene:
         finally:
             # A gradient is of its parameter's type: it goes first.
             self.model.zero_grad(set_to_none=True)
-            for tensor, data in own:
+            for tensor, data in converted:
                 tensor.data = data
 
 
@@ -324,7 +324,7 @@ class _Precision(TorchFunctionMode):
 # --------------------------------------------------------------------------------- the origin
 
 
-class _Event(NamedTuple):
+class _NonfiniteResult(NamedTuple):
     """A result that is not finite."""
 
     module: str
@@ -335,7 +335,7 @@ class _Event(NamedTuple):
     parents: tuple[int, ...]
 
 
-class _Source(NamedTuple):
+class _OperationInput(NamedTuple):
     """What went into an operation."""
 
     event: int
@@ -357,12 +357,12 @@ class Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.origin: Origin | None = None
+        self.origin: NonfiniteOrigin | None = None
         self.lowest: torch.dtype | None = None
         """The least precise type that an operation gave."""
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
-        self._events: list[_Event] = []
+        self._events: list[_NonfiniteResult] = []
         self._last: dict[int, int] = {}
         """By address of the memory its newest event."""
         self._held: list[Tensor] = []
@@ -391,7 +391,7 @@ class Trace(TorchDispatchMode):
             self._last.clear()
             self._nodes.clear()
 
-    def begin(self) -> None:
+    def start_micro_batch(self) -> None:
         """Begin with a micro-batch."""
         self._is_forward = True
         self._modules.clear()
@@ -442,8 +442,8 @@ class Trace(TorchDispatchMode):
             self._look(func, sources, tensor, is_written)
         return result
 
-    def _look(
-        self, func: Any, sources: Sequence[_Source], tensor: Tensor, is_written: bool
+    def _record_operation(
+        self, func: Any, sources: Sequence[_OperationInput], tensor: Tensor, is_written: bool
     ) -> None:
         is_nan, is_inf = _kinds(tensor)
         if not (is_nan or is_inf):
@@ -458,13 +458,13 @@ class Trace(TorchDispatchMode):
         parents = tuple(source.event for source in sources if source.event >= 0)
         is_made = (is_nan and not had_nan) or is_new_inf
         name = func.__name__.partition(".")[0].strip("_")
-        self._events.append(_Event(self._where(), name, is_made, func.is_view, parents))
+        self._events.append(_NonfiniteResult(self._where(), name, is_made, func.is_view, parents))
 
-    def _source(self, tensor: Tensor) -> _Source:
+    def _source(self, tensor: Tensor) -> _OperationInput:
         event = self._last.get(_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or memory that nobody wrote yet
-            return _Source(event, False, False)
-        return _Source(event, *_kinds(tensor))
+            return _OperationInput(event, False, False)
+        return _OperationInput(event, *_kinds(tensor))
 
     def _where(self) -> str:
         return self._modules[-1] if self._modules else _IN_LOSS
@@ -474,19 +474,19 @@ class Trace(TorchDispatchMode):
         self._is_forward = False
         start = self._last.get(_address(loss), _UNKNOWN)
         if start >= 0:
-            made, waiting, seen = [], [start], set()
+            outputs, waiting, seen = [], [start], set()
             while waiting:
                 number = waiting.pop()
                 if number in seen:
                     continue
                 seen.add(number)
                 if self._events[number].is_made:
-                    made.append(number)
+                    outputs.append(number)
                 waiting += self._events[number].parents
             # What was bad before the play has no maker: then the first that computed with it.
             computed = [number for number in seen if not self._events[number].is_view]
-            event = self._events[min(made or computed or seen)]
-            self.origin = self.origin or Origin(event.module, event.operator, "forward")
+            event = self._events[min(outputs or computed or seen)]
+            self.origin = self.origin or NonfiniteOrigin(event.module, event.operator, "forward")
         self._claim(loss, _IN_LOSS)
         for node, module in self._nodes.items():
             node.register_hook(self._backward_of(node.name(), module))
@@ -499,7 +499,7 @@ class Trace(TorchDispatchMode):
 
         def look(outgoing: Any, incoming: Any) -> None:
             if self.origin is None and not _any_bad(incoming) and _any_bad(outgoing):
-                self.origin = Origin(module, operator, "backward")
+                self.origin = NonfiniteOrigin(module, operator, "backward")
 
         return look
 

@@ -27,7 +27,14 @@ from trainer_hooks.repro.capsule import (
 from trainvitals.io.capsules import VERDICT
 from trainvitals.io.private import replace_file
 from vitals_plugins.lab import selftest
-from vitals_plugins.lab.repro.play import Limits, LossOf, Origin, Played, Scene, Trace
+from vitals_plugins.lab.repro.play import (
+    LossOf,
+    NonfiniteOrigin,
+    Played,
+    ReplayLimits,
+    Scene,
+    Trace,
+)
 from vitals_plugins.lab.repro.weights import Weights
 
 Cause = Literal["data", "arithmetic", "optimizer_state", "hardware", "not_reproduced"]
@@ -50,7 +57,7 @@ _BLOCK_WORDS = 8 << 20
 _SHOWN = 4
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a play has shown; kept beside the capsule."""
 
     verdict: Cause
@@ -86,7 +93,7 @@ class _Case:
     """The least precise type that an operation of the forward gave."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ReplayLimits:
         """What made the step bad, where that was finite. A norm is compared where it was ours."""
         facts = self.capsule.facts
         loss, limit = self.capsule.loss, facts.get("loss_limit")
@@ -94,7 +101,7 @@ class _Case:
         norm, most = facts.get("grad_norm"), facts.get("grad_norm_limit")
         is_own = facts["world_size"] == 1 and len(self.batches) == 1
         has_norm = is_own and norm is not None and most is not None and most < norm < math.inf
-        return Limits(limit if has_loss else None, most if has_norm else None)
+        return ReplayLimits(limit if has_loss else None, most if has_norm else None)
 
     def play(self, batches: Sequence[Any], *, dtype: torch.dtype | None = None) -> Played:
         self.num_plays += 1
@@ -112,7 +119,7 @@ def judge(
     batches: Sequence[Any],
     *,
     try_machine: Callable[[torch.device], str] | None = None,
-) -> Verdict:
+) -> ReplayVerdict:
     """Play a bad step and say why it was bad.
 
     Args:
@@ -126,11 +133,11 @@ def judge(
     Raises:
         PlayError: the loss function could not compute.
     """
-    kept = capsule.facts.get("autocast")
+    autocast = capsule.facts.get("autocast")
     scene = Scene(
         model=model,
         loss_of=loss_of,
-        autocast=None if kept is None else Autocast(*kept),
+        autocast=None if autocast is None else Autocast(*autocast),
         loss_scale=capsule.facts.get("loss_scale") or 1.0,
     )
     case = _Case(capsule=capsule, scene=scene, weights=weights, batches=batches)
@@ -156,7 +163,7 @@ def _as_in_run(there: dict[str, str]) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _judged(case: _Case, try_machine: Callable[[torch.device], str]) -> Verdict:
+def _judged(case: _Case, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
     capsule, weights = case.capsule, case.weights
     played = case.play(case.batches)
     if played.error:
@@ -165,7 +172,7 @@ def _judged(case: _Case, try_machine: Callable[[torch.device], str]) -> Verdict:
     cause, why, module, rows = _cause(case, played, try_machine)
     if module:
         origin = None
-    return Verdict(
+    return ReplayVerdict(
         verdict=cause,
         sentence=" ".join((f"{IN_WORDS[cause]}: {why}", *_began(origin), _bits(case, played))),
         module=module or ("" if origin is None else origin.module),
@@ -189,7 +196,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _trace(case: _Case) -> Origin | None:
+def _trace(case: _Case) -> NonfiniteOrigin | None:
     trace = Trace()
     case.scene.play(case.batches, case.capsule.rng, trace=trace)
     case.lowest = trace.lowest
@@ -210,23 +217,27 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
     if not played.is_bad(case.limits):
         return _of_well(case, played, try_machine)
     rows, num_rows = _bad_rows(case)
-    if rows and (words := _out_of_range(case, rows)):
-        return "data", words, "", rows
+    if rows and (description := _out_of_range(case, rows)):
+        return "data", description, "", rows
     if cured := _in_precision(case):
         return "arithmetic", cured, "", rows
-    if not rows and (words := _not_finite(case)):
-        return "data", words, "", ()
+    if not rows and (description := _not_finite(case)):
+        return "data", description, "", ()
     if rows:
-        words = f"{_samples(rows)} of {num_rows} {_make(rows)} the batch bad in every precision; "
-        return "data", f"{words}without {_them(rows)} the batch is fine.", "", rows
+        description = (
+            f"{_samples(rows)} of {num_rows} {_make(rows)} the batch bad in every precision; "
+        )
+        return "data", f"{description}without {_them(rows)} the batch is fine.", "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
-        words = "the batch is bad in every precision; one of an earlier step is fine with the same "
-        return "data", f"{words}weights.", "", ()
-    words = "the step is bad in every precision, so an operation has no finite result here"
+        description = (
+            "the batch is bad in every precision; one of an earlier step is fine with the same "
+        )
+        return "data", f"{description}weights.", "", ()
+    description = "the step is bad in every precision, so an operation has no finite result here"
     if good is not None:
-        words += "; a batch of an earlier step is bad as well"
-    return "arithmetic", f"{words}.", "", ()
+        description += "; a batch of an earlier step is bad as well"
+    return "arithmetic", f"{description}.", "", ()
 
 
 def _of_state(case: _Case) -> _Found | None:
@@ -242,14 +253,16 @@ def _of_state(case: _Case) -> _Found | None:
         first = bad[0]
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         of = ", a second moment below 0 included," if any(map(is_second_moment, bad)) else ""
-        words = f"{first}{more}{of} {'is' if len(bad) == 1 else 'are'} not finite {where}."
-        return "optimizer_state", words, _owner(first), ()
+        description = f"{first}{more}{of} {'is' if len(bad) == 1 else 'are'} not finite {where}."
+        return "optimizer_state", description, _owner(first), ()
     largest_now = {} if facts["applied"] else facts["state"]["largest"]
     for name, largest in largest_now.items():
         usual = case.weights.largest(name)
         if usual is not None and largest > max(_LARGE, _WRONG_WEIGHT * usual):
-            words = f"{name} held {largest:.3g} in the run; {usual:.3g} in {case.weights.text}."
-            return "optimizer_state", words, _owner(name), ()
+            description = (
+                f"{name} held {largest:.3g} in the run; {usual:.3g} in {case.weights.text}."
+            )
+            return "optimizer_state", description, _owner(name), ()
     return None
 
 
@@ -264,11 +277,12 @@ def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
         module = case.scene.differs(
             case.batches, case.capsule.rng, live, replica["elements"], *values
         )
-    own, other = replica["own"][0], replica["replica"][0]
-    words = f"{name} was not as on a replica: element {first} was {own:.6g} here, {other:.6g} there"
+    rank_value, other = replica["own"][0], replica["replica"][0]
+    text = f"{name} was not as on a replica: element {first} was {rank_value:.6g} here, "
+    text += f"{other:.6g} there"
     if module:
-        words += f"; the first module whose output differs for that is `{module}`"
-    return "optimizer_state", f"{words}.", module or _owner(name), ()
+        text += f"; the first module whose output differs for that is `{module}`"
+    return "optimizer_state", f"{text}.", module or _owner(name), ()
 
 
 def _owner(name: str) -> str:
@@ -285,8 +299,8 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     again = case.play(case.batches)
     repeats = again == played
     if wrong := try_machine(device):
-        words = f"the step is fine when re-run, and this machine computes wrongly: {wrong}."
-        return "hardware", words, "", ()
+        description = f"the step is fine when re-run, and this machine computes wrongly: {wrong}."
+        return "hardware", description, "", ()
     case.details.append(f"self-test of {device}: all answers right")
     why = [] if repeats else ["two re-runs differ in their bits, so it is not deterministic"]
     equal = _is_bit_equal(case.capsule, played)
@@ -300,10 +314,14 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     why += _differences(case.capsule, device)
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
-    words = "with the same weights, batch and random state the step is fine, twice bit-equal. "
-    words += "Code of the loop outside loss_of is not re-run; if it is not the cause, test the "
-    words += "node where it ran: `vitals doctor --burn-in 60`."
-    return "hardware", words, "", ()
+    description = (
+        "with the same weights, batch and random state the step is fine, twice bit-equal. "
+    )
+    description += (
+        "Code of the loop outside loss_of is not re-run; if it is not the cause, test the "
+    )
+    description += "node where it ran: `vitals doctor --burn-in 60`."
+    return "hardware", description, "", ()
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
@@ -472,7 +490,7 @@ def _them(rows: Sequence[int]) -> str:
 # ------------------------------------------------------------------------------------ words
 
 
-def _began(origin: Origin | None) -> list[str]:
+def _began(origin: NonfiniteOrigin | None) -> list[str]:
     if origin is None:
         return []
     where = origin.module if origin.module.startswith("the ") else f"`{origin.module}`"
@@ -492,14 +510,14 @@ def _bits(case: _Case, played: Played) -> str:
     if equal is None:
         same = "as in the run" if not math.isfinite(played.loss) else f"{loss} in the run"
         return f"The loss came out {played.loss:.6g} ({same}), with {case.weights.text}."
-    words = "bit-equal" if equal else f"not bit-equal to {loss!r}"
-    return f"The loss came out {played.loss!r}, {words}, with {case.weights.text}."
+    equality = "bit-equal" if equal else f"not bit-equal to {loss!r}"
+    return f"The loss came out {played.loss!r}, {equality}, with {case.weights.text}."
 
 
 # ------------------------------------------------------------------------------------- files
 
 
-def keep(verdict: Verdict, capsule: Path) -> Path:
+def keep(verdict: ReplayVerdict, capsule: Path) -> Path:
     """Write a verdict beside its capsule; returns where."""
     path = capsule.with_suffix(VERDICT)
     raw = json.dumps(msgspec.to_builtins(verdict), indent=2).encode() + b"\n"

@@ -63,8 +63,8 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
         if step <= capsule.step and on_way:
             names.append((step, attempt, ref.id))
     if not names:
-        own = _live(model)
-        bad, absolute = _looked_at(own)
+        live_tensors = _live(model)
+        bad, absolute = _looked_at(live_tensors)
         text = "the weights that the entry built (the run has no checkpoint before this step)"
         return Weights(text=text, is_exact=False, bad=bad, absolute=absolute)
     step, _, name = max(names)

@@ -23,7 +23,15 @@ from vitals_collector.queries.open import Opened, open_folder
 from vitals_plugins.bridges.mirrors import supervise as supervising
 from vitals_plugins.bridges.mirrors import trackers
 from vitals_plugins.bridges.mirrors.cli import MAX_POLL_SECONDS, Pause
-from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Cursor, Entry, Follower, Fork, Note, Row
+from vitals_plugins.bridges.mirrors.follow import (
+    ATTEMPT,
+    ActionNote,
+    Cursor,
+    Entry,
+    Follower,
+    Fork,
+    Row,
+)
 from vitals_plugins.bridges.mirrors.supervise import HELD, USAGE, supervise
 from vitals_plugins.bridges.mirrors.trackers import open_tracker
 from vitals_plugins.bridges.mirrors.worker import (
@@ -120,7 +128,7 @@ def test_a_restart_and_decisions_are_told_at_their_steps(scene: Scene, tmp_path:
     scene.first()
     played(scene, tracker, scene.back, scene.then, scene.end, states=tmp_path / "states")
     entries = tracker.entries()
-    notes = [(e.step, e.level, e.text) for e in entries if isinstance(e, Note)]
+    notes = [(e.step, e.level, e.text) for e in entries if isinstance(e, ActionNote)]
     assert [
         (40, "info", "step 40: update skipped: loss is nan on rank 1"),
         (40, "warning", "step 40: rolled back to step 20: NaN weights"),
