@@ -120,8 +120,11 @@ def _table(outcomes: Sequence[Outcome]) -> Grid:
         title="Statements by kind of fault: right/wrong/silent",
         columns=("fault", "placement", "incident", *FIELDS, "end"),
         rows=tuple(rows),
-        note="Small real trainings with the default settings, read by the reader of `vitals "
-        "postmortem` and `vitals why`. The rule is in vitals_bench/explanation/scoring.py.",
+        note="Small real trainings with the default settings and one fault at a known step, rank "
+        "and layer: alone, 40 steps after another fault, or while it lasts. Scored are the "
+        "incidents of `vitals postmortem`, with `vitals why` of their first step. The rule is in "
+        "`vitals_bench/explanation/scoring.py`; rules are tuned on even seeds, odd ones are only "
+        "reported.",
         detail={line_of(outcome): json.loads(_plain(outcome)) for outcome in outcomes},
     )
 
