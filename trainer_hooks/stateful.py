@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class HasStateDict(Protocol):
     """Objects for ``watch(state=...)``: an EMA, a loader, a communication hook's memory."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from trainer_hooks.data.order import (
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
-from trainer_hooks.stateful import Stateful
+from trainer_hooks.stateful import HasStateDict
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import BatchWindow
 
@@ -250,7 +250,7 @@ class Batches:
             )
         if isinstance(loader, Sequence):
             return ""
-        if not isinstance(loader, Stateful):
+        if not isinstance(loader, HasStateDict):
             return "the loader has no state_dict"
         if saved_state["loader"] is None:
             return "the loader's state_dict could not be kept as plain values and tensors"
@@ -299,7 +299,7 @@ class Batches:
             "loader": None,
         }
         loader = self._loader
-        if isinstance(loader, Stateful) and not is_seekable(loader):
+        if isinstance(loader, HasStateDict) and not is_seekable(loader):
             with self._faults.fail_open("data.state_dict"):
                 loader_state = deepcopy(loader.state_dict())
                 state["loader"] = loader_state if is_plain(loader_state) else None
@@ -444,7 +444,7 @@ class Batches:
 
     def _at_state(self, state: DataState) -> Iterator[Any] | None:
         """Return the loader's iterator by its own state; None where it has or takes none."""
-        if state["loader"] is None or not isinstance(self._loader, Stateful):
+        if state["loader"] is None or not isinstance(self._loader, HasStateDict):
             return None
         with self._faults.fail_open("data.load_state_dict"):
             self._loader.load_state_dict(deepcopy(state["loader"]))

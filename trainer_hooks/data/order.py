@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.stateful import Stateful
+from trainer_hooks.stateful import HasStateDict
 
 Opening = dict[str, Any]
 """What an epoch's order was drawn from, as plain values and tensors."""
@@ -42,10 +42,10 @@ def is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
 
 
-def sampler_with_state(loader: DataLoader[Any]) -> Stateful | None:
+def sampler_with_state(loader: DataLoader[Any]) -> HasStateDict | None:
     """Return what draws the loader's order, where it has a state of its own."""
     both: tuple[object, object] = (loader.batch_sampler, loader.sampler)
-    return next((sampler for sampler in both if isinstance(sampler, Stateful)), None)
+    return next((sampler for sampler in both if isinstance(sampler, HasStateDict)), None)
 
 
 def sampler_epoch(loader: object) -> int | None:

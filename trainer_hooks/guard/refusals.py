@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
-from trainer_hooks.stateful import Stateful
+from trainer_hooks.stateful import HasStateDict
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -45,7 +45,7 @@ def refuse_unguardable(
             hint="give each object a name: state={'ema': average}",
         )
     for name, value in state.items():
-        if not isinstance(value, Stateful) and not any(
+        if not isinstance(value, HasStateDict) and not any(
             value is hook_state for hook_state in hook_states(model)
         ):
             raise UsageError(

@@ -26,7 +26,7 @@ from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.hook_memory import comm_hooks
 from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, held_in
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.stateful import Stateful
+from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
@@ -63,10 +63,10 @@ class TrainingState:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        schedulers: Sequence[Stateful] = (),
+        schedulers: Sequence[HasStateDict] = (),
         *,
         scaler: torch.amp.GradScaler | None = None,
-        extra: Mapping[str, Stateful] | None = None,
+        extra: Mapping[str, HasStateDict] | None = None,
     ) -> None:
         self._wrapped = model
         self._model, self._is_ddp = unwrap(model)

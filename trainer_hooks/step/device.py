@@ -33,7 +33,7 @@ from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.sections import Sections, placed_in
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
-from trainer_hooks.stateful import Stateful
+from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.step.reduce_vector import (
     CORE_FIELDS,
     NUM_FIGURES,
@@ -86,7 +86,7 @@ class Device:
     averages: Averages | None
     """None if no average of the weights was registered."""
     joinables: tuple[Any, ...]
-    extra: dict[str, Stateful]
+    extra: dict[str, HasStateDict]
     """State registered by ``watch(state=...)``, in the form that a rollback restores."""
     warnings: list[tuple[str, str]]
     """Likely mistakes in the arguments, each as the code and text of a note."""
@@ -170,7 +170,7 @@ def lay_out(
         after_load=AfterLoad(model, shadow),
         averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
-        extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
+        extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
         warnings=_warnings(model, () if steps_by_itself else optimizers, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,

@@ -119,10 +119,10 @@ def memory(
     pattern = PATTERNS[seed % len(PATTERNS)]
     parts = block.split(_CHUNK_WORDS)
     for number, part in enumerate(parts):
-        part.copy_(_words(pattern, block, number * _CHUNK_WORDS, len(part), seed))
+        part.copy_(_pattern_words(pattern, block, number * _CHUNK_WORDS, len(part), seed))
     for number, part in enumerate(parts):
         first = number * _CHUNK_WORDS
-        expected = _words(pattern, block, first, len(part), seed)
+        expected = _pattern_words(pattern, block, first, len(part), seed)
         wrong = _compare(f"memory {pattern}", seed, read(part), expected)
         if wrong is not None:
             element = first + wrong.element
@@ -130,7 +130,7 @@ def memory(
     return None
 
 
-def _words(
+def _pattern_words(
     pattern: str, block: torch.Tensor, first: int, num_words: int, seed: int
 ) -> torch.Tensor:
     if pattern == "0x55":

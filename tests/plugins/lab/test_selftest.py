@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitals_plugins.lab.burn_in import program as burn_in
-from vitals_plugins.lab.burn_in.program import Device, find_devices, kernels_for, try_devices
+from vitals_plugins.lab.burn_in.program import BurnInDevice, find_devices, kernels_for, try_devices
 from vitals_plugins.lab.selftest import (
     INNER,
     LARGEST,
@@ -114,7 +114,7 @@ class TestMemory:
 
         monkeypatch.setattr(burn_in, "memory", note)
         monkeypatch.setitem(burn_in.BLOCK_BYTES, "cpu", 64)
-        device = Device("cpu", CPU, max_bytes=64 * len(PATTERNS))
+        device = BurnInDevice("cpu", CPU, max_bytes=64 * len(PATTERNS))
         for visit in range(len(PATTERNS) ** 2):
             device.try_memory(visit)
         assert [list(range(len(PATTERNS)))] * len(PATTERNS) == [sorted(s) for s in seen.values()]
@@ -132,7 +132,7 @@ class TestAllReduce:
 
     @pytest.mark.parametrize("num_devices", [2, 3, 5])
     def test_the_sums_of_gloo_are_right_on_every_core(self, num_devices):
-        devices = [Device(f"cpu {n}", CPU, 64) for n in range(num_devices)]
+        devices = [BurnInDevice(f"cpu {n}", CPU, 64) for n in range(num_devices)]
         *_, last = try_devices(devices, {"all-reduce": burn_in.reducing(devices)}, seconds=0.1)
         assert ["ok"] * num_devices == [check["status"] for check in last]
 
@@ -153,9 +153,9 @@ class TestBurnIn:
             assert all(f"{name} 1x" in check["text"] for name in kernels)
 
     def test_the_core_with_the_fault_is_named_and_the_other_one_is_not(self):
-        devices = [Device("cpu 0", CPU, 64), Device("cpu 1", CPU, max_bytes=64)]
+        devices = [BurnInDevice("cpu 0", CPU, 64), BurnInDevice("cpu 1", CPU, max_bytes=64)]
 
-        def stub(device: Device, seed: int) -> WrongAnswer | None:
+        def stub(device: BurnInDevice, seed: int) -> WrongAnswer | None:
             multiply = stub_multiply if device.name == "cpu 1" else torch.matmul
             return gemm(CPU, torch.float32, seed, multiply=multiply)
 
@@ -167,10 +167,10 @@ class TestBurnIn:
         assert "the processor with cpu 1 is replaced" in faulty["hint"]
 
     def test_a_device_that_raises_has_failed_and_is_left_alone(self):
-        devices = [Device("cpu 0", CPU, 64), Device("cpu 1", CPU, max_bytes=64)]
+        devices = [BurnInDevice("cpu 0", CPU, 64), BurnInDevice("cpu 1", CPU, max_bytes=64)]
         calls = []
 
-        def stub(device: Device, seed: int) -> None:
+        def stub(device: BurnInDevice, seed: int) -> None:
             calls.append(device.name)
             if device is devices[1]:
                 raise RuntimeError("uncorrectable ECC error\nmore of it")

@@ -159,7 +159,7 @@ def audit(
     marks: list[CurveMark] = []
     places = {logged.row: index for index, logged in enumerate(history.steps)}
     for judged in judged_steps:
-        _take(judged, places[judged.row], alarms, marks, loss_kind)
+        _add_alarms(judged, places[judged.row], alarms, marks, loss_kind)
     restarts = sorted(cadence.restarts)
     before: _Trouble | None = None
     for alarm in alarms:
@@ -176,7 +176,7 @@ def audit(
     )
 
 
-def _take(
+def _add_alarms(
     judged: JudgedStep, index: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
     """Add what was said of a record to the alarms."""
@@ -387,7 +387,7 @@ def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def tell(audit: Audit, title: str) -> list[Block]:
+def audit_blocks(audit: Audit, title: str) -> list[Block]:
     """Return what is said of a log as blocks."""
     return [
         Heading(1, f"Audit of {title}"),
@@ -654,4 +654,4 @@ def _times(num: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
 
 
-__all__ = ["Alarm", "Audit", "audit", "tell"]
+__all__ = ["Alarm", "Audit", "audit", "audit_blocks"]

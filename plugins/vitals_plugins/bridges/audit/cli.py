@@ -76,7 +76,7 @@ def audit(
     from trainvitals.judged_log import cadence_of, judge_history
     from vitals_collector.report.postmortem import markdown, page
     from vitals_plugins.bridges.audit.audit import audit as gather
-    from vitals_plugins.bridges.audit.audit import tell
+    from vitals_plugins.bridges.audit.audit import audit_blocks
     from vitals_plugins.bridges.importers import ColumnChoice, read_history
     from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
 
@@ -109,7 +109,7 @@ def audit(
         clips=assumed.clips,
         expected=assumed.expected,
     )
-    made = gather(
+    audit_result = gather(
         history,
         judged,
         cadence_of(history.steps),
@@ -119,7 +119,7 @@ def audit(
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
         lacking=lacking(assumed.config, len(history.steps)),
     )
-    blocks = tell(made, printable(log.name or str(log)))
+    blocks = audit_blocks(audit_result, printable(log.name or str(log)))
     if html is not None:
         write_file(html, page.write(blocks).encode(), force=force)
         sys.stdout.write(f"{html}\n")

@@ -129,7 +129,7 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
     chosen_columns: dict[Role, str] = {}
     for role, usual_names in KNOWN.items():
         requested = getattr(column_options, role)
-        name = _given(names, role, requested, source) if requested is not None else None
+        name = _match_column(names, role, requested, source) if requested is not None else None
         name = name or _usual(names, role, usual_names, source)
         if name is not None:
             chosen_columns[role] = name
@@ -141,7 +141,7 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
     return chosen_columns
 
 
-def _given(names: Sequence[str], role: Role, requested: str, source: str) -> str:
+def _match_column(names: Sequence[str], role: Role, requested: str, source: str) -> str:
     matches = [name for name in names if name == requested]
     matches = matches or [name for name in names if plain(name) == plain(requested)]
     if len(matches) == 1:
@@ -258,7 +258,7 @@ def step_number(value: object) -> int | None:
     return step
 
 
-def moment(value: object) -> float | None:
+def parse_time(value: object) -> float | None:
     """Return the time a cell holds, in seconds since 1970; None where it holds none.
 
     Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
@@ -360,7 +360,16 @@ class ImportedRows:
         if found_step is None:
             self._dropped["without a step"] += 1
             return
-        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed, waited, moment(time))
+        numbers = (
+            found_loss,
+            found_norm,
+            found_lr,
+            scale,
+            seconds,
+            speed,
+            waited,
+            parse_time(time),
+        )
         self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def pass_over(self, why: str) -> None:
@@ -372,7 +381,7 @@ class ImportedRows:
         return [f"{times} rows {why} were skipped" for why, times in self._dropped.items()]
 
 
-def take(
+def add_record(
     rows: ImportedRows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]
 ) -> None:
     """Add the record that a row of named cells holds."""
@@ -391,10 +400,10 @@ __all__ = [
     "History",
     "ImportedRows",
     "Role",
+    "add_record",
     "choose",
-    "moment",
     "number",
+    "parse_time",
     "plain",
     "step_number",
-    "take",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
                 hint="add a first line with the names, such as step,loss,grad_norm",
             )
         try:
-            return _read(path, [first], lines, separator, column_options)
+            return _read_rows(path, [first], lines, separator, column_options)
         except csv.Error as error:
             raise FormatError(f"{path} is not CSV: {error}") from error
 
@@ -72,7 +72,7 @@ def is_numbers(line: str) -> bool:
     return bool(cells)
 
 
-def _read(
+def _read_rows(
     path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: ColumnChoice
 ) -> History:
     head = next(csv.reader(first, delimiter=separator))

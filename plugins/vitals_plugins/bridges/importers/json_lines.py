@@ -13,7 +13,7 @@ from vitals_plugins.bridges.importers.columns import (
     choose,
     plain,
 )
-from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.columns import add_record as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 _NUMBER = "line number"

@@ -10,8 +10,8 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     History,
     ImportedRows,
+    add_record,
     choose,
-    take,
 )
 from vitals_plugins.bridges.importers.files import reading
 
@@ -56,7 +56,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     rows = ImportedRows(str(path), "row")
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
     for row, cells in enumerate(_joined(values, tags_read)):
-        take(rows, row, cells, columns)
+        add_record(rows, row, cells, columns)
     columns["time"] = "wall_time"  # as people call it
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trainvitals.errors import FormatError
 from vitals_plugins.bridges.importers.columns import ColumnChoice, History, ImportedRows, choose
-from vitals_plugins.bridges.importers.columns import take as take_row
+from vitals_plugins.bridges.importers.columns import add_record as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 _NUMBER = r"([-+]?(?:\d[\d,]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[Nn][Aa][Nn]|[Ii]nf(?:inity)?))"

@@ -10,8 +10,8 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     History,
     ImportedRows,
+    add_record,
     choose,
-    take,
 )
 from vitals_plugins.bridges.importers.files import read_whole, reading
 
@@ -41,7 +41,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
     columns = choose(names, column_options, str(path))
     rows = ImportedRows(str(path), "entry")
     for row, entry in enumerate(log):
-        take(rows, row, entry, columns)
+        add_record(rows, row, entry, columns)
     return History(
         source=str(path),
         form="trainer_state.json" if "log_history" in state else "JSON",

@@ -18,9 +18,9 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     History,
     ImportedRows,
+    add_record,
     choose,
     plain,
-    take,
 )
 from vitals_plugins.bridges.importers.files import read_whole, reading
 from vitals_plugins.bridges.importers.protobuf import double, fields, signed, zigzag
@@ -67,7 +67,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     columns = choose([*names] if own_is_meant else better, column_options, str(path))
     rows = ImportedRows(str(path), "call")
     for row, cells in enumerate(calls):
-        take(rows, row, cells, columns)
+        add_record(rows, row, cells, columns)
     return History(
         source=str(path),
         form="wandb",

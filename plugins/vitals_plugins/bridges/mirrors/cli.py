@@ -166,7 +166,7 @@ class Pause:
         self._sleep, self._cpu_seconds = sleep, cpu_seconds
         self._began = cpu_seconds()
 
-    def begin(self) -> None:
+    def start_poll(self) -> None:
         """Begin a look."""
         self._began = self._cpu_seconds()
 

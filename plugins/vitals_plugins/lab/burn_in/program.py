@@ -37,7 +37,7 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(eq=False)
-class Device:
+class BurnInDevice:
     """A core or a GPU, the thread that is bound to it, and what was seen of it."""
 
     name: str
@@ -101,30 +101,32 @@ class Device:
         return f"drain node {socket.gethostname()}: train nothing on it until {part}"
 
 
-Kernel = Callable[[Device, int], WrongAnswer | None]
+Kernel = Callable[[BurnInDevice, int], WrongAnswer | None]
 """Runs on a device's own thread; gets the number of the round, which is the seed."""
 
 
-def find_devices() -> list[Device]:
+def find_devices() -> list[BurnInDevice]:
     """Return every GPU; without one, every core that this process may use."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         model = f"{properties.name} GPU-{getattr(properties, 'uuid', '?')}"
         max_bytes = min(torch.cuda.mem_get_info(index)[0] // 4, MAX_BYTES)
-        gpus.append(Device(f"cuda:{index}", torch.device("cuda", index), max_bytes, model=model))
+        gpus.append(
+            BurnInDevice(f"cuda:{index}", torch.device("cuda", index), max_bytes, model=model)
+        )
     if gpus:
         return gpus
-    left = host_memory_left()
-    max_bytes = min((MAX_BYTES if left is None else left) // 4, MAX_BYTES)
+    free_bytes = host_memory_left()
+    max_bytes = min((MAX_BYTES if free_bytes is None else free_bytes) // 4, MAX_BYTES)
     if not hasattr(os, "sched_getaffinity"):  # macOS binds no thread
-        return [Device("cpu", torch.device("cpu"), max_bytes)]
+        return [BurnInDevice("cpu", torch.device("cpu"), max_bytes)]
     cores = sorted(os.sched_getaffinity(0))
     each = max(max_bytes // len(cores), 1 << 20)
-    return [Device(f"cpu {core}", torch.device("cpu"), each, core) for core in cores]
+    return [BurnInDevice(f"cpu {core}", torch.device("cpu"), each, core) for core in cores]
 
 
-def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
+def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
     """Return what is tried on each device, by name."""
     kernels: dict[str, Kernel] = {}
     is_on_gpu = devices[0].device.type == "cuda"
@@ -132,17 +134,19 @@ def kernels_for(devices: Sequence[Device]) -> dict[str, Kernel]:
         if dtype is torch.bfloat16 and is_on_gpu and not torch.cuda.is_bf16_supported():
             continue
 
-        def multiply(device: Device, seed: int, dtype: torch.dtype = dtype) -> WrongAnswer | None:
+        def multiply(
+            device: BurnInDevice, seed: int, dtype: torch.dtype = dtype
+        ) -> WrongAnswer | None:
             return gemm(device.device, dtype, seed, seconds=_GEMM_SECONDS)
 
         kernels[f"gemm {str(dtype).removeprefix('torch.')}"] = multiply
-    kernels["memory"] = Device.try_memory
+    kernels["memory"] = BurnInDevice.try_memory
     if len(devices) > 1 and dist.is_available():
         kernels["all-reduce"] = reducing(devices)
     return kernels
 
 
-def reducing(devices: Sequence[Device]) -> Kernel:
+def reducing(devices: Sequence[BurnInDevice]) -> Kernel:
     """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
 
     Each rank is a device's thread. The groups are of nobody else: no default group, no rendezvous.
@@ -157,9 +161,9 @@ def reducing(devices: Sequence[Device]) -> Kernel:
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists it nowhere
         for rank, device in enumerate(team):
             joining[device] = (store, rank, len(team), _GROUP_TIMEOUT)
-    groups: dict[Device, Any] = {}
+    groups: dict[BurnInDevice, Any] = {}
 
-    def reduce(device: Device, seed: int) -> WrongAnswer | None:
+    def reduce(device: BurnInDevice, seed: int) -> WrongAnswer | None:
         if device not in groups:
             groups[device] = getattr(dist, backend)(*joining[device])
         _, rank, world_size, _ = joining[device]
@@ -172,7 +176,7 @@ def reducing(devices: Sequence[Device]) -> Kernel:
 
 
 def try_devices(
-    devices: Sequence[Device], kernels: dict[str, Kernel], *, seconds: float
+    devices: Sequence[BurnInDevice], kernels: dict[str, Kernel], *, seconds: float
 ) -> Iterator[list[dict[str, str]]]:
     """Run the kernels in turn, each on all devices at once; yield after each what is known so far.
 

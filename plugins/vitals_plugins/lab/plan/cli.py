@@ -78,7 +78,7 @@ def show_plan(
         raise UsageError("--layers and --width go together", hint="give both, or neither")
     sized = min(max(1e3, params), 1e16)  # else the plan says that it is no size
     shape = Shape(layers, width, vocab) if layers else shape_of(sized, vocab=vocab)
-    asked = PlanInput(
+    plan_input = PlanInput(
         num_params=params,
         tokens=tokens,
         gpu=gpu.lower(),
@@ -91,32 +91,35 @@ def show_plan(
         noise_scale=noise_scale,
         gpu_hour_price=gpu_hour_price,
     )
-    made = plan(asked)
+    result = plan(plan_input)
     if form is Format.JSON:
-        write_json({"asked": asked, "plan": made, "sources": SOURCES})
+        write_json({"asked": plan_input, "plan": result, "sources": SOURCES})
         return
-    _write(asked, made, form, is_guessed=not layers)
+    _write(plan_input, result, form, is_guessed=not layers)
 
 
-def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bool) -> None:
+def _write(plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_guessed: bool) -> None:
     notes = ["flops", "attention", "time", "batch", "states", "activations"]
     notes += ["shape"] if is_guessed else []
     mark = {name: f"[{number}]" for number, name in enumerate(notes, 1)}
-    num_blocks = "1 block" if made.shape.layers == 1 else f"{made.shape.layers:,} blocks"
-    shape = f"{num_blocks} of width {made.shape.width:,}"
-    batch, half = made.batch, batch_of(asked.tokens, made.noise_scale, made.noise_scale / 2)
-    measured = "measured" if asked.noise_scale else "an estimate"
+    num_blocks = "1 block" if result.shape.layers == 1 else f"{result.shape.layers:,} blocks"
+    shape = f"{num_blocks} of width {result.shape.width:,}"
+    batch, half = (
+        result.batch,
+        batch_of(plan_input.tokens, result.noise_scale, result.noise_scale / 2),
+    )
+    measured = "measured" if plan_input.noise_scale else "an estimate"
     rows: list[tuple[str, object]] = [
-        ("model", f"{_count(asked.num_params)} parameters, {shape}"
+        ("model", f"{_count(plan_input.num_params)} parameters, {shape}"
          f" {mark['shape'] if is_guessed else ''}".rstrip()),
-        ("FLOPs", f"{made.flops:.3g}, of them {made.attention_flops:.2g} of attention "
+        ("FLOPs", f"{result.flops:.3g}, of them {result.attention_flops:.2g} of attention "
          f"{mark['flops']}{mark['attention']}"),
-        ("days", f"{made.days:.3g} at {100 * asked.mfu:.0f} % utilization {mark['time']}"),
-        ("GPU-hours", f"{made.gpu_hours:,.{0 if made.gpu_hours >= 10 else 2}f}"),
-        ("price", "no price given: --gpu-hour-price" if made.price is None
-         else f"{made.price:,.0f} at {asked.gpu_hour_price:g} a GPU-hour"),
+        ("days", f"{result.days:.3g} at {100 * plan_input.mfu:.0f} % utilization {mark['time']}"),
+        ("GPU-hours", f"{result.gpu_hours:,.{0 if result.gpu_hours >= 10 else 2}f}"),
+        ("price", "no price given: --gpu-hour-price" if result.price is None
+         else f"{result.price:,.0f} at {plan_input.gpu_hour_price:g} a GPU-hour"),
     ]  # fmt: skip
-    if batch.tokens < asked.sequence_length and not asked.noise_scale:
+    if batch.tokens < plan_input.sequence_length and not plan_input.noise_scale:
         rows.append(("batch", "not known: the estimate is below one sequence, so it does not hold "
                      f"here; measure it: --noise-scale {mark['batch']}"))  # fmt: skip
     else:
@@ -127,9 +130,9 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
              f"{batch.more_tokens:.3g} times the least tokens; half as large "
              f"{half.more_steps:.3g} and {half.more_tokens:.3g} times"),
         ]  # fmt: skip
-        if made.least_batch_tokens > batch.tokens:
-            least = batch_of(asked.tokens, made.noise_scale, made.least_batch_tokens)
-            rows.append(("", f"{asked.num_gpus:,} GPUs train on no fewer than "
+        if result.least_batch_tokens > batch.tokens:
+            least = batch_of(plan_input.tokens, result.noise_scale, result.least_batch_tokens)
+            rows.append(("", f"{plan_input.num_gpus:,} GPUs train on no fewer than "
                          f"{humanize(least.tokens, 'tokens')} a step, which needs "
                          f"{least.more_tokens:.3g} times the least tokens"))  # fmt: skip
     is_csv = form is Format.CSV
@@ -137,7 +140,7 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
         write_rows(("plan", "value"), rows, form)
         typer.echo("")
     header = ("memory per GPU, GB", "checkpointing", "weights", "gradients", "optimizer",
-              "activations", "other", "sum", f"fits {asked.gpu}")  # fmt: skip
+              "activations", "other", "sum", f"fits {plan_input.gpu}")  # fmt: skip
     cells = [
         (
             fit.strategy,
@@ -145,7 +148,7 @@ def _write(asked: PlanInput, made: TrainingPlan, form: Format, *, is_guessed: bo
             *(float(f"{size / 1e9:.4g}") for size in (*fit.memory, fit.memory.total)),
             "yes" if fit.fits else "no",
         )
-        for fit in made.fits
+        for fit in result.fits
     ]
     write_rows(header, cells, form)
     if not is_csv:
