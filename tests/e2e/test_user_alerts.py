@@ -38,7 +38,7 @@ TRAINING = """
 import pathlib, sys, time
 import torch
 import trainvitals
-from trainer_hooks.step import user_alerts
+from trainer_hooks.features import user_alerts
 
 user_alerts.MISSING_AFTER = {MISSING_AFTER}
 phase = pathlib.Path(sys.argv[1])

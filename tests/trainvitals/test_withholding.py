@@ -70,12 +70,12 @@ def test_a_run_without_progress_has_no_limit_for_its_loss() -> None:
     assert judge.limits().loss is None
 
 
-def test_a_norm_is_withheld_above_100_times_its_median_and_25_times_the_first_only() -> None:
+def test_a_norm_is_withheld_above_100_times_both_its_median_and_the_first_norms() -> None:
     course = "loss 3x20 2x100; grad_norm {}x20 1x60 {}x1 1x39"
-    assert [] == withheld(course.format(3, 99))
-    assert [80] == withheld(course.format(3, 101))
-    assert [] == withheld(course.format(9, 101)), "and of 25 times the first norms"
-    assert [80] == withheld(course.format(9, 226))
+    assert [] == withheld(course.format(0.5, 99))
+    assert [80] == withheld(course.format(0.5, 101))
+    assert [] == withheld(course.format(3, 299)), "below 100 times the first norms"
+    assert [80] == withheld(course.format(3, 301))
 
 
 def test_before_50_steps_only_an_absurd_value_is_withheld_from_the_second_step_on() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -217,15 +217,16 @@ class StepFeatures:
         self._no_states: dict[str, Any] = dict.fromkeys(k.state_key for k in kinds if k.state_key)
         self._resumable_keys = tuple(kind.state_key for kind in kinds if kind.is_resumable)
         self._features: tuple[StepFeature, ...] = ()
-        self._by_type: dict[type[StepFeature], StepFeature] = {}
+        # By name and not by class: a notebook may have loaded the modules again.
+        self._by_name: dict[str, StepFeature] = {}
 
     def build(self, run: RunContext) -> None:
         """Build the features that the run uses. Collective."""
         for kind in self._kinds:
             feature = kind.make(run)
             if feature is not None:
-                self._by_type[kind] = feature
-        self._features = tuple(self._by_type.values())
+                self._by_name[kind.__qualname__] = feature
+        self._features = tuple(self._by_name.values())
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
         self._contribute_always = self._overriding("contribute_always")
@@ -257,14 +258,11 @@ class StepFeatures:
 
     def get(self, kind: type[Feature]) -> Feature | None:
         """Return the run's feature of this class; None if the run does not use it."""
-        feature = self._by_type.get(kind)
-        return feature if isinstance(feature, kind) else None
+        return cast(Feature | None, self._by_name.get(kind.__qualname__))
 
     def __getitem__(self, kind: type[Feature]) -> Feature:
         """Return the feature of a class that every run has."""
-        feature = self._by_type[kind]
-        assert isinstance(feature, kind)
-        return feature
+        return cast(Feature, self._by_name[kind.__qualname__])
 
     def rank0_values(self, step: OutgoingStep) -> dict[str, float]:
         """Return the values of all features for rank 0's slots."""

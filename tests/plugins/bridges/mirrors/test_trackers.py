@@ -426,8 +426,8 @@ def test_a_server_that_fails_with_100_mb_is_reported_in_bounded_memory_and_tried
     tmp_path: Path, kind: str, module: str
 ):
     pytest.importorskip(module, reason=f"needs {module}")
-    from vitals_collector.mirrors.supervise import supervise
-    from vitals_collector.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.supervise import supervise
+    from vitals_plugins.bridges.mirrors.worker import Target
 
     scene = Scene(tmp_path / "runs")
     scene.whole()
