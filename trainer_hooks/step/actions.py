@@ -219,8 +219,8 @@ def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
 
 def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
     """Set the counts to those at ``step``; consumed tokens stay consumed."""
-    kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
-    run.log.tokens.go_back(kept)
+    tokens = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
+    run.log.tokens.go_back(tokens)
     run.features.load_state_dict(meta, step=step)
 
 

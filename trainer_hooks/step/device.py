@@ -216,9 +216,11 @@ def _take_hold(
         _refuse_signals(signals)
         if engine is not None:
             return [type(optimizer).__name__ for optimizer in optimizers]
-        own = LoopOptimizers(model, optimizers, scaler)
-        engines.append(own)
-        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in own.guards]
+        loop_optimizers = LoopOptimizers(model, optimizers, scaler)
+        engines.append(loop_optimizers)
+        return [
+            f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in loop_optimizers.guards
+        ]
 
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "create the same optimizers, fused or not, on all ranks")
@@ -268,11 +270,11 @@ def _sampler(
     check_same("signals", ranks.gather(settings or SignalSettings()), hint)
     if settings is None or not settings.measures:
         return None
-    made: list[Sampler] = []
+    samplers: list[Sampler] = []
     on_every_rank(
-        ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults, optimizers))
+        ranks, lambda: samplers.append(Sampler(settings, model, norms, ranks, faults, optimizers))
     )
-    return made[0]
+    return samplers[0]
 
 
 def _refuse_signals(signals: object) -> None:
