@@ -349,9 +349,9 @@ class OtlpIntake:
 
     def _newest(self, run_id: str) -> tuple[int, int]:
         """Return the run's newest attempt, and its newest step."""
-        with self._store.read() as connection:
+        with self._store.read_transaction() as connection:
             run_row(connection, run_id)
-            moment = self._store.moment(connection)
+            moment = self._store.snapshot_on(connection)
             rows = attempt_rows(connection, run_id)
             last = moment.numbers.last_steps(run_id)
         attempt = max((row.id for row in rows), default=0)
@@ -383,7 +383,7 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
             )
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         taken = decode(await request.body(), is_json=kind != PROTOBUF)
-        await intake.take(taken, principal_of(request))
+        await intake.store(taken, principal_of(request))
         if kind == PROTOBUF:
             return Response(_answer(taken), media_type=PROTOBUF)
         return Response(msgspec.json.encode(_json_answer(taken)), media_type="application/json")

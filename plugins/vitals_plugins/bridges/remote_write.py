@@ -101,7 +101,7 @@ class RemoteWriter:
     def _run(self) -> None:
         while not self._stop.wait(PUSH_SECONDS):
             try:
-                self.look()
+                self.push_if_due()
             except Exception:  # noqa: BLE001 - counted, and tried again
                 self._counters.fail("remote_write")
                 _LOG.exception("remote_write_failed again_in=%gs", PUSH_SECONDS)
@@ -112,7 +112,7 @@ class RemoteWriter:
             self._waiting.clear()  # the one that leads has said it since
             self._last.clear()
             return
-        self._take()
+        self._collect_samples()
         while self._waiting and self._clock.monotonic_ns() >= self._paused_until_ns:
             if not self._push(self._waiting[0]):
                 return

@@ -114,7 +114,7 @@ class Pushing:
 
     def after(self, seconds: float) -> None:
         self.clock.seconds += seconds
-        self.writer.look()
+        self.writer.push_if_due()
 
     def counted(self) -> dict[str, int]:
         return {name: num for name, num in self.counters.remote_writes.items() if num}
@@ -262,7 +262,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(monkeypatc
         )
         look_up = leading_to("127.0.0.1", "169.254.169.254", asked=asked)
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        writer.look()
+        writer.push_if_due()
         ((path, host, _),) = server.posted
         assert ("/write", f"store.example.org:{port}") == (path, host)
         assert "Authorization" in server.headers[0]
@@ -279,11 +279,11 @@ def test_a_name_that_leads_to_a_metadata_address_is_not_pushed_to_until_it_leads
         writer = RemoteWriter(url, Runs(), counters, clock=clock)
         look_up = leading_to("169.254.169.254", "127.0.0.1", asked=asked)
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        writer.look()
+        writer.push_if_due()
         assert ([], 1) == (server.posted, counters.remote_writes["retried"])
         assert "metadata are refused" in caplog.text
         clock.seconds += 15
-        writer.look()
+        writer.push_if_due()
         assert 2 == len(server.posted)
 
 

@@ -118,7 +118,7 @@ def _work(
 
     def open_it(*what: Any) -> Tracker:
         tracker = open_tracker(*what)
-        pause.begin()  # what opening it took is no look's
+        pause.start_poll()  # what opening it took is no look's
         return tracker
 
     os.set_blocking(pipe, False)
@@ -174,7 +174,7 @@ class Pause:
         """End a look, wait, and begin the next."""
         took = self._cpu_seconds() - self._began
         self._sleep(min(max(took / CPU_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
-        self.begin()
+        self.start_poll()
 
 
 def _say(text: str) -> None:

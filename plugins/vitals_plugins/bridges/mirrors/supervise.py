@@ -131,11 +131,11 @@ def supervise(
         while alive := [child for child in children if child.exit_code is None]:
             now = time.monotonic()
             for child in alive:
-                child.look(now, hang_seconds, start_seconds)
+                child.start_or_stop(now, hang_seconds, start_seconds)
             pipes = {child.pipe: child for child in alive if child.pipe >= 0}
             readable, _, _ = select.select(list(pipes), [], [], min(0.5, hang_seconds / 4))
             for pipe in readable:
-                pipes[pipe].read(time.monotonic())
+                pipes[pipe].poll_messages(time.monotonic())
     finally:
         for child in children:
             child.stop()

@@ -52,7 +52,7 @@ class TensorBoard:
         for folder in (self._folder, self._folder / ROLLED_BACK):
             self._cut(folder)
         if not self.kept["files"]:
-            self._begin(about)
+            self._write_run_info(about)
 
     def _cut(self, folder: Path) -> None:
         """Take away what was written behind what was saved."""

@@ -257,7 +257,7 @@ def mirror(
         sleep: waits until the next look.
         say: tells people.
     """
-    with state.held():
+    with state.lock():
         saved = state.load()
         follower = Follower(opened.reader, run_id, saved.cursor)
         detail = follower.detail()

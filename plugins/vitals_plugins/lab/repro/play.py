@@ -161,7 +161,7 @@ class Scene:
 
     def _one(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
         if trace is not None:
-            trace.begin()
+            trace.start_micro_batch()
         loss = self.loss_of(batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(
@@ -439,7 +439,7 @@ class Trace(TorchDispatchMode):
             sources = sources[1:]  # what was there is overwritten
         is_written = any(isinstance(v, float) and math.isinf(v) for v in values)
         for tensor in results:
-            self._look(func, sources, tensor, is_written)
+            self._record_operation(func, sources, tensor, is_written)
         return result
 
     def _record_operation(

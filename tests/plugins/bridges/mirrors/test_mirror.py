@@ -245,9 +245,9 @@ def test_a_tracker_is_told_no_secret(scene: Scene, tmp_path: Path):
 
 def test_a_second_mirror_of_the_same_run_to_the_same_place_is_refused(tmp_path: Path):
     state = StateFile(tmp_path, RUN, TARGET)
-    with state.held(), pytest.raises(HeldError, match="by another process"), state.held():
+    with state.lock(), pytest.raises(HeldError, match="by another process"), state.lock():
         pass
-    with StateFile(tmp_path, RUN, Target("tensorboard", "/other")).held(), state.held():
+    with StateFile(tmp_path, RUN, Target("tensorboard", "/other")).lock(), state.lock():
         pass
 
 
@@ -422,7 +422,7 @@ def test_a_look_that_took_long_is_followed_by_a_pause():
     slept: list[float] = []
     pause = Pause(sleep=slept.append, cpu_seconds=lambda: clock[0])
     clock[0] = 50.0
-    pause.begin()
+    pause.start_poll()
     for took in (0.01, 0.5, 100.0):
         clock[0] += took
         pause.sleep()
