@@ -131,7 +131,7 @@ def test_a_call_of_a_level_that_is_none_is_told_all_the_same_once_the_run_goes_o
     ]
 
 
-@pytest.mark.parametrize("broken", ["tell", "end", "due"])
+@pytest.mark.parametrize("broken", ["record_breach", "end", "due"])
 def test_a_fault_of_ours_never_reaches_the_loop(broken, monkeypatch, rules):
     rules('name = "a"\nwhen = "loss > 1e9"')
 
