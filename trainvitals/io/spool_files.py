@@ -225,7 +225,7 @@ class _Scan:
         raw = b"".join((prefix, self._headers[header_offset], memoryview(rest)[_PLACE.size :]))
         if is_whole(raw):
             return offset + size, raw
-        del self._headers[header_offset]  # what lay there may still be arriving
+        del self._headers[header_offset]  # its content may still be arriving
         return None
 
     def next_batch(self, offset: int) -> int | None:

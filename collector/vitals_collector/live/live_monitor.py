@@ -234,7 +234,7 @@ class StillNodes:
             self._words[incarnation] = _Word(seq, now_ns, event)
 
     def findings_due(self, now_ns: int) -> tuple[Finding, ...]:
-        """Return what is to be told now; ``now_ns`` is of the clock of ``load_events``."""
+        """Return what is to be reported now; ``now_ns`` is of the clock of ``load_events``."""
         present = [word for word in self._words.values() if now_ns - word.came_ns <= FORGET_NS]
         present = [word for word in present if word.event.ranks]
         if not present and self._follower.verdict is None:
@@ -875,9 +875,7 @@ class LiveMonitor:
             self._leave_alone(states[0].followed.run_id, now_ns)
             return
         for followed, saved, body, _, is_over in states:
-            if (
-                followed.run_id not in stored_runs
-            ):  # its new owner goes on from what was stored before
+            if followed.run_id not in stored_runs:  # its new owner continues from what was stored
                 self._leave([followed.run_id])
                 continue
             followed.saved, followed.has_changed = saved, False

@@ -18,7 +18,7 @@ from trainvitals.records import Decision, Finding, Severity
 NEAR_STEPS = 50
 """Things of one cause, so many steps apart, belong together."""
 FOLLOWING_STEPS = 10
-"""Things of different causes, of one rank too, belong together where at most so many steps are
+"""Things of different causes, of one rank too, belong together if at most this many steps are
 between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 

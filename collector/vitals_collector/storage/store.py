@@ -342,7 +342,7 @@ class Store:
             yield connection
 
     def snapshot_on(self, connection: Connection) -> "ReadSnapshot":
-        """Return the connection of a ``read_transaction`` with the numbers beside it."""
+        """Return the connection of a ``read_transaction`` together with the numbers."""
         return ReadSnapshot(connection, self.numbers)
 
     @contextmanager
