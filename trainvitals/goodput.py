@@ -256,7 +256,7 @@ def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
 
 
 def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
-    """Return what was measured of a step beside what it computed."""
+    """Return what was measured of a step in addition to what it computed."""
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
@@ -340,9 +340,9 @@ def _hand_out(
     taken.assign("halted", paused)
     taken.assign("hang", hung)
     # Rows between were lost, or a clock was set: the step itself says how long it took.
-    beside = intervals - _ns(steps.seconds) - paused
+    outside_steps = intervals - _ns(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
-    taken.assign("unknown", np.where(is_known & (beside > slack), beside, 0))
+    taken.assign("unknown", np.where(is_known & (outside_steps > slack), outside_steps, 0))
     # Of a step whose beginning is not known, a usual step and what was measured are its own.
     data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
     computed = taken.left - data_wait - saved - evaluated - waited

@@ -66,22 +66,22 @@ def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) ->
         return {"no_finish": f"the run has stopped ({run.state})"}
     if timed is None:
         return {"no_finish": "no step has ended yet"}
-    foreseen = finish(
+    predicted = finish(
         timed.step,
         timed.time_unix_ns,
         timed.attempt,
         total_steps=total,
         now_unix_ns=now_unix_ns,
     )
-    if isinstance(foreseen, str):
-        return {"no_finish": foreseen}
+    if isinstance(predicted, str):
+        return {"no_finish": predicted}
     return {
-        "finish_unix_ns": foreseen.unix_ns,
-        "finish_low_unix_ns": foreseen.low_unix_ns,
-        "finish_high_unix_ns": foreseen.high_unix_ns,
-        "seconds_per_step": foreseen.seconds_per_step,
-        "step_ratio": foreseen.step_share,
-        "is_waiting": foreseen.is_waiting,
+        "finish_unix_ns": predicted.unix_ns,
+        "finish_low_unix_ns": predicted.low_unix_ns,
+        "finish_high_unix_ns": predicted.high_unix_ns,
+        "seconds_per_step": predicted.seconds_per_step,
+        "step_ratio": predicted.step_share,
+        "is_waiting": predicted.is_waiting,
     }
 
 
@@ -89,13 +89,13 @@ def _loss(of_run: "_LineageCurves", total: int) -> dict[str, object]:
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
-    foreseen = final_loss(points.step, points.value, total_steps=total)
-    if isinstance(foreseen, str):
-        return {"no_final_loss": foreseen}
+    predicted = final_loss(points.step, points.value, total_steps=total)
+    if isinstance(predicted, str):
+        return {"no_final_loss": predicted}
     return {
-        "final_loss": foreseen.loss,
-        "final_loss_low": foreseen.low,
-        "final_loss_high": foreseen.high,
+        "final_loss": predicted.loss,
+        "final_loss_low": predicted.low,
+        "final_loss_high": predicted.high,
     }
 
 
@@ -104,22 +104,22 @@ def _behind(
 ) -> dict[str, object]:
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
-    foreseen = lag(*of_run.losses(along), *of_other.losses(along))
+    predicted = lag(*of_run.losses(along), *of_other.losses(along))
     view: dict[str, object] = {"against": other.name or other.run_id, "along": along}
-    if isinstance(foreseen, str):
-        return view | {"no_comparison": foreseen}
-    view |= {"behind": foreseen.tokens, "is_at_least": foreseen.is_least}
-    return view | {"behind_steps": _in_steps(of_run, along, foreseen)}
+    if isinstance(predicted, str):
+        return view | {"no_comparison": predicted}
+    view |= {"behind": predicted.tokens, "is_at_least": predicted.is_least}
+    return view | {"behind_steps": _in_steps(of_run, along, predicted)}
 
 
-def _in_steps(of_run: "_LineageCurves", along: Along, foreseen: Lag) -> float | None:
+def _in_steps(of_run: "_LineageCurves", along: Along, predicted: Lag) -> float | None:
     """Return a lag in steps of the run, by the tokens of its steps so far."""
     if along == "step":
-        return foreseen.tokens
+        return predicted.tokens
     counted = of_run.curve(TOKENS)
     tokens = float(counted.value[-1] - counted.value[0])
     steps = int(counted.step[-1] - counted.step[0])
-    return foreseen.tokens * steps / tokens if tokens > 0 else None
+    return predicted.tokens * steps / tokens if tokens > 0 else None
 
 
 class _LineageCurves:
