@@ -69,8 +69,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"not installed: {', '.join(missing)}")
     if item.get_closest_marker("browser") and shutil.which("chromium") is None:
         pytest.skip("not installed: chromium")
-    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
-        pytest.skip("no NVIDIA GPU")
+    if item.get_closest_marker("gpu"):
+        if not Path("/dev/nvidiactl").exists():
+            pytest.skip("no NVIDIA GPU")
+        if "trainer_hooks" in item.path.parts and not _torch_has_gpu():
+            pytest.skip("torch was built without CUDA, or cannot use the GPU")
+
+
+def _torch_has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.reduce_vector import Verdict
 from trainer_hooks.step.run import judge_returned
+from trainer_hooks.tensors.clearing import GradientClearing
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
@@ -68,6 +69,7 @@ class Monitor(Loop):
         by_epoch = self._schedules if scheduler_every == "epoch" else None
         self._feed = DataPosition(run, waited, lag=lag, restored=restored, schedules=by_epoch)
         self._own_steps = OwnSteps(device.optimizers, run.faults)
+        self._clearing = GradientClearing(device.optimizers)
         self._best: RestoredBest | None = None
         self._is_told_of_epochs = False
         self._backwards: Backwards | None = Backwards(device.optimizers)
@@ -310,8 +312,7 @@ class Monitor(Loop):
         """Drop an update without any effect on the state."""
         self._parts.drop_losses()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
-        for optimizer in self._device.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._clearing.clear()
         return StepOutcome(step=self._step, next_step=self._step)
 
     def _end_batch(self) -> None:
@@ -466,11 +467,11 @@ class Monitor(Loop):
         with parts.clock.not_ours():
             if self._schedules is not None:
                 self._schedules.stepped(turn.optimizers if turn.number else ())
-        for optimizer in device.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._clearing.clear()
 
     def _release(self) -> None:
         self._own_steps.close()
+        self._clearing.release()
         if self._backwards is not None:
             self._backwards.close()
         self._feed.close()
@@ -519,5 +520,4 @@ class Monitor(Loop):
             self._device.averages.rolled_back()
         self._parts.forget_row()
         self._parts.clock.restart()
-        for optimizer in self._device.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._clearing.clear()

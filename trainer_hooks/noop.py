@@ -19,6 +19,7 @@ from trainer_hooks.guard.route import StepInterception
 from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
+from trainer_hooks.tensors.clearing import GradientClearing
 from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
 from trainvitals.records import Severity
 
@@ -44,6 +45,7 @@ class NullMonitor:
         self._ends_epochs = False
         self._emas = emas_in(state or {})
         self._schedulers = schedulers
+        self._clearing = GradientClearing(optimizers)
         self._clipper = _Clipper()
         self._scaler = scaler
         self.step_index = 0
@@ -138,8 +140,7 @@ class NullMonitor:
                 scaler.step(one)
             else:
                 one.step()
-        for one in self._optimizers:
-            one.zero_grad(set_to_none=True)
+        self._clearing.clear()
         if scaler is not None:
             scaler.update()
         stepped_params = {
@@ -154,7 +155,8 @@ class NullMonitor:
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Leave the model as it was found."""
+        self._clearing.release()
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +179,7 @@ class Unattached(NullMonitor):
         state: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tuple(optimizers), (), scaler, state)
+        self._clearing.release()  # this loop clears its own gradients
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_, ema=ema: ema.update())
             for optimizer in optimizers[-1:]

@@ -30,6 +30,8 @@ class Ranks:
     world_size: int
     local_rank: int
     side: dist.ProcessGroup | None
+    reduces_on_host: bool = True
+    """Whether the training's own group can sum tensors in host memory; NCCL alone cannot."""
 
     @classmethod
     def join(cls) -> Ranks:
@@ -38,7 +40,9 @@ class Ranks:
             return cls(0, 1, 0, None)
         side = dist.new_group(backend="gloo")
         local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        return cls(dist.get_rank(), dist.get_world_size(), local, cast(dist.ProcessGroup, side))
+        on_host = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+        side = cast(dist.ProcessGroup, side)
+        return cls(dist.get_rank(), dist.get_world_size(), local, side, on_host)
 
     def apart(self) -> Ranks:
         """Return the same ranks with another group: two threads on one abort it. Collective."""
@@ -80,9 +84,14 @@ class Ranks:
         return cast(T, out[0])
 
     def reduce(self, pack: torch.Tensor) -> None:
-        """Sum ``pack`` over the training's own group, in place: the one collective of a step."""
+        """Sum ``pack`` over the ranks, in place: the one collective of a step.
+
+        Over the training's own group, or ours if that cannot: FSDP2's parameters that are offloaded
+        to the host, over plain NCCL.
+        """
         if self.world_size > 1:
-            dist.all_reduce(pack, op=dist.ReduceOp.SUM)
+            is_on_side = pack.device.type == "cpu" and not self.reduces_on_host
+            dist.all_reduce(pack, op=dist.ReduceOp.SUM, group=self.side if is_on_side else None)
 
 
 # ---------------------------------------------------------------- agreeing at the start

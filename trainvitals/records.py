@@ -304,6 +304,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """The signal that makes the process write all its stacks beside the journal; 0: none."""
     last_collectives: dict[str, dict[int, str]] = {}
     """By process group the newest ones by number, where the flight recorder has told."""
+    started: dict[str, int] = {}
+    """By process group the last collective that the device has begun, if the recorder knows."""
     no_recorder: str = ""
     """Why torch's flight recorder does not tell."""
     on_hang: OnHang = "alert"
@@ -327,6 +329,7 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     sequences: dict[str, int] = {}
     last_collectives: dict[str, dict[int, str]] = {}
+    started: dict[str, int] = {}
     process: ProcessState = "alive"
     still_seconds: float = 0.0
     """Since its step or one of its sequence numbers moved."""

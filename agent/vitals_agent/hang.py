@@ -257,6 +257,7 @@ class HangWatch:
             where=word.where,
             sequences=word.sequences,
             last_collectives=word.last_collectives,
+            started=word.started,
             process=seen.state,
             still_seconds=now - seen.moved_at,
             is_active=is_living and _is_active(seen.work, now),

@@ -1,6 +1,7 @@
 """What a rank's side thread says of its training thread; and that it harms neither."""
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -129,10 +130,35 @@ def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
     assert {} == recorder.newest
 
 
+def trace(started: int) -> bytes:
+    """Return what NCCL's recorder dumps, as far as it is read; its numbers are strings."""
+    entry = {"pg_id": 7, "process_group": ["0", "default_pg"], "collective_seq_id": 3}
+    status = {"last_enqueued_collective": "3", "last_started_collective": str(started)}
+    return json.dumps({"entries": [entry], "pg_status": {"7": status}}).encode()
+
+
+def test_the_recorder_says_what_the_device_has_begun(tmp_path: Path, monkeypatch):
+    recorder = heartbeat.FlightRecorder()
+    dumps = [trace(1), trace(2), trace(-1)]
+    monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(heartbeat, "_recorder_of", lambda backend: (lambda *_: dumps.pop(0), ""))
+    monkeypatch.setattr(heartbeat, "RECORDER_AFTER_SECONDS", 0.0)
+    recorder.ask(tmp_path, {"0": 3})
+    assert {"0": 1} == recorder.started
+    recorder.ask(tmp_path, {"0": 3})
+    assert {"0": 2} == recorder.started  # a device goes on while its host waits
+    recorder.forget()
+    recorder.ask(tmp_path, {"0": 3})
+    assert {} == recorder.started
+
+
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(tmp_path: Path, monkeypatch):
     recorder = heartbeat.FlightRecorder()
+    current = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", "captured")
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == ["captured"])
     monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: pytest.fail("it was asked"))
     recorder.ask(tmp_path, {"0": 3})
 

@@ -38,6 +38,18 @@ def test_the_rank_that_has_begun_fewer_collectives_is_the_one_waited_for():
     assert told.text == "Rank 1 is blocked in train.py:33 (load); ranks 0, 2 wait for it (for 8 s)"
 
 
+def test_a_gpu_that_has_not_begun_what_others_have_begun_is_the_one_waited_for():
+    """A kernel that does not end: its host has issued as much as the others."""
+    others = (a_rank(0, started={"0": 10}), a_rank(2, started={"0": 10}))
+    told = verdict(*others, a_rank(1, started={"0": 8}))
+    assert (1,) == told.culprits and "device" == told.reason and told.pages
+    assert "Rank 1 has a GPU that has not begun a collective" in told.text
+    assert may_end(told, [*others, a_rank(1, started={"0": 8})])
+    assert verdict(*others, a_rank(1)) is None  # its recorder does not know
+    behind = verdict(*others, a_rank(1, 9, started={"0": 8}))
+    assert "blocked" == behind.reason
+
+
 def test_the_step_is_the_one_that_the_others_wait_in():
     """A stopped rank's last word may be ten steps old."""
     assert 15 == verdict(a_rank(0, step=15), a_rank(1, 9, process="stopped")).step

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -44,7 +45,7 @@ class Late:
 
     def _note(self, device: torch.device) -> None:
         if device.type == "cuda":
-            self._events[device] = torch.cuda.current_stream(device).record_event()
+            self._events[device] = record_event(device)
 
     def arrived(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return verdict and weights once they are there."""

@@ -50,8 +50,8 @@ class EMA(nn.Module):
         decay: between 0 and 1, exclusive: the share of the average that an update keeps.
         warmup: start with the smaller decay ``(1 + n) / (10 + n)`` after n updates.
         device: device of the averages; None: that of the weights. ``"cpu"`` for weights on a GPU
-            needs pinned memory of their size, a copy that does not block, and an update on the CPU
-            one step later: use it with ``every``.
+            needs pinned memory of their size, a copy that the GPU waits for but the host does not,
+            and an update on the CPU one step later: use it with ``every``.
         dtype: None: float32 for half-precision weights, otherwise that of the weights.
         every: number of applied steps between two updates.
 

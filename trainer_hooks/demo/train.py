@@ -36,9 +36,15 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend, device = place(
+        int(os.environ["LOCAL_RANK"]),
+        num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = _device()
     text = standard_library_bytes(TRAIN_BYTES + VALIDATION_BYTES)
     data = Windows(text[:TRAIN_BYTES], CONTEXT)
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(data, seed=options.seed)
@@ -105,11 +111,21 @@ def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
     return sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return torch.device("cuda", torch.cuda.current_device())
+def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch.device]:
+    """Return the backend and the device of a rank.
+
+    With fewer GPUs than ranks, ranks share GPUs: then over gloo, because NCCL refuses two ranks on
+    one GPU.
+
+    Args:
+        local_rank: of this node.
+        num_ranks: on this node.
+        num_gpus: that are visible on this node.
+    """
+    if num_gpus == 0:
+        return "gloo", torch.device("cpu")
+    backend = "nccl" if num_ranks <= num_gpus else "gloo"
+    return backend, torch.device("cuda", local_rank % num_gpus)
 
 
 def _options() -> argparse.Namespace:

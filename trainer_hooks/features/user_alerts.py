@@ -20,6 +20,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.feature import StepFeature
+from trainer_hooks.tensors.events import record_event
 from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.records import AttemptStarted, Finding, FindingRaised, Severity
@@ -109,11 +110,9 @@ class RankAlerts:
         like = when if isinstance(when, Tensor) else value
         assert isinstance(like, Tensor), "one of the two is on a device"
         numbers = torch.stack([_number(True if when is None else when, like), _number(value, like)])
-        event = torch.cuda.Event()
         # Pinned by torch because it does not wait; the numbers are valid once the event happened.
         numbers = numbers.to("cpu", non_blocking=True)
-        event.record(torch.cuda.current_stream(like.device))
-        self._late.append(_Late(call, numbers, event))
+        self._late.append(_Late(call, numbers, record_event(like.device)))
 
     def _take(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
         if call.attempt != self._attempt:

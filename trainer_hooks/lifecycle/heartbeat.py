@@ -9,6 +9,7 @@ only after nothing has moved for a while.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import site
@@ -37,7 +38,7 @@ BEAT_SECONDS = 0.5
 PLACE_AFTER_SECONDS = 1.0
 """Without progress for this long, the place in the code is looked up."""
 RECORDER_AFTER_SECONDS = 2.0
-"""Without progress for this long, torch's flight recorder is asked, once."""
+"""Without progress for this long, torch's flight recorder is asked, and again after as long."""
 MAX_GROUPS = 16
 """Process groups whose sequence numbers are told; the page has a bound."""
 NUM_COLLECTIVES = 20
@@ -136,6 +137,7 @@ class HeartbeatThread:
             is_debugged=is_debugged,
             stack_signal=_StackSignal.number(),
             last_collectives=self._recorder.newest,
+            started=self._recorder.started,
             no_recorder=self._recorder.why_not,
             on_hang=self._on_hang,
         )
@@ -245,34 +247,43 @@ def free_signal() -> int:
 
 
 class FlightRecorder:
-    """Asks torch's recorder of collectives: once in each standstill, and never for stacks."""
+    """Asks torch's recorder of collectives while nothing moves, and never for stacks.
+
+    It asks repeatedly, because a device may continue while its host waits.
+    """
 
     def __init__(self) -> None:
         self.newest: dict[str, dict[int, str]] = {}
+        self.started: dict[str, int] = {}
+        """By process group the last collective that the device has begun, if it is known."""
         self.why_not = ""
-        self._was_asked = False
+        self._asked_at = -math.inf
 
     def forget(self) -> None:
         """Begin anew: training has moved."""
-        self.newest, self.why_not, self._was_asked = {}, "", False
+        self.newest, self.started, self.why_not, self._asked_at = {}, {}, "", -math.inf
 
     def ask(self, directory: Path, sequences: dict[str, int]) -> None:
         """Keep the last collectives in a file beside the journal, and the newest of each group."""
-        if self._was_asked:
+        now = time.monotonic()
+        if now - self._asked_at < RECORDER_AFTER_SECONDS:
             return
         if _is_capturing():
             return  # a question to the device would break the capture: at the next beat
-        self._was_asked = True
+        self._asked_at = now
         dump, name = _recorder_of(dist.get_backend())
         if dump is None:
             self.why_not = f"torch {torch.__version__} has no flight recorder ({name})"
             return
         raw: bytes | str = dump(True, False)
-        entries = msgspec.json.decode(raw, type=_Trace).entries
+        trace = msgspec.json.decode(raw, type=_Trace, strict=False)
         last: dict[str, list[_RecorderEntry]] = {}
-        for entry in entries:
+        for entry in trace.entries:
             if entry.process_group and entry.process_group[0] in sequences and not entry.is_p2p:
                 last.setdefault(entry.process_group[0], []).append(entry)
+                status = trace.pg_status.get(str(entry.pg_id))
+                if status is not None and status.last_started_collective >= 0:
+                    self.started[entry.process_group[0]] = status.last_started_collective
         if not last:
             self.why_not = "torch's flight recorder is empty (TORCH_FR_BUFFER_SIZE=0?)"
             return
@@ -288,6 +299,7 @@ class FlightRecorder:
 class _RecorderEntry(msgspec.Struct, frozen=True):
     """What is taken of one entry of the recorder."""
 
+    pg_id: int = -1
     process_group: tuple[str, ...] = ()
     collective_seq_id: int = 0
     profiling_name: str = ""
@@ -315,8 +327,15 @@ class _RecorderEntry(msgspec.Struct, frozen=True):
         }
 
 
+class _GroupStatus(msgspec.Struct, frozen=True):
+    """The recorder's counts of one process group; -1 where it does not know."""
+
+    last_started_collective: int = -1
+
+
 class _Trace(msgspec.Struct, frozen=True):
     entries: list[_RecorderEntry] = []
+    pg_status: dict[str, _GroupStatus] = {}
 
 
 def _recorder_of(backend: str) -> tuple[Callable[[bool, bool], bytes | str] | None, str]:
@@ -326,11 +345,15 @@ def _recorder_of(backend: str) -> tuple[Callable[[bool, bool], bytes | str] | No
 
 
 def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured, as far as this thread can tell."""
+    """Return whether a CUDA graph is being captured on the stream that torch takes by default.
+
+    A capture on a stream of the loop's own is not seen.
+    """
     if not torch.cuda.is_initialized():
         return False
     stream = torch.cuda.graph.default_capture_stream
     if stream is None:
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
+        return False
+    # Set and never put back: leaving a device would make a context on the process's first GPU.
+    torch.cuda.set_stream(stream)
+    return torch.cuda.is_current_stream_capturing()

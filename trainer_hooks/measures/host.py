@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.measures.sections import Sections, Timeline
+from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
 from trainer_hooks.tensors.optimizer_state import is_dense
 from trainvitals.clock import Clock
@@ -230,12 +231,9 @@ class StepClock:
         """
         self.phase = "exchange"
         if device.type == "cuda":
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin = record_event(device, timed=True)
             call()
-            end.record()
-            return begin, end
+            return begin, record_event(device, timed=True)
         began = self.clock.monotonic_ns()
         call()
         took = self.clock.monotonic_ns() - began

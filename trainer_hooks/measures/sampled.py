@@ -37,7 +37,7 @@ class Updates:
         self._kept: list[Tensor] = []
         self._is_kept = False
         self._moved: Tensor | None = None
-        self._squares = Squares()
+        self._squares = Squares(norms.params)
 
     @torch.no_grad()
     def weight_squares(self) -> Tensor:
@@ -89,7 +89,7 @@ class OutsideWrites:
     def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
         self._norms = norms
         self._states = [optimizer.state for optimizer in optimizers]
-        self._weights, self._moments = Squares(), Squares()
+        self._weights, self._moments = Squares(norms.params), Squares(norms.params)
         self._after: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import Models
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
@@ -89,12 +91,6 @@ def _host_now() -> Instant:
     return time.monotonic_ns()
 
 
-def _device_now() -> Instant:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 class Sections:
     """Notes when a step's sections end, by hooks of the model. For the training thread.
 
@@ -108,7 +104,7 @@ class Sections:
         self, wrappers: list[nn.Module], device: torch.device, faults: FaultCounter
     ) -> None:
         self._is_cuda = device.type == "cuda"
-        self._now = _device_now if self._is_cuda else _host_now
+        self._now = partial(record_event, device, timed=True) if self._is_cuda else _host_now
         self._faults = faults
         self._is_in_backward = False
         self._has_begun = False

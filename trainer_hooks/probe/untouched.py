@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ def isolated_forward(
         undo.enter_context(_ddp_as_before(modules))
         undo.enter_context(_fsdp_as_before(model, modules))
         undo.enter_context(_autocast_cache_off())
+        undo.enter_context(eager_beside_graphs())
         for param in everything.values():
             param.grad = None
         asks = {id(p): p.requires_grad for p in everything.values()}
@@ -142,7 +143,10 @@ def _copies(tensors: Iterable[Tensor]) -> _Copies:
     """
     each = [(t, true_elements(t)) for t in tensors if is_dense(t) and t.numel()]
     total = sum(e.numel() * e.element_size() for _, e in each if e.device.type == "cuda")
-    to_host = bool(total) and total > _SHARE_OF_FREE * torch.cuda.mem_get_info()[0]
+    to_host = bool(total) and total > _SHARE_OF_FREE * min(
+        torch.cuda.mem_get_info(device)[0]
+        for device in {e.device for _, e in each if e.device.type == "cuda"}
+    )
     host = torch.device("cpu")
     return [(t, t.data, e.to(host, copy=True) if to_host else e.clone()) for t, e in each]
 
@@ -227,6 +231,20 @@ def _groups(state: Any) -> list[Any]:
 
 def _order(group: Any) -> Any:
     return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
+
+
+def eager_beside_graphs() -> AbstractContextManager[object]:
+    """Run compiled code eagerly if it replays CUDA graphs (``mode="reduce-overhead"``).
+
+    A replay would overwrite the outputs of the step that the loop still holds, such as its loss.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    for i in range(0 if trees is None else num_devices):
+        if trees.get_manager(i, create_if_none_exists=False) is not None:  # type: ignore[union-attr]
+            eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+            return eager
+    return nullcontext()
 
 
 @contextmanager

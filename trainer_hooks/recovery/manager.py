@@ -52,6 +52,7 @@ from trainer_hooks.tensors.copying import (
 )
 from trainer_hooks.tensors.finite import is_finite
 from trainer_hooks.tensors.optimizer_state import nonfinite_count
+from trainer_hooks.tensors.pinned import PinnedBlock
 from trainvitals.clock import Clock
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.replicas import shown, vote
@@ -111,6 +112,8 @@ class _Slot:
         self.generation = 0
         """Number of its fill: the same on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
+        self._block: PinnedBlock | None = None
+        """Memory of the buffers, as far as it goes; None: each is allocated by itself."""
         self._targets: dict[str, Tensor] = {}
         """Targets of ``pairs``, by name: own buffers, and views of the region."""
         self._signature: list[object] = []
@@ -138,6 +141,10 @@ class _Slot:
     def hold(self, change: int) -> None:
         with self._lock:
             self._holders += change
+
+    def reserve(self, size: int, num_buffers: int, device: torch.device) -> None:
+        """Allocate the memory of all buffers at once."""
+        self._block = PinnedBlock(size, num_buffers, device)
 
     def forget_plan(self) -> None:
         """Compute again, at the next copy, which tensors must be finite."""
@@ -243,7 +250,9 @@ class _Slot:
     def _buffer(self, key: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or Spec.of(buffer) != Spec.of(tensor):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            buffer = None if self._block is None else self._block.take(tensor)
+            if buffer is None:
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
             self._buffers[key] = buffer
         return buffer
 
@@ -367,6 +376,7 @@ class SnapshotRing:
         self._is_compared = is_compared
         self._unused = list(self._joined.regions or ())
         self._generation = 0
+        self._is_reserved = False
         self.slots = [self._new_slot() for _ in range(num_slots)]
         self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
@@ -491,7 +501,26 @@ class SnapshotRing:
 
     def _new_slot(self) -> _Slot:
         region = self._unused.pop(0) if self._unused else None
-        return _Slot(pinned=self._pinned, region=region)
+        slot = _Slot(pinned=self._pinned, region=region)
+        if self._is_reserved:
+            self._reserve(slot)
+        return slot
+
+    def reserve(self) -> None:
+        """Allocate the memory of all slots for copies from a GPU, exactly and before the run."""
+        if self._pinned:
+            self._is_reserved = True
+            for slot in self.slots if self._beside is None else (*self.slots, self._beside):
+                self._reserve(slot)
+
+    def _reserve(self, slot: _Slot) -> None:
+        """Allocate a slot's own part; a region has allocated what the ranks share."""
+        state = self._state
+        shared = 0
+        if slot.region is not None:
+            shared = state.replica_bytes_when_warm(self._is_replica)
+        num_buffers = state.num_tensors_when_warm()
+        slot.reserve(state.bytes_when_warm() - shared, num_buffers, state.device)
 
     def _replace_shared(self) -> None:
         """Replace free shared slots by complete copies, if there is enough memory."""
@@ -529,7 +558,7 @@ class SnapshotRing:
                 wrong, fingerprint, end = slot.fill_beside(
                     live, self._state.must_be_finite, self.side, device
                 )
-                self._pending = PendingCopy(self.side, end)
+                self._pending = PendingCopy(self.side, end, (wrong, fingerprint))
                 if not self.overlap:
                     self.before_update()
         return wrong, fingerprint if slot.is_compared else None
@@ -883,7 +912,7 @@ class RecoveryManager:
             ranks,
             num_regions=slots + 1,
             has_replicas=any(map(is_replica, state.tensors())),
-            pinned=state.device.type == "cuda",
+            device=state.device,
         )
         ring = SnapshotRing(
             state,
@@ -912,6 +941,7 @@ class RecoveryManager:
         )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
+        ring.reserve()
         ring.may_lend = all(ranks.gather(ring.may_lend))
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)

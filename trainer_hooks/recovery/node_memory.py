@@ -23,10 +23,12 @@ from torch import Tensor
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.reduce_vector import MAX_SLOTS
 from trainer_hooks.tensors.finite import is_readable
+from trainer_hooks.tensors.pinned import register_with_cuda
 
 _HEADER_BYTES = 4096
 _MAX_RANKS = _HEADER_BYTES // 8
 _ALIGNMENT = 64
+_CPU = torch.device("cpu")
 UNIT_BYTES = 1 << 22
 """Unit of the ranks' shares: one rank copies it."""
 
@@ -90,11 +92,13 @@ def can_be_shared(tensor: Tensor) -> bool:
 class Region:
     """One slot's shared memory, mapped by this rank."""
 
-    def __init__(self, fd: int, group: NodeGroup, number: int = 0, *, pinned: bool = False) -> None:
+    def __init__(
+        self, fd: int, group: NodeGroup, number: int = 0, *, device: torch.device = _CPU
+    ) -> None:
         self.group = group
         self.number = number
         self.fd = fd
-        self._pinned = pinned
+        self._device = device
         self._bytes: Tensor | None = None
         weakref.finalize(self, os.close, fd)
 
@@ -117,8 +121,8 @@ class Region:
         if self._bytes is None or self._bytes.numel() < size:
             os.posix_fallocate(self.fd, 0, size)
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
-            if self._pinned:
-                register_with_cuda(self._bytes)
+            if self._device.type == "cuda":
+                register_with_cuda(self._bytes, self._device)
         return self._bytes
 
     def mark_incomplete(self, generation: int) -> None:
@@ -131,14 +135,6 @@ class Region:
 
     def _generations(self) -> Tensor:
         return self._mapped(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
-
-
-def register_with_cuda(memory: Tensor) -> None:
-    """Make copies from the GPU into mapped memory asynchronous. Not tested on a GPU."""
-    cudart = torch.cuda.cudart()
-    address, size = memory.data_ptr(), memory.numel()
-    if int(cudart.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(memory, cudart.cudaHostUnregister, address)
 
 
 # ------------------------------------------------------------------------- groups that share
@@ -167,7 +163,7 @@ class Joined(NamedTuple):
 
 
 def join_node(
-    ranks: Ranks, *, num_regions: int, has_replicas: bool, pinned: bool = False
+    ranks: Ranks, *, num_regions: int, has_replicas: bool, device: torch.device = _CPU
 ) -> Joined:
     """Open memory shared by all ranks of this node, if possible. Collective; it never raises.
 
@@ -178,7 +174,7 @@ def join_node(
         ranks: this rank and the others.
         num_regions: number of regions to open.
         has_replicas: whether this rank has any data that others have too.
-        pinned: for copies from a GPU.
+        device: that the data is copied from.
     """
     if ranks.world_size == 1:
         return Joined(None, ())
@@ -196,7 +192,7 @@ def join_node(
             os.close(fd)
         return Joined(None, tuple(failures.values()))
     group = NodeGroup(peers.index(ranks.rank), len(peers))
-    regions = tuple(Region(fd, group, i, pinned=pinned) for i, fd in enumerate(fds))
+    regions = tuple(Region(fd, group, i, device=device) for i, fd in enumerate(fds))
     return Joined(regions, tuple(failures.values()))
 
 

@@ -279,6 +279,10 @@ class TrainingState:
         """Return the size of all tensors, with an estimate for missing optimizer state."""
         return sum(self._sizes_when_warm().values())
 
+    def num_tensors_when_warm(self) -> int:
+        """Return an upper bound of the number of tensors, with optimizer state."""
+        return len(self._sizes_when_warm()) + 4 * len(self._params)
+
     def replica_bytes_when_warm(self, is_replica: Callable[[str], bool]) -> int:
         """Return the part of that size that is replicas."""
         return sum(size for key, size in self._sizes_when_warm().items() if is_replica(key))

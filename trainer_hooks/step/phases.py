@@ -99,6 +99,8 @@ class StepPhases:
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
+        self._read: list[float] | None = None
+        """``bad``, the pack and the verdict's figures of this step, if the host has read them."""
         self.turn = device.turns[0]
         """Optimizers that the current step moves."""
         self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
@@ -328,7 +330,13 @@ class StepPhases:
         device = self._device
         # Observe mode changes nothing in the loop, including the scaler's own skip.
         bad = verdict.bad if self._run.mode != "observe" else verdict.overflow
-        skip_on_host = bool(bad.item()) if device.engine.reads_verdict else None
+        skip_on_host = None
+        if device.engine.reads_verdict:
+            # Read once, before the update, for the decision and the row: a second read would wait
+            # for the update.
+            pack = device.packer.pack
+            self._read = torch.cat((bad[None], pack, *verdict.derived())).tolist()
+            skip_on_host = bool(self._read[0])
         divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
             divisor = self._clip(verdict, prepared, max_norm)
@@ -397,14 +405,18 @@ class StepPhases:
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
                 measured = verdict.num_failed != self._run.ranks.world_size
                 norm = torch.where(measured, norm, own)
-        # Most steps do not clip: on the CPU a read is free and saves a pass over the gradients.
-        is_free = reads_are_free(norm.device)
+        # Most steps do not clip: a norm that the host knows saves a pass over the gradients.
+        known: float | None = None
+        if self._read is not None and norm is verdict.grad_norm:
+            known = self._read[-1]
+        elif reads_are_free(norm.device):
+            known = norm.item()
         if max_norm == "auto":
             limit = self._device.packer.auto_max_norm
-            if is_free and not norm.item() > limit.item():
+            if known is not None and reads_are_free(limit.device) and not known > limit.item():
                 return None
             divisor = auto_clip_divisor(norm, limit)
-        elif is_free and norm.item() + 1e-6 <= min(max_norm, SHORT_FROM):
+        elif known is not None and known + 1e-6 <= min(max_norm, SHORT_FROM):
             return None
         else:
             divisor = clip_divisor(norm, max_norm)
@@ -427,15 +439,17 @@ class StepPhases:
         """Start the copy of the step's numbers to the host; return those of ``lag`` steps ago."""
         device = self._device
         own = () if device.sampler is None else device.sampler.own_numbers()
-        figures = (*verdict.derived(), self._loss_scale())
-        numbers = torch.cat((device.packer.pack, *figures, *own))
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         host_step.before_clip = before_clip
         host_step.clip_unknown = before_clip and max_norm is None
         agent, now = self._run.agent, host_step.monotonic_ns
         if agent is not None and now >= agent.next_look_ns:
             agent.restart_if_ended(now, step=step, attempt=host_step.attempt)
-        return device.readback.push(numbers, host_step)
+        read, self._read = self._read, None
+        if read is not None and not own and device.engine.loss_scale() is None:
+            return [*read[1:], math.nan], host_step
+        figures = (*verdict.derived(), self._loss_scale())
+        return device.readback.push(torch.cat((device.packer.pack, *figures, *own)), host_step)
 
     def waited_for(self) -> tuple[list[float], HostMeasurements] | None:
         """Return the numbers of a step that cannot wait; None if there is none.

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.events import record_event
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -580,10 +581,7 @@ class AsyncCopy(Generic[Note]):
         # Empty if a Ctrl-C interrupted between taking and noting one, and training continued.
         buffer = self._free.pop() if self._free else self._buffer()
         buffer.copy_(numbers, non_blocking=True)
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event()
-            event.record()
+        event = record_event(numbers.device) if self._cuda else None
         self._pending.append(_Pending(buffer, event, note))
         return self.pop() if len(self._pending) > self.lag else None
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.finite import (
     Numbers,
     are_finite,
@@ -370,8 +371,7 @@ class CudaSideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
-            end: torch.cuda.Event = self._stream.record_event()
-        return end
+            return record_event(self._device)
 
     def wait(self, end: object) -> None:
         """Make the current stream wait."""
@@ -385,14 +385,15 @@ class CudaSideStream:
 
     def drain(self) -> None:
         """Make the host wait for the current stream."""
-        torch.cuda.current_stream(self._device).synchronize()
+        record_event(self._device).synchronize()
 
 
 class PendingCopy:
     """A copy that may be in flight: its source must not be written before it ends."""
 
-    def __init__(self, side: SideStream, end: object) -> None:
-        self._side, self._end = side, end
+    def __init__(self, side: SideStream, end: object, written: Sequence[Tensor] = ()) -> None:
+        """``written``: what the side stream writes; it must not be freed before the end."""
+        self._side, self._end, self._written = side, end, written
         _PENDING.add(self)
 
     def wait(self) -> None:

@@ -245,17 +245,17 @@ class _Plan:
 class Squares:
     """Sums squares; keeps the plan of the last step, because shapes rarely change."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: Sequence[Tensor] = ()) -> None:
         self._plan: _Plan | None = None
+        self._is_on_host = all(reads_are_free(local_tensor(p).device) for p in params)
 
     def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sum of squares of each gradient, float64 of shape (len(grads),).
 
         A sum is non-finite exactly if an element is non-finite, or if it overflows float64.
         """
-        if not reads_are_free(device):
-            each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
-            return torch.stack([norm.to(device) for norm in each]).square_()
+        if not (self._is_on_host and reads_are_free(device)):
+            return _squares_by_kind(grads, device)
         plan = self._planned(grads)
         parts = []
         if plan.small:
@@ -289,6 +289,32 @@ class Squares:
                 torch.tensor([*small, *whole, *owners], dtype=torch.int64, device="cpu"),
             )
         return self._plan
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the positions of the tensors that share a device and a type, a list for each.
+
+    Kernels for lists of tensors (``torch._foreach_*``) are only fused over such tensors. One tensor
+    of another type would send all of them down the slow path, which for a norm in float64 copies
+    each tensor to float64.
+    """
+    positions: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        positions[tensor.device, tensor.dtype].append(i)
+    return list(positions.values())
+
+
+def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the square of each gradient, in one fused pass per device and type."""
+    squares: list[Tensor | None] = [None] * len(grads)
+    for positions in by_kind(grads):
+        norms = torch._foreach_norm([grads[i] for i in positions], 2.0, dtype=torch.float64)
+        own = torch.stack(norms).square_().to(device, non_blocking=True)
+        for i, square in zip(positions, own.unbind(), strict=True):
+            squares[i] = square
+        if len(positions) == len(grads):
+            return own
+    return torch.stack([square for square in squares if square is not None])
 
 
 def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
@@ -341,12 +367,10 @@ def no_gradients(name: str = "") -> UsageError:
 
 def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     """Multiply the gradients in place, one group per device and type to keep the fused kernel."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        alike[grad.device, grad.dtype].append(grad)
-    for (device, dtype), group in alike.items():
+    for positions in by_kind(grads):
         # The last first: those were measured most recently and are still in the CPU's cache.
-        torch._foreach_mul_(group[::-1], coefficient.to(device, dtype))
+        group = [grads[i] for i in reversed(positions)]
+        torch._foreach_mul_(group, coefficient.to(group[0].device, group[0].dtype))
 
 
 ALL = slice(None)
@@ -371,7 +395,7 @@ class GradNorms:
         self.part = ALL
         """The parameters that have gradients in the current step."""
         self._where: tuple[list[int], Tensor] | None = None
-        self._squares = Squares()
+        self._squares = Squares(self.params)
 
     def align(self) -> None:
         """Redistribute the gradients of sharded parameters to their layout; may be a collective."""

@@ -24,7 +24,16 @@ from trainvitals.records import Finding, HangLimits, Phase, RankActivity
 from trainvitals.units import humanize_seconds
 
 Reason = Literal[
-    "stopped", "gone", "ended", "debugged", "order", "blocked", "interpreter", "computing", "all"
+    "stopped",
+    "gone",
+    "ended",
+    "debugged",
+    "order",
+    "blocked",
+    "interpreter",
+    "device",
+    "computing",
+    "all",
 ]
 
 
@@ -267,7 +276,7 @@ class _Judge:
         seconds = min(rank.still_seconds for rank in (*culprits, *others))
         if seconds < self._limits.show[culprits[0].phase]:
             return None
-        return self._verdict(culprits, others, _reason(culprits), seconds)
+        return self._verdict(culprits, others, _reason(culprits, others), seconds)
 
     def of_all(self) -> HangVerdict | None:
         """Report a job without any progress, and without a computing or announced rank."""
@@ -302,6 +311,8 @@ class _Judge:
             "blocked": f"{are} blocked{_disk(first)}{in_place}",
             "interpreter": f"{are} in native code that holds the Python interpreter"
             + (f", last seen{in_place}" if in_place else ""),
+            "device": f"{'has' if len(culprits) == 1 else 'have'} a GPU that has not begun a "
+            "collective which others have begun: an earlier kernel does not end",
             "computing": f"{'computes' if len(culprits) == 1 else 'compute'}{in_place}",
         }[reason]
         calls = {call for rank in others if (call := _call_of(rank))}
@@ -320,6 +331,8 @@ class _Judge:
         if reason in ("gone", "stopped", "ended"):
             return blocked
         is_announced = any(rank.is_announced for rank in culprits)
+        if reason == "device":
+            return blocked
         if reason == "computing" or any(rank.is_active for rank in culprits):
             return float("inf") if is_announced else self._limits.computing
         # A first step compiles, reads, connects; an announced phase may wait for a disk.
@@ -350,6 +363,14 @@ class _Judge:
 
 def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
     """Return whether the other has started a collective that this rank has not."""
+    if _has_issued_less(rank, other):
+        return True
+    # The host may issue a collective that its device, in an earlier kernel, never begins.
+    groups = rank.started.keys() & other.started.keys()
+    return any(rank.started[group] < other.started[group] for group in groups)
+
+
+def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
     shared = rank.sequences.keys() & other.sequences.keys()
     if any(rank.sequences[group] < other.sequences[group] for group in shared):
         return True
@@ -357,14 +378,15 @@ def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
     return not shared and rank.step < other.step
 
 
-def _reason(culprits: Iterable[RankActivity]) -> Reason:
-    ranks = list(culprits)
+def _reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) -> Reason:
     if all(rank.process == "ended" for rank in ranks):
         return "ended"
     if any(rank.is_debugged or rank.process == "traced" for rank in ranks):
         return "debugged"
     if any(rank.is_mute for rank in ranks):
         return "interpreter"
+    if not any(_has_issued_less(rank, other) for rank in ranks for other in others):
+        return "device"
     is_busy = any(rank.is_active and rank.process != "disk" for rank in ranks)
     return "computing" if is_busy else "blocked"
 

@@ -1,0 +1,88 @@
+"""Gradients that a captured CUDA graph owns, emulated on the CPU by writes to fixed memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_hooks
+from tests.support.watched import own_place  # noqa: F401
+from trainer_hooks.tensors import clearing
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(clearing, "can_be_captured", lambda device: True)
+
+
+class Graph:
+    """A captured backward: its replays write to the gradients' memory and call no hooks."""
+
+    def __init__(self, model, monkeypatch):
+        self._params = list(model.parameters())
+        self._model = model
+        self._loss().backward()
+        self._static = [param.grad for param in self._params]
+        addresses = {grad.data_ptr() for grad in self._static}
+        is_static = lambda tensor: tensor.data_ptr() in addresses  # noqa: E731
+        monkeypatch.setattr(clearing, "is_graph_memory", is_static)
+
+    def _loss(self):
+        return self._model(torch.ones(4, 3)).square().mean()
+
+    def replay(self):
+        loss = self._loss()
+        for static, grad in zip(self._static, torch.autograd.grad(loss, self._params), strict=True):
+            static.copy_(grad)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("mode", ["guard", "off"])
+def test_each_replay_of_a_graph_trains(mode, monkeypatch):
+    models = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graph = Graph(model, monkeypatch)
+        if is_watched:
+            with trainer_hooks.watch(model, optimizer, mode=mode) as monitor:
+                for _ in range(4):
+                    monitor.step(graph.replay())
+        else:
+            for _ in range(4):
+                graph.replay()
+                optimizer.step()
+        models.append(model)
+    plain, watched = models
+    assert torch.equal(plain.weight, watched.weight)
+    assert torch.equal(plain.bias, watched.bias)
+
+
+def test_gradients_of_a_compiled_backward_are_set_to_none(monkeypatch):
+    monkeypatch.setattr(clearing, "is_graph_memory", lambda tensor: True)
+    model = nn.Linear(3, 2)
+    gradients = clearing.GradientClearing([torch.optim.SGD(model.parameters(), lr=0.1)])
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        gradients.clear()
+        assert [param.grad for param in model.parameters()] == [None] * 2
+
+
+def test_gradients_that_are_set_without_hooks_are_looked_at_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(clearing, "is_graph_memory", lambda tensor: asked.append(tensor))
+    param = nn.Parameter(torch.ones(3))
+    gradients = clearing.GradientClearing([torch.optim.SGD([param], lr=0.1)])
+    for _ in range(3):
+        param.grad = torch.ones(3)  # as FSDP does
+        gradients.clear()
+        assert param.grad is None
+    assert len(asked) == 1
+
+
+def test_a_released_clearing_leaves_no_hook():
+    param = nn.Parameter(torch.ones(3))
+    gradients = clearing.GradientClearing([torch.optim.SGD([param], lr=0.1)])
+    assert param._post_accumulate_grad_hooks
+    gradients.release()
+    assert not param._post_accumulate_grad_hooks
