@@ -8,7 +8,7 @@ import streamlit as st
 
 from trainvitals.errors import VitalsError
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import access, formatting, states, tables
+from vitals_dashboard import access, formatting, placeholders, tables
 from vitals_dashboard.source import DataSource, connect, guarded
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
@@ -164,8 +164,8 @@ def _have_ended(run_ids: Sequence[str]) -> bool:
     except VitalsError:  # the page says so
         return False
     st.session_state[_RUNS] = runs
-    states = {run.run_id: run.state for run in runs}
-    return bool(run_ids) and all(states.get(run_id) in ENDED for run_id in run_ids)
+    state_by_run = {run.run_id: run.state for run in runs}
+    return bool(run_ids) and all(state_by_run.get(run_id) in ENDED for run_id in run_ids)
 
 
 def present_palette() -> Palette:
@@ -220,7 +220,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
-        states.no_runs()
+        placeholders.no_runs()
         return None
     by_id = {run.run_id: run for run in runs}
     before = st.session_state.get(LAST_RUN)
@@ -232,7 +232,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
         with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{requested}"):
             selected = _choice(by_id, requested)
     if selected is None:
-        states.no_such_run(requested)
+        placeholders.no_such_run(requested)
         return None
     st.session_state[LAST_RUN] = selected
     if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != selected:

@@ -32,7 +32,7 @@ from trainvitals.views import (
     SeriesRequest,
     VerdictQuestion,
 )
-from vitals_dashboard import states
+from vitals_dashboard import placeholders
 from vitals_dashboard.settings import load_settings
 
 A = TypeVar("A")
@@ -85,11 +85,11 @@ def guarded(draw: Callable[[DataSource], None]) -> bool:
         draw(connect())
         return True
     except UnauthorizedError as error:
-        states.wrong_token(error)
+        placeholders.wrong_token(error)
     except TransportError as error:
-        states.collector_down(error)
+        placeholders.collector_down(error)
     except VitalsError as error:
-        states.problem(error)
+        placeholders.problem(error)
     return False
 
 

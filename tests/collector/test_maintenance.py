@@ -23,9 +23,9 @@ from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.why import explain
+from vitals_collector.retention.maintenance import Upkeep
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import measure
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import open_data_store
 
 CAP = 500_000

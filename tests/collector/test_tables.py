@@ -17,8 +17,8 @@ from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.numbers.chunk_stats import STRETCH
 from vitals_collector.numbers.interface import StepWindow
-from vitals_collector.numbers.outlines import STRETCH
 from vitals_collector.queries import step_tables
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
 from vitals_collector.storage.store import Store

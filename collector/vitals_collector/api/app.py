@@ -54,8 +54,8 @@ from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
+from vitals_collector.retention.maintenance import Upkeep
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store
 from vitals_collector.storage.tokens import KnownTokens
 

@@ -151,8 +151,8 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     from trainvitals.clock import SystemClock
     from vitals_collector.api.serve import only_one
     from vitals_collector.retention.checkup import store_size
+    from vitals_collector.retention.maintenance import Upkeep
     from vitals_collector.retention.settings import VolumeSettings
-    from vitals_collector.retention.upkeep import Upkeep
 
     with only_one(data_dir(data)), _store(data, database) as store:
         before = store_size(store)

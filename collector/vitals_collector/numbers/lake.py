@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
-from vitals_collector.numbers import lake_damage, lake_thinning, lake_upkeep
+from vitals_collector.numbers import lake_damage, lake_maintenance, lake_rollup
 from vitals_collector.numbers.interface import (
     RANKS,
     Due,
@@ -43,7 +43,7 @@ from vitals_collector.numbers.lake_catalogue import (
 from vitals_collector.numbers.lake_damage import DamagedFile
 from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import OpenLake
-from vitals_collector.numbers.levels import ranks_batch
+from vitals_collector.numbers.rank_rollup import ranks_batch
 
 _OPTIONS = {
     "parquet_compression": "zstd",
@@ -86,7 +86,7 @@ class Lake(OpenLake):
             for name, value in _OPTIONS.items():
                 engine.execute(f"CALL lake.set_option('{name}', '{value}')")
         super().__init__(engine, Catalogue(engine, is_shared=bool(catalogue)))
-        lake_upkeep.prepare(self.engine, self.catalogue.tables)
+        lake_maintenance.prepare(self.engine, self.catalogue.tables)
         self._asked: dict[tuple[StreamKey, int], float] = {}
         """Which holes agents were asked to fill, and when they may be asked again."""
 
@@ -175,7 +175,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: it is to be called again.
         """
-        lake_upkeep.become_owner(self.engine, self.catalogue, epochs)
+        lake_maintenance.become_owner(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
         """Return the number of the last row that the stream has stored; -1 where it has none."""
@@ -259,7 +259,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
         """
-        return lake_upkeep.merge(self.engine, self.catalogue, max_seconds)
+        return lake_maintenance.merge(self.engine, self.catalogue, max_seconds)
 
     def give_back_memory(self) -> None:
         """Let go of what is remembered and not used; each process that has the lake open does."""
@@ -268,13 +268,13 @@ class Lake(OpenLake):
 
     def sizes(self) -> dict[str, int]:
         """Return about how many bytes of the files are each run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.catalogue)
+        return lake_maintenance.sizes(self.engine, self.catalogue)
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> Due | None:
         """Return the oldest steps of which nothing was taken away; of hosts, nanoseconds."""
-        return lake_thinning.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
+        return lake_rollup.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
     def level(
         self,
@@ -290,7 +290,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        planned = lake_thinning.plan(
+        planned = lake_rollup.plan(
             self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
         )
         if planned is None:
@@ -306,7 +306,7 @@ class Lake(OpenLake):
                 parts,
                 taken,
                 {},  # maintenance writes levels, whoever owns the run
-                lambda: lake_thinning.delete_rows(self.engine, planned),
+                lambda: lake_rollup.delete_rows(self.engine, planned),
             )
         return planned.result
 
@@ -331,7 +331,7 @@ class Lake(OpenLake):
         with self.engine.lock:
             self._reload_if_stale()
             self.catalogue.look_again()
-            return lake_thinning.thin(
+            return lake_rollup.thin(
                 self.engine,
                 self.catalogue,
                 run_id,
@@ -344,15 +344,15 @@ class Lake(OpenLake):
 
     def thinned(self, run_id: str) -> list[Thinned]:
         """Return what was taken away of the run, by stream and reason."""
-        return lake_thinning.thinned(self.engine, self.catalogue, run_id)
+        return lake_rollup.thinned(self.engine, self.catalogue, run_id)
 
     def num_bytes(self, run_id: str) -> int:
         """Return about how many bytes of the files are a run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
+        return lake_maintenance.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
-        return lake_upkeep.size(self.engine)
+        return lake_maintenance.size(self.engine)
 
     def check(self) -> list[DamagedFile]:
         """Read every file; return those whose bytes are not what was written, or that are gone."""
@@ -390,7 +390,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was removed.
         """
-        lake_upkeep.delete(self.engine, self.catalogue, run_id, but)
+        lake_maintenance.delete(self.engine, self.catalogue, run_id, but)
 
 
 def _key(batch: Batch) -> StreamKey:

@@ -19,6 +19,7 @@ import pyarrow.compute
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.views import Branch
+from vitals_collector.numbers.chunk_stats import EXTREMES, NONFINITE, ROWS, STREAMS, STRETCH
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     NOT_A_RANK,
@@ -57,7 +58,6 @@ from vitals_collector.numbers.lake_catalogue import (
     to_column,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
-from vitals_collector.numbers.outlines import EXTREMES, NONFINITE, ROWS, STREAMS, STRETCH
 
 # --------------------------------------------------------------------------------------------- rows
 

@@ -39,7 +39,7 @@ from vitals_collector.numbers.interface import (
     type_of,
     whole_curve,
 )
-from vitals_collector.numbers.levels import over_ranks, ranks_batch, worst
+from vitals_collector.numbers.rank_rollup import over_ranks, ranks_batch, worst
 
 _Rows = npt.NDArray[np.void]
 _DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}

@@ -3,7 +3,7 @@
 from sqlalchemy import Connection, select
 
 from vitals_collector.live.live_monitor import runs_aside, watched_to
-from vitals_collector.retention.levels import Present, RunHistory
+from vitals_collector.retention.rollup import Present, RunHistory
 from vitals_collector.storage.schema import attempts, decisions, findings, sources
 from vitals_collector.storage.store import Store
 

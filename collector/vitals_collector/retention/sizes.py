@@ -7,7 +7,7 @@ from sqlalchemy import Row, select
 
 from trainvitals.views import RunVolume, ThinnedView
 from vitals_collector.numbers.interface import Numbers
-from vitals_collector.retention.levels import LAYERS, window_size
+from vitals_collector.retention.rollup import LAYERS, window_size
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import Store

@@ -9,7 +9,7 @@ import streamlit as st
 
 from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import formatting, layout, search, states, tables, verdicts
+from vitals_dashboard import formatting, layout, placeholders, search, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
 from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
@@ -74,13 +74,13 @@ def _controls() -> RunFilter:
 def _body(source: DataSource, choice: RunFilter) -> None:
     everything = source.client.ask(RunsQuestion())
     if not everything:
-        states.no_runs()
+        placeholders.no_runs()
         return
     _totals(everything)
     try:
         query, by = search.parse(choice.text), search.check_group(choice.group)
     except UsageError as error:
-        states.not_understood(error)
+        placeholders.not_understood(error)
         return
     configs: search.Configs = {}
     if query.needs_configs or by.startswith(search.CONFIG):

@@ -15,7 +15,7 @@ from tests.support.damage import answers, sent
 from tests.support.examples import one_in
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_damage import DamagedFile
@@ -146,7 +146,7 @@ def test_a_lake_without_its_catalogue_is_refused_with_the_way_out_and_keeps_its_
 def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)
     with contextlib.closing(new_lake(tmp_path)) as lake:
         for run in (RUN, OTHER_RUN):
             lake.append([batch(identity(run), [{"loss": 1.0}])])

@@ -15,10 +15,10 @@ from trainvitals.wire import encode_batch
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.retention import upkeep as upkeep_module
-from vitals_collector.retention.levels import Present, RunHistory, When, level_run
+from vitals_collector.retention import maintenance as upkeep_module
+from vitals_collector.retention.maintenance import Upkeep
+from vitals_collector.retention.rollup import Present, RunHistory, When, level_run
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import Store, open_data_store
 
 BEGIN_NS = 1_700_000_000_000_000_000

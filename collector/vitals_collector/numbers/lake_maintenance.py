@@ -14,7 +14,8 @@ import pyarrow.compute
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import outlines
+from vitals_collector.numbers import chunk_stats
+from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, outline
 from vitals_collector.numbers.interface import ColumnValues, RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
     HOLES,
@@ -32,7 +33,6 @@ from vitals_collector.numbers.lake_catalogue import (
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
 from vitals_collector.numbers.lake_reading import chosen_of, select
-from vitals_collector.numbers.outlines import ROWS, STREAMS, ChunkStats, outline
 
 # ----------------------------------------------------------------------------------------- outlines
 
@@ -189,7 +189,7 @@ def _outline(
     for name in names:
         column = to_column(rows[name])
         columns[name] = ColumnValues(column.values[order], column.is_missing[order])
-    entries = outline(stream, outlines.StreamRows(codes[order], *of_row), columns)
+    entries = outline(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():
         engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
+from vitals_collector.numbers.chunk_stats import ROWS
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     Columns,
@@ -46,8 +47,7 @@ from vitals_collector.numbers.lake_catalogue import (
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import Chosen, located, select
-from vitals_collector.numbers.levels import DURATION, LOSS, NUM_RANKS, STATISTICS, worst_of
-from vitals_collector.numbers.outlines import ROWS
+from vitals_collector.numbers.rank_rollup import DURATION, LOSS, NUM_RANKS, STATISTICS, worst_of
 
 # ---------------------------------------------------------------------------------- levels of steps
 

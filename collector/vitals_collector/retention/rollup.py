@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vitals_collector.numbers.chunk_stats import STRETCH
 from vitals_collector.numbers.interface import HOST_STREAMS, Due, Numbers, Reason, StepWindow
-from vitals_collector.numbers.outlines import STRETCH
 from vitals_collector.retention.settings import VolumeSettings
 
 if TYPE_CHECKING:

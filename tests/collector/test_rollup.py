@@ -28,11 +28,11 @@ from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from trainvitals.testing import ManualClock
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.live_monitor import resume_watching, suspend_watching
-from vitals_collector.numbers import outlines
+from vitals_collector.numbers import chunk_stats
 from vitals_collector.report.replay import replay
-from vitals_collector.retention import levels
+from vitals_collector.retention import rollup
+from vitals_collector.retention.maintenance import Upkeep
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import Store, open_data_store
 
@@ -45,7 +45,7 @@ SMALL = VolumeSettings(
 @pytest.fixture
 def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Give a store whose stretches, and so its windows, are of ten steps."""
-    for module in (outlines, levels):
+    for module in (chunk_stats, rollup):
         monkeypatch.setattr(module, "STRETCH", 10)
     store = open_data_store(shutil.copytree(fresh_data, tmp_path / "data"))
     yield store

@@ -16,7 +16,7 @@ from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import history
-from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run
+from vitals_collector.retention.rollup import RunHistory, When, level_run, thin_run
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
 from vitals_collector.storage.store import SteadyClock, Store, insert

@@ -22,7 +22,7 @@ from tests.support.levels import (
 )
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import lake_thinning
+from vitals_collector.numbers import lake_rollup
 from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,
@@ -32,8 +32,8 @@ from vitals_collector.numbers.interface import (
     StepWindow,
 )
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.levels import STATISTICS
 from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.rank_rollup import STATISTICS
 
 
 def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
@@ -150,19 +150,19 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
 ) -> None:
     lake = new_lake(tmp_path)
     fill(lake)
-    plan = lake_thinning.plan
+    plan = lake_rollup.plan
 
     def plan_and_get_rows(*args: object, **kwargs: object) -> object:
         planned = plan(*args, **kwargs)  # type: ignore[arg-type]
         lake.append([batch(identity(rank=99), rows_of(99, 10), kinds=KINDS)])
         return planned
 
-    monkeypatch.setattr(lake_thinning, "plan", plan_and_get_rows)
+    monkeypatch.setattr(lake_rollup, "plan", plan_and_get_rows)
     with pytest.raises(StorageError, match="changed meanwhile"):
         lake.level(RUN, FIRST, 2)
     assert kept_rows(lake) == dict.fromkeys(range(12), 600) | {99: 10}
     assert levels(lake)["step"] == []
-    monkeypatch.setattr(lake_thinning, "plan", plan)
+    monkeypatch.setattr(lake_rollup, "plan", plan)
     lake.level(RUN, FIRST, 2)
     assert levels(lake)["num_ranks"][0] == 12
     lake.close()
