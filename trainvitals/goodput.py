@@ -195,7 +195,14 @@ def goodput(
     hung = _merged(hangs)
     usual = _usual(steps, bounds)
     taken = _Intervals(line.intervals)
-    _hand_out(taken, steps, usual, bounds[:-1], _within(hung, line), _within(pauses, line))
+    _hand_out(
+        taken,
+        steps,
+        usual,
+        bounds[:-1],
+        _seconds_in_spans(hung, line),
+        _seconds_in_spans(pauses, line),
+    )
     return _summed(line, steps, taken, hung, usual)
 
 
@@ -260,7 +267,7 @@ def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
-def _within(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
+def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
     """Return how much of each step's interval lies in one of the spans."""
     inside = np.zeros(len(line.ends), np.int64)
     begins = line.ends - line.intervals

@@ -31,7 +31,7 @@ from vitals_collector.live.live_monitor import resume_watching, suspend_watching
 from vitals_collector.numbers import chunk_stats
 from vitals_collector.report.replay import replay
 from vitals_collector.retention import rollup
-from vitals_collector.retention.maintenance import Upkeep
+from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import Store, open_data_store
@@ -54,7 +54,9 @@ def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def thin(store: Store, now_unix_ns: int, settings: VolumeSettings = SMALL) -> int:
     """Thin what is due then; return how many rows went."""
-    return Upkeep(store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0).delete_due()
+    return LakeMaintenance(
+        store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0
+    ).delete_due()
 
 
 def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: Store):
@@ -70,7 +72,7 @@ def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: St
     assert {5} == set(numbers(store, "num_ranks").values())
     assert ranks_of_steps(store)[5] == 2
     # The reason is recorded.
-    assert [("steps", "age", 60, 19, 0)] == store.numbers.thinned(RUN)
+    assert [("steps", "age", 60, 19, 0)] == store.numbers.deleted_rows(RUN)
     assert {("steps", "age"): 60} == store.counters.thinned
 
 

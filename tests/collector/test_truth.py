@@ -122,7 +122,7 @@ class Written:
             due = self.store.numbers.next_window(RUN, attempt, LEVEL_STEPS)
             if due is None or due.window.end_step > self.step:
                 continue
-            self.store.numbers.level(RUN, due.window, 0)
+            self.store.numbers.roll_up(RUN, due.window, 0)
             self._forget(due.window)
 
     def _forget(self, window: StepWindow) -> None:

@@ -57,7 +57,7 @@ def verdict_on(run_dir: Path, file: str) -> str:
         return ""
     path = (run_dir / file).with_suffix(VERDICT)
     try:
-        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_VERDICT_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_VERDICT_BYTES)
         return msgspec.json.decode(raw, type=_Verdict).sentence
     except (OSError, *UNREADABLE):
         return ""

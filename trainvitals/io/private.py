@@ -144,7 +144,7 @@ class Owner:
         return cls(status.st_uid, status.st_mode & _WRITABLE)
 
     @classmethod
-    def whose(cls, folder: Path) -> Self:
+    def from_directory(cls, folder: Path) -> Self:
         """Return a folder's, for what lies in it: a reader may be somebody else.
 
         Modes say nothing then: an earlier Vitals let the umask choose them.

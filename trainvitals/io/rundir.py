@@ -110,7 +110,7 @@ class RunDir:
             run_dir = cls(path)
             run_dir._was_open = path.is_dir() and Owner.us().is_writable_by_others(path.stat())
             ensure_own_dir(path, read=_SHARES[share])
-            run_dir._set_aside_planted()
+            run_dir._rename_foreign_files()
         except OSError as error:
             raise StorageError(
                 f"{path}: the run directory cannot be created: {error.strerror}",
@@ -118,7 +118,7 @@ class RunDir:
             ) from error
         return run_dir
 
-    def _set_aside_planted(self) -> None:
+    def _rename_foreign_files(self) -> None:
         """Give what another user put under one of our names another; nothing of it is read."""
         for name in _OURS:
             try:

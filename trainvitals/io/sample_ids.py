@@ -103,7 +103,7 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with stream_own(path, owner=Owner.whose(path.parent)) as file:
+        with stream_own(path, owner=Owner.from_directory(path.parent)) as file:
             while raw := file.readline(_MAX_LINE):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue

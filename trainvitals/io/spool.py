@@ -118,7 +118,7 @@ class Spool:
         self._gave_up = False
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            self._owner = Owner.whose(ensure_own_dir(directory))
+            self._owner = Owner.from_directory(ensure_own_dir(directory))
             files = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
@@ -145,7 +145,7 @@ class Spool:
             return sum(self._sizes[number] for number in self._retained)
 
     @property
-    def kept_from(self) -> SpoolPosition:
+    def oldest_position(self) -> SpoolPosition:
         """Where what is still there begins, acknowledged or not."""
         with self._lock:
             return SpoolPosition(min(self._sizes, default=self._state.acked.file))
@@ -489,7 +489,7 @@ class Spool:
             self._last.clear()
         for number in [n for n in sorted(self._sizes) if n >= scanned.file]:
             start = scanned.offset if number == scanned.file else 0
-            end = self._scan_anew(number, start, complete=number < newest)
+            end = self._rescan(number, start, complete=number < newest)
             if number == newest and end < self._sizes[number]:
                 fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
                 os.ftruncate(fd, end)
@@ -499,11 +499,11 @@ class Spool:
         self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
         sync_folder(self.directory)  # what a killed owner wrote last is there, but on no disk yet
         if newest >= 0:
-            self._write_anew(newest, scanned.offset if newest == scanned.file else 0)
+            self._rewrite(newest, scanned.offset if newest == scanned.file else 0)
         self._retain()
         self._prune()
 
-    def _scan_anew(self, number: int, start: int, *, complete: bool) -> int:
+    def _rescan(self, number: int, start: int, *, complete: bool) -> int:
         """Note what lies in the file after ``start``; return where its last batch ends.
 
         Behind damage in the last file nothing is noted: what lay there may never have been synced,
@@ -523,7 +523,7 @@ class Spool:
                     _note(self._last, key, header.last_seq)
         return end
 
-    def _write_anew(self, number: int, start: int) -> None:
+    def _rewrite(self, number: int, start: int) -> None:
         """Make durable what lies in the file after ``start``, whoever tried that before.
 
         To be asked for it again is not enough for a kernel that failed to write it: it may take it

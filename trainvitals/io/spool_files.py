@@ -101,7 +101,7 @@ def own_files(
     directory: Path, files: list[tuple[int, Path]]
 ) -> list[tuple[int, Path, os.stat_result]]:
     """Return those that belong to the folder's owner; what another user put there is no spool."""
-    owner = Owner.whose(directory) if files else Owner.us()
+    owner = Owner.from_directory(directory) if files else Owner.us()
     spool_files = []
     for number, path in files:
         try:
@@ -123,7 +123,7 @@ def scan_folder(
         is_newest = i + 1 == len(files)
         offset = start.offset if number == start.file else 0
         try:
-            file = stream_own(path, owner=Owner.whose(directory))
+            file = stream_own(path, owner=Owner.from_directory(directory))
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
         with file:
@@ -277,7 +277,7 @@ def load_state(path: Path) -> State:
 def read_state(path: Path) -> State | None:
     """Return the state in the file, a new one where it is missing; None: it is damaged."""
     try:
-        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_STATE_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES)
         sealed = msgspec.json.decode(raw, type=_Sealed)
         if sealed.crc != zlib.crc32(sealed.state):
             return None

@@ -63,7 +63,7 @@ def _extremes(rows: Sequence[tuple[int, int, int, str]]) -> dict[int, tuple[floa
     stretches: dict[int, list[float]] = {}
     for step, _, _, value in rows:
         if math.isfinite(float(value)):
-            stretches.setdefault(step // chunk_stats.STRETCH, []).append(float(value))
+            stretches.setdefault(step // chunk_stats.CHUNK_STEPS, []).append(float(value))
     return {stretch: (min(values), max(values)) for stretch, values in stretches.items()}
 
 
@@ -100,8 +100,8 @@ PIECES = st.builds(
 
 @pytest.fixture
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chunk_stats, "STRETCH", 4)
-    monkeypatch.setattr(chunk_stats, "_MOST_NONFINITE", 2)
+    monkeypatch.setattr(chunk_stats, "CHUNK_STEPS", 4)
+    monkeypatch.setattr(chunk_stats, "_MAX_NONFINITE", 2)
     yield
 
 

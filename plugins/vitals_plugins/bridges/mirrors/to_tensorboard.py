@@ -83,7 +83,7 @@ class TensorBoard:
                 self._file(discarded=entry.discarded).add(event)
                 continue
             if isinstance(entry, Fork):
-                self._set_aside(entry)
+                self._move_discarded(entry)
             text = escape_markdown(entry.text)
             note = self._library.event(entry.step, entry.time_unix_ns, text=(_NOTES, text))
             self._file(discarded=False).add(note)
@@ -95,7 +95,7 @@ class TensorBoard:
         for file in self._files.values():
             file.close()
 
-    def _set_aside(self, fork: Fork) -> None:
+    def _move_discarded(self, fork: Fork) -> None:
         """Move what lies at or behind the fork into the run of what was left behind."""
         self._sync()
         behind = self._file(discarded=True)

@@ -51,7 +51,7 @@ class WandB:
             "num_rows": saved_state.get("num_rows", 0),
             "files": list(saved_state.get("files", [])),
         }
-        self._written = self._left_by_a_kill() if unclean else Counter()
+        self._written = self._unsaved_rows() if unclean else Counter()
         entity, _, project = target.where.rpartition("/")
         self._run: Any = wandb.init(
             entity=entity or None,
@@ -82,7 +82,7 @@ class WandB:
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
-    def _left_by_a_kill(self) -> Counter[Key]:
+    def _unsaved_rows(self) -> Counter[Key]:
         """Return the rows behind what was saved that are in W&B's file."""
         rows: list[tuple[int, dict[str, Any]]] = []
         for name in self.kept["files"][-1:]:
