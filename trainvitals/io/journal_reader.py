@@ -49,22 +49,22 @@ class JournalReader:
 
     @property
     def identity(self) -> Identity | None:
-        """Who writes; None until the first segment is there."""
+        """The writer; None until the first segment exists."""
         if self._identity is None:
             closed = self._is_closed()
             self._learn(self._list(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
-        """Go on after these sequence numbers; call before the first ``read``."""
+        """Continue after these sequence numbers; call before the first ``read``."""
         self._next.update({stream: seq + 1 for stream, seq in positions.items()})
 
     def read(self, *, max_rows: int = 1024) -> list[Batch]:
         """Return what is new, at most ``max_rows`` a stream (an event's rows are never parted).
 
         Raises:
-            NewerVersionError: a segment is of a newer format; said once; it is set aside and
-                the next call goes on with the others.
+            NewerVersionError: a segment has a later format; raised once, the next call continues
+                with the others.
         """
         closed = self._is_closed()  # before the listing, so that what is sealed is complete in it
         listing = self._list()

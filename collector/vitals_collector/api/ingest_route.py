@@ -161,7 +161,7 @@ class _Lane:
             self._changed.notify()
 
     def close(self) -> None:
-        """Release the waiting bodies at once, and accept no more."""
+        """Release the waiting bodies at once, and accept no further ones."""
         self._is_closed = True
         self._changed.notify()
 
@@ -274,7 +274,7 @@ class CommitQueue:
                     )
 
     def close(self) -> None:
-        """Accept no more, store waiting bodies, and stop the threads."""
+        """Stop accepting, store waiting bodies, and stop the threads."""
         with self._lock:
             self._is_closed = True
             self._rows.close()
@@ -310,7 +310,7 @@ class CommitQueue:
                 return store_bodies(self._store, raws, now, asking, principals)
         except VitalsError as error:
             return [error] * len(group)
-        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
+        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread continues
             self._store.counters.fail("ingest")
             _LOG.exception("ingest_failed num=%d", len(group))
             return [error] * len(group)

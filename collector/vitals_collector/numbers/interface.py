@@ -376,8 +376,8 @@ class DownsampledCurve(NamedTuple):
     """A stitched curve: by step, or by time in streams whose rows have no step."""
 
     points: Points
-    """All, or as many as ``downsample`` needs for the wanted number: the least and the greatest
-    value of each column, both ends of the curve, and all non-finite values."""
+    """All, or as many as ``downsample`` needs for the wanted number: minimum and maximum of each
+    column, both ends of the curve, and all non-finite values."""
     num_values: int
     """Number of values of the branch within the span; values that were written twice count
     twice."""

@@ -94,7 +94,7 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = check(engine, catalogue)  # reads every file, so appends go on in the meantime
+    damaged = check(engine, catalogue)  # reads every file, so appends continue in the meantime
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
         damaged = [file for file in damaged if file.path in live]  # not removed by another process

@@ -460,7 +460,7 @@ class Files:
         """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
-        """Guards the caches; not held while a file is read, so that commits go on."""
+        """Guards the caches; not held while a file is read, so that commits continue."""
         self._reading = threading.Lock()
         """Held by a question whose files are read: another that needs them waits for that."""
         self._whole: set[str] = set()
@@ -526,7 +526,7 @@ class Files:
             )
 
     def check(self, tables: Iterable[str]) -> list[str]:
-        """Read every live file again; return the damaged ones. Other work goes on."""
+        """Read every live file again; return the damaged ones. Other work continues."""
         live = {
             path: bounds
             for table in tables

@@ -368,7 +368,7 @@ def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Colle
         with engine.transaction():
             for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
                 engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *exclude])
-            for table in (NEW_MARKS, MARKS):  # a source without rows is none
+            for table in (NEW_MARKS, MARKS):  # a writer without rows has no source
                 engine.execute(
                     f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *exclude]
                 )

@@ -168,7 +168,7 @@ class KnownTokens:
                 _LOG.warning("tokens_not_read: %s", error.text)
 
 
-# -------------------------------------------------------------------------------- for who hands out
+# -------------------------------------------------------------------------------- administration
 
 
 def create(

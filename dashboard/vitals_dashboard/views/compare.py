@@ -26,7 +26,7 @@ ALONG: tuple[Literal["step", "tokens"], ...] = ("step", "tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareControls:
-    """What the person at the page has chosen."""
+    """Selections of the user."""
 
     axis: Literal["step", "tokens"]
     smoothing: float

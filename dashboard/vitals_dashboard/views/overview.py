@@ -17,7 +17,7 @@ from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BA
 PAGE_SIZE = 25
 """Runs on a page: each has a sparkline, and that is a question to the collector."""
 CURVE_STEPS = 50
-"""A sparkline is asked for again when its run has grown by one part in so many."""
+"""A sparkline is queried again when its run has grown by 1/50."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def _list(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
 
 
 def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
-    """Return a column of labels: a word with its shape, on its colour."""
+    """Return a column of labels: a name with its shape, on its color."""
     return st.column_config.MultiselectColumn(
         width=width,
         options=list(label_texts.values()),

@@ -96,7 +96,7 @@ def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
         )  # fmt: skip
         with st.container(horizontal=True, width="content", key="query_order"):
             newest = st.toggle("Newest first", key="newest", bind="query-params")
-            # Off: rows that move are hard to read, and most questions are of what is past.
+            # Off: moving rows are hard to read, and most queries are about the past.
             live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
     where, columns = _conditions(name)
     if run_id is None:

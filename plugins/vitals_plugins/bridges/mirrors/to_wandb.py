@@ -1,13 +1,12 @@
 """A run as a run of Weights & Biases, offline or online as WANDB_MODE says.
 
-It has the run's id, so every start of the mirror, and a ``wandb sync`` of each of its folders, goes
-on with the same one. W&B's own step must rise: it counts rows here, and ``vitals/step`` is the
-x-axis. What a rollback left behind stays, as W&B takes nothing back: ``vitals/attempt`` tells it
-apart.
+It has the run's id, so every start of the mirror, and a ``wandb sync`` of each of its directories,
+continues the same run. W&B's own step must rise: it counts rows here, and ``vitals/step`` is the
+x-axis. Discarded steps stay, because W&B cannot remove them: ``vitals/attempt`` distinguishes them.
 
-W&B writes on a process of its own, which says nothing of what is on disk. So the file that it
-writes is read: a batch is written once its last row is there, and after a kill what is there
-already is not written again.
+W&B writes in a separate process, which does not report what is on disk. So its file is read: a
+batch is written once its last row is in the file, and after a kill existing rows are not written
+again.
 """
 
 import time
