@@ -42,7 +42,7 @@ def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: fl
     """Return the alert's next status.
 
     A condition must hold for ``hold_seconds`` before it fires (0: at once); one that ends while
-    pending leaves no trace; one that fired is resolved. A clock that goes back restarts the hold.
+    pending leaves no trace; one that fired is resolved. Setting the clock back restarts the hold.
     """
     if not breached:
         was_firing = status.state is AlertState.FIRING
@@ -549,11 +549,11 @@ _MOST_PARTS = 8
 ALERTS_BY_NAME = {spec.name: spec for spec in ALERTS}
 
 ALERTED_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.alert)
-"""Kinds of findings that raise an alert by themselves. Others are told by the decision they lead
-to: a skip, a rollback, a level that was accepted."""
+"""Kinds of findings that raise an alert themselves. Others are reported by the decision they lead
+to: a skip, a rollback, an accepted level."""
 
 _ENDED_BY: dict[str, frozenset[ActionName]] = {"state_damaged": frozenset({"rollback", "halt"})}
-"""Kinds that only some actions answer: an update that was skipped does not mend a model."""
+"""Kinds that only some actions end: a skipped update does not repair a model."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -575,7 +575,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]:
-    """Return the alerts that a ledger entry raises; in ``observe`` only the grave ones."""
+    """Return the alerts of a decision; in ``observe`` only the serious ones."""
     step, reason = decision.step, decision.reason
     if decision.action == "continue":
         return ()
@@ -584,7 +584,7 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
             return ()
         return (_raise("TroubleObserved", run_id, f"would {decision.action}: {reason}", step),)
     if not decision.acted:
-        return ()  # it waits for a yes, which a finding tells, or the loop had ended
+        return ()  # it waits for approval, which a finding reports, or the loop had ended
     if decision.action == "halt":
         return (_raise("TrainingHalted", run_id, reason, step),)
     if decision.action == "restart":
@@ -603,11 +603,11 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
 
 
 def is_answered(finding: Finding, actions: Collection[str]) -> bool:
-    """Say whether what was decided about a finding's step tells of it already.
+    """Return whether the decisions about a finding's step already report it.
 
     Args:
         finding: what a detector said.
-        actions: the actions of the ledger's entries about its step.
+        actions: the actions of the decisions about its step.
     """
     answers = _ENDED_BY.get(finding.kind)
     if answers is not None:

@@ -28,7 +28,7 @@ class Series:
 
     metric: str
     source: str
-    """Whose it is: ``rank:N``, ``gpu:UUID``, ``node:ID``."""
+    """Source: ``rank:N``, ``gpu:UUID``, ``node:ID``."""
     unit: str
     """Base unit: seconds, bytes, ratio (0 to 1), watts, celsius...; "" is a plain number."""
     branch: Branch
@@ -71,7 +71,7 @@ class Cells:
     metric: str
     unit: str
     rows: tuple[str, ...]
-    """Sources or layers; of more than were asked for, those that deviate most."""
+    """Sources or layers; if there are more than requested, those that deviate most."""
     num_rows: int
     """How many there are."""
     step: Ints
@@ -122,7 +122,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
 
 
 def drawn(reply: SeriesReply) -> Series:
-    """Return the points of an answer that was downsampled; what is not finite is itself again."""
+    """Return the points of a downsampled reply, with non-finite values restored."""
     value = np.array(reply.value, dtype=np.float64)  # None is NaN
     step, attempt = (np.array(column, dtype=np.int64) for column in (reply.step, reply.attempt))
     time = np.array(reply.time_unix_ns, dtype=np.int64)

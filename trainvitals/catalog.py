@@ -30,7 +30,7 @@ MAX_GROUPS = 128
 def steps_schema(*, num_groups: int = 1) -> Schema:
     """Return the schema of the ``steps`` stream; groups after the first get ``learning_rate.N``.
 
-    Of more than ``MAX_GROUPS`` groups the first have one.
+    Columns for the first ``MAX_GROUPS`` groups only.
     """
     groups = range(1, min(num_groups, MAX_GROUPS))
     extra = tuple(Column(f"learning_rate.{i}", "f8") for i in groups)
@@ -48,8 +48,8 @@ SCALARS_SCHEMA = Schema("scalars", (*ROW_COLUMNS, Column("name", "i8"), Column("
 
 
 TURN_METRICS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
-"""Of a step that moved one of several optimizers, its own numbers are the scalars ``METRIC/NAME``;
-``skipped/NAME`` is there in each of them."""
+"""If a step updated one of several optimizers, its own values are the scalars ``METRIC/NAME``;
+``skipped/NAME`` exists for each of them."""
 
 
 def _host(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the edges read time from; tests hand in ``trainvitals.testing.ManualClock``."""
+    """Source of time for the outer layers; tests pass ``trainvitals.testing.ManualClock``."""
 
     def time_ns(self) -> int:
         """Wall time in nanoseconds since the Unix epoch; may jump. For display only."""

@@ -1,7 +1,7 @@
 """Settings: a TOML file, overridden by ``VITALS_SECTION_KEY``, overridden by arguments.
 
-A section is a subclass of ``Settings`` next to what it configures; its annotations say what is
-allowed, bounds included. An error names the key, the value, where it came from, and the way out::
+A section is a subclass of ``Settings`` next to the code it configures; its annotations define the
+allowed values, bounds included. An error names the key, the value, its origin, and the fix::
 
     [collector]
     listen = "127.0.0.1:0"        # or VITALS_COLLECTOR_LISTEN, or the argument --listen
@@ -36,8 +36,8 @@ AboveOne = Annotated[float, Meta(gt=1.0)]
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Base of settings: frozen, given by name, and refused where a value cannot work.
 
-    A subclass says ``frozen=True, kw_only=True`` itself. What a value may be stands in its
-    annotation: ``window: Annotated[int, Meta(ge=8)] = 64``.
+    A subclass itself has ``frozen=True, kw_only=True``. The allowed values are in the annotation:
+    ``window: Annotated[int, Meta(ge=8)] = 64``.
     """
 
     section: ClassVar[str] = ""
@@ -142,7 +142,7 @@ def load_settings(
 
     Args:
         sections: section name to class.
-        path: TOML file; other programs' sections in it are passed over, near misses are not.
+        path: TOML file; other programs' sections are ignored, unless their name is nearly ours.
         environ: usually ``os.environ``.
         arguments: ``section.key`` to value; None means "not given".
 
@@ -284,7 +284,7 @@ def _of_text(text: str, info: inspect.Type) -> object:
     return text
 
 
-# ---------------------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------------------- descriptions
 
 
 def _expected(value: object, info: inspect.Type) -> str:
@@ -319,7 +319,7 @@ def _described(info: inspect.Type) -> str:
 
 
 def _bounds(info: inspect.Type) -> Iterator[str]:
-    """Yield in words what a number or the length of a text must keep to."""
+    """Yield descriptions of the bounds of a number or a text's length."""
     if isinstance(info, inspect.StrType):
         if info.min_length:
             yield "not empty"

@@ -1,4 +1,4 @@
-"""What a device can do at most, and what a training step needs: the two halves of MFU.
+"""Peak throughput of a device, and FLOPs of a training step: the two parts of MFU.
 
 Peaks are dense (no structured sparsity), in FLOP/s, as the vendor's data sheet gives them. Where a
 sheet prints only the value "with sparsity", the dense one is half of it. The names are those the
@@ -35,7 +35,7 @@ class _Peak(NamedTuple):
     fp32: float | None
 
 
-# First match wins, so the narrower name stands first.
+# The first match wins, so the more specific name comes first.
 _PEAKS: tuple[tuple[str, _Peak], ...] = (
     (r"\b(B300|B200)\b", _Peak(2250.0, 2250.0, 75.0)),
     (r"\bGB200\b", _Peak(2500.0, 2500.0, 80.0)),

@@ -1,7 +1,7 @@
-"""When a run ends and at what loss, by its own steps so far; and how far it is behind another.
+"""Forecast of a run's end and final loss from its own steps, and its lag behind another run.
 
-Pure: columns of the steps that count (what rollbacks discarded is not among them), and numbers or a
-reason come out. Where the past does not tell the future, the answer is the reason, in words.
+Pure: input are columns of the steps in the lineage; output are numbers or a reason. If the past
+does not predict the future, the result is the reason as a sentence.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _RARE, _MANY, _LARGER = 0.01, 4, 5.0
 """A gap is a mishap from this share of the time so far on, and where there are as many gaps as the
 second, only if it is so many times as long as their median: evaluations are long, but alike."""
 _UNSEEN = 0.04
-"""Of the time so far: what a mishap is taken to cost while there was none. It widens the interval
-only."""
+"""Share of the time so far: assumed cost of a first interruption. It only widens the interval."""
 _LONGEST_SECONDS = 1000 * 365.25 * 86_400
 """A thousand years: of a later date there is nothing to say."""
 _BLOCKS = 16
@@ -42,14 +41,14 @@ _SPAN = 3.0
 """The line is drawn through the newest steps, from a third of the way to here."""
 _BINS = 16
 _ORIGINS = (0.6, 2 / 3, 0.75)
-"""Shares of the steps so far from which the line is tried on what is known already."""
+"""Shares of the steps so far from which the line is tested on the known rest."""
 _MOST_OFF = 0.1
 _MOST_RISE = 0.02
 _OF_FALL, _OF_MISS, _FLOOR = 0.85, 0.2, 0.02
 _BELOW, _ABOVE = 1.65, 0.7
-"""An interval's scale: of the fall that is foreseen, of the miss when it was tried, and at least;
-and how many of it are on each side. A learning rate that is yet to decay makes a curve fall below
-its line more often than above. Set on past runs."""
+"""Scale of an interval: share of the predicted fall, share of the error in tests, and a minimum;
+then the multiples of it on each side. A learning rate that still has to decay makes a curve fall
+below its line more often than above. Fitted to past runs."""
 
 _LEVEL_SHARE = 0.05
 _LEVEL_ERRORS = 2.0
@@ -62,15 +61,16 @@ class Finish(NamedTuple):
     low_unix_ns: int
     high_unix_ns: int
     seconds_per_step: float
-    """Of wall time, everything counted."""
+    """Wall time per step, everything included."""
     step_share: float
-    """Of the wall time so far, what went to steps: the rest were restarts, evaluations, saves."""
+    """Share of the wall time so far that went to steps: the rest were restarts, evaluations,
+    saves."""
     is_waiting: bool
-    """Whether it stands still now; the time then counts from now on."""
+    """Whether training is stalled now; the forecast then counts from now."""
 
 
 class FinalLoss(NamedTuple):
-    """The median loss of a run's last steps, and between which two it lies four times in five."""
+    """The median loss of a run's last steps, and an 80% interval."""
 
     loss: float
     low: float
@@ -85,14 +85,14 @@ def finish(
     total_steps: int,
     now_unix_ns: int,
 ) -> Finish | str:
-    """Return when the last step ends, or why that cannot be said.
+    """Return when the last step ends, or why there is no forecast.
 
-    A gap that is longer than a usual step held something else: an evaluation or a save,
-    and those go on as they came so far. Where it is much longer, or a new attempt began, it was a
-    mishap: a restart with the steps it trained again, or a night of standing still.
-    Of n mishaps so far, n less its standard error is what is expected of as much time again, since
-    many happen while a run is new; each of their median length, so that one night counts as none.
-    The steps themselves are taken from the newest quarter.
+    A gap that is longer than a usual step contained an evaluation or a save, which continue at
+    their rate so far. If it is much longer, or a new attempt started, it was an interruption: a
+    restart with repeated steps, or a night without training. For n interruptions so far, n minus
+    its standard error are expected for the same time again, because many happen while a run is new;
+    each with their median length, so that a single long one has no effect. The duration of steps is
+    from the latest quarter.
 
     Args:
         step: numbers of the steps, rising, ``(rows,)``.
@@ -155,7 +155,7 @@ def finish(
 
 
 def _is_long(seconds: Floats, num: Floats) -> npt.NDArray[np.bool_]:
-    """Return which gaps held more than steps, each by what is usual round it."""
+    """Return which gaps contained more than steps, compared with the usual duration around them."""
     each = seconds / num
     usual = np.empty_like(each)
     for block in np.array_split(np.arange(len(each)), min(_BLOCKS, len(each) // 8 or 1)):
@@ -176,18 +176,18 @@ def _spread(seconds: Floats, num: Floats, remaining_steps: int) -> float:
 
 
 def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str:
-    """Return the loss that a run will end with, or why that cannot be said.
+    """Return the predicted final loss, or why there is no forecast.
 
-    The newest two thirds of the curve, as medians, lie on a straight line of log loss over log
-    steps (a power law; Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section
-    4.2); its slope is the median over all pairs (Theil and Sen), so that spikes do not tilt it. The
-    line counts only where, drawn from less of the curve, it foretells the rest: that sees a
-    schedule's corners, divergence and noise, whatever their cause. The share of the learning rate's
-    decay that is still to come is not in it, but as far as past runs were decayed.
+    The latest two thirds of the curve, as medians, are fitted by a line of log loss over log steps
+    (a power law; Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 4.2); its
+    slope is the median over all pairs (Theil and Sen), so that spikes do not tilt it. The line is
+    used only if fits to less of the curve predict the rest: this test fails for corners of a
+    schedule, divergence and noise, whatever their cause. The remaining decay of the learning rate
+    is not modeled, except as far as past runs decayed it.
 
     Args:
         step: numbers of the steps from 0, rising, ``(rows,)``.
-        loss: one for each, ``(rows,)``; what is not finite is left out.
+        loss: one per step, ``(rows,)``; non-finite values are ignored.
         total_steps: that are planned.
     """
     is_finite = np.isfinite(loss)
@@ -253,17 +253,17 @@ def _miss(at: Floats, values: Floats, now: float, level: float, share: float) ->
 
 
 class Lag(NamedTuple):
-    """How far one run is behind another at equal tokens; negative: ahead."""
+    """Lag of one run behind another at equal tokens; negative: ahead."""
 
     tokens: float
     is_least: bool
-    """Whether the other run never came to this loss: then it is ahead by at least so much."""
+    """Whether the other run never reached this loss: the lead is then at least this large."""
 
 
 def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) -> Lag | str:
     """Return how many tokens sooner the other run had the loss that this one has now.
 
-    Losses are medians over a twentieth of the tokens. 0: they cannot be told apart by their noise.
+    Losses are medians over a twentieth of the tokens. 0: the difference is within the noise.
 
     Args:
         tokens: rising, ``(rows,)``; or steps, where no tokens are counted.

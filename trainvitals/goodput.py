@@ -1,12 +1,11 @@
 """Where a run's time went: each nanosecond of its wall time in exactly one bucket.
 
-Pure: columns of steps, starts of the process and what was told of hangs come in, sums come out. No
+Pure: input are columns of steps, starts of the process and reports of hangs; output are sums. No
 loop over steps: a million take a fraction of a second.
 
-Time lies between ends: of a step (its row), of a start (``watch`` returned), of a process. What
-lies between two ends is handed out in the order of ``PRECEDENCE``; each takes what it was measured
-to be, and no more than is left. So the buckets add up to the wall time, to the nanosecond, whatever
-was measured.
+Time is divided at ends: of a step (its row), of a start (``watch`` returned), of a process. Each
+interval is assigned to buckets in the order of ``PRECEDENCE``; each bucket gets its measured time,
+at most the rest. So the buckets add up to the wall time, to the nanosecond, whatever was measured.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ PRECEDENCE: tuple[tuple[Bucket, str], ...] = (
     ("productive", "the rest of a step whose update is in the model"),
     ("unknown", "no record of this time"),
 )
-"""Who takes a second that two could claim: the upper one. With what each is."""
+"""Priority of the buckets: a second that two could claim goes to the upper one."""
 
 OF_STEPS: tuple[Bucket, ...] = (
     "skipped", "data_wait", "straggler_wait", "exchange", "compile", "productive",
 )  # fmt: skip
-"""What a step itself is made of: all of it is lost where the step is undone."""
+"""Parts of a step: all of them are lost if the step is rolled back."""
 
 Ended = Literal["finished", "halted", "interrupted", "failed", "lost", "running"]
 
 _FIRST_STEPS = 10
-"""Of a process: these may compile, tune and allocate."""
+"""First steps of a process: these may compile, tune and allocate."""
 _USUAL_STEPS = 200
 """Steps behind those from which a process's usual step is taken: so that it does not change."""
 _COMPILES = 3.0
@@ -63,7 +62,7 @@ _COMPILES = 3.0
 _LONGEST_SECONDS = 1e9
 """Thirty years: what lasts longer is a broken clock, and fits into no integer of nanoseconds."""
 _SLACK_RATIO, _SLACK_NS = 0.01, 1_000_000
-"""Row times and durations are of two clocks: what differs by less is the step's own."""
+"""Row times and durations are from two clocks: smaller differences belong to the step."""
 
 
 class Launch(NamedTuple):
@@ -74,7 +73,7 @@ class Launch(NamedTuple):
     ready_ns: int
     """When ``watch`` had returned."""
     end_ns: int
-    """When it ended, or was last heard of."""
+    """When it ended, or last reported."""
     ended: Ended
     num_gpus: int = 0
 
@@ -90,7 +89,7 @@ class TimeSpan(NamedTuple):
 class EndedSteps:
     """What is known of each step that ended, one entry a step, in the order of their ends.
 
-    Seconds are of the mean rank; NaN is not measured.
+    Seconds are of the mean rank; NaN: not measured.
     """
 
     end_unix_ns: Ints
@@ -98,13 +97,12 @@ class EndedSteps:
     """Which of the launches it was made in, from 0; never falling."""
     attempt: Ints
     seconds: Floats
-    """From the end of the step before; NaN where that was no ordinary one: after a start, a
-    rollback or a pause."""
+    """Time since the end of the previous step; NaN after a start, a rollback or a pause."""
     data_wait: Floats
     checkpoint: Floats
     evaluation: Floats
     wait: Floats
-    """For other ranks, within backward and in the exchange."""
+    """Waiting time for other ranks, within backward and in the exchange."""
     least_wait: Floats
     """The same of the rank that waited least: the late one."""
     is_undone: Mask
@@ -139,16 +137,16 @@ class Goodput:
     end_unix_ns: int
     nanoseconds: Mapping[Bucket, int]
     undone: Mapping[Bucket, int] = field(default_factory=dict)
-    """What the steps in ``rolled_back`` were before they were undone."""
+    """Buckets of the steps in ``rolled_back`` before their rollback."""
     attempts: tuple[AttemptTimes, ...] = ()
     failures: tuple[Failure, ...] = ()
     gpu_nanoseconds: int = 0
-    """Of all GPUs while a process of the run held them."""
+    """GPU time while a process of the run held GPUs, over all of them."""
     lost_steps: int = 0
     """Steps that were skipped or undone."""
     steps: int = 0
     notes: tuple[str, ...] = field(default=())
-    """What could not be told, one sentence each."""
+    """Missing data, one sentence each."""
 
     @property
     def wall_ns(self) -> int:
@@ -188,14 +186,21 @@ def goodput(
         launches: in their order; at least one.
         steps: of rank 0, or of the mean rank.
         hangs: from the last progress until ranks moved again, or the process ended.
-        pauses: a person's, without overlap.
+        pauses: pauses by commands, without overlap.
     """
     bounds = np.searchsorted(steps.launch, np.arange(len(launches) + 1))
     line = _timeline(launches, steps, bounds)
     hung = _merged(hangs)
     usual = _usual(steps, bounds)
     taken = _Intervals(line.intervals)
-    _hand_out(taken, steps, usual, bounds[:-1], _within(hung, line), _within(pauses, line))
+    _hand_out(
+        taken,
+        steps,
+        usual,
+        bounds[:-1],
+        _seconds_in_spans(hung, line),
+        _seconds_in_spans(pauses, line),
+    )
     return _summed(line, steps, taken, hung, usual)
 
 
@@ -226,7 +231,7 @@ def _timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _T
         np.maximum.accumulate(np.maximum(step_ends, ready), out=step_ends)
         intervals[low:high] = np.diff(step_ends, prepend=ready)
         last = int(step_ends[-1]) if len(step_ends) else ready
-        # What a process that died last said may come after the next one has begun.
+        # A dead process's last report may arrive after the next start.
         end = (
             launch.end_ns
             if k + 1 == len(launches)
@@ -260,8 +265,8 @@ def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
-def _within(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
-    """Return how much of each step's interval lies in one of the spans."""
+def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
+    """Return how much of each step's interval is in one of the spans."""
     inside = np.zeros(len(line.ends), np.int64)
     begins = line.ends - line.intervals
     for begin, end in spans:
@@ -285,7 +290,7 @@ def _merged(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
 
 
 def _filled(seconds: Floats) -> Floats:
-    """Return the seconds; 0 where none were measured, or none that can be."""
+    """Return the seconds; 0 if missing or invalid."""
     filled = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
     return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
 
@@ -326,7 +331,7 @@ class _Intervals:
         self.parts["rolled_back"][at] = lost
 
     def rest(self, bucket: Bucket, which: Mask | None = None) -> None:
-        """Give a bucket all that is left, of these steps."""
+        """Assign the rest of these steps to a bucket."""
         self.assign(bucket, self.left if which is None else np.where(which, self.left, 0))
 
 
@@ -343,7 +348,7 @@ def _hand_out(
     outside_steps = intervals - _ns(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.assign("unknown", np.where(is_known & (outside_steps > slack), outside_steps, 0))
-    # Of a step whose beginning is not known, a usual step and what was measured are its own.
+    # A step with an unknown start gets a usual step and its measured times.
     data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
     computed = taken.left - data_wait - saved - evaluated - waited
     excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
@@ -393,7 +398,7 @@ class _Sums:
 def _summed(
     line: _Timeline, steps: EndedSteps, taken: _Intervals, hangs: Sequence[TimeSpan], usual: Ints
 ) -> Goodput:
-    """Add up what steps have, and what lies between and around them."""
+    """Add up the buckets of steps, and of the time between and around them."""
     sums, failures = _Sums(), []
     sums.add_steps(steps.attempt, taken.parts)
     before, attempt, gap = line.launches[0].process_ns, 0, "down"
@@ -409,7 +414,7 @@ def _summed(
         sums.add(attempt, "hang", hung_ns)
         rest = launch.end_ns - last - hung_ns
         is_cut = launch.ended not in ("finished", "running") and not hung
-        lost = min(rest, int(usual[k])) if is_cut else 0  # the step that was under way
+        lost = min(rest, int(usual[k])) if is_cut else 0  # the unfinished step
         sums.add(attempt, "rolled_back", lost)
         sums.add(attempt, "unknown", rest - max(0, lost))
         if hung or launch.ended in ("failed", "lost", "halted"):

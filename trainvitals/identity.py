@@ -1,4 +1,4 @@
-"""Who said a number: run, incarnation, source, attempt.
+"""Identity of a measurement: run, incarnation, source, attempt.
 
 ``run_id`` is a ULID made by global rank 0. ``incarnation`` is a random id of each start of a writer
 (a rank, or one source of an agent): a requeued job may know nothing of its past, so nothing here
@@ -96,7 +96,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 MAX_WORLD_SIZE = 1 << 20
-"""Far above any job; what is told of a writer must not make others count for ever."""
+"""Far above any job; a forged writer must not inflate the counts of others."""
 
 
 class Identity(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
     """Return what ``to_json`` wrote.
 
     Raises:
-        UNREADABLE: of ``errors``; it is no JSON, or not of that kind.
+        UNREADABLE: of ``errors``; it is not JSON, or not of that type.
     """
     # Not strict: a word that is a number is taken for one, wherever no text is expected.
     return msgspec.json.decode(raw, type=kind, strict=False)

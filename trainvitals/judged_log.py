@@ -185,7 +185,7 @@ def could_be_ruled_out(decision: Decision) -> bool:
     return decision.rule in _RULED_OUT
 
 
-def question(read: StateRead) -> str:
+def describe_query(read: StateRead) -> str:
     """Return a sentence about the query that the probe would have received."""
     return _QUESTIONS.get(read.trigger, "").format(read.onset_step)
 
@@ -465,6 +465,15 @@ def _cannot_say(ask: Ask) -> ProbeResult:
 
 
 __all__ = [
-    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of",
-    "could_be_ruled_out", "document", "judge_history", "overflows_of", "question",
+    "CHECKPOINT_EVERY",
+    "LAG",
+    "Cadence",
+    "JudgedStep",
+    "LoggedStep",
+    "cadence_of",
+    "could_be_ruled_out",
+    "describe_query",
+    "document",
+    "judge_history",
+    "overflows_of",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""What a metric is, and those that a training rank measures.
+"""Definition of a metric, and the metrics that a training rank measures.
 
-Columns only grow and are found by name: a run stored before one was there is read as ever.
+Columns are only added and are found by name: a run from before a column was added stays readable.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Return a stranger's text so that Markdown shows it as it is: no link, no tag, no mention."""
+    """Return third-party text escaped for Markdown: no link, no tag, no mention."""
     clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
     return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
@@ -37,7 +37,7 @@ def name_type(value: object) -> str:
 class LineFormatter(logging.Formatter):
     """Formats a record as one printable line without secrets, and its traceback below, indented.
 
-    Of a traceback each line is printable, and none begins where a record's does.
+    Every line of a traceback is printable, and none starts like a log record.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,9 +1,9 @@
-"""One question is one struct: its fields are asked with, its type says what answers it.
+"""One query is one struct: its fields are the parameters, and its type defines the response.
 
-``route`` registers a question under the path it is asked at. From the struct are made the
-collector's route with its entry in the OpenAPI document, the token it needs, the client's request
-and the decoding of the answer; a folder is asked with the same struct. The questions themselves
-are in ``trainvitals.views``, each beside its answer.
+``route`` registers a query under its path. The struct defines the collector's route with its entry
+in the OpenAPI document, the required scope, the client's request and the decoding of the response;
+a directory is queried with the same struct. The queries are in ``trainvitals.views``, each next to
+its response.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ Method = Literal["GET", "POST"]
 
 
 class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked of a collector or a folder; ``A`` is the answer."""
+    """A query to a collector or a directory; ``A`` is the type of the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class Route:
 
     kind: type[Question[Any]]
     answer: Any
-    """What the answer is decoded as."""
+    """Type of the response."""
     method: Method
     path: str
     scopes: tuple[TokenScope, ...]
     """A token with any of these may ask."""
     tag: str
-    """The heading it stands under in the OpenAPI document."""
+    """Heading in the OpenAPI document."""
     in_path: tuple[FieldInfo, ...]
     others: tuple[FieldInfo, ...]
     """Parameters of a GET, the body of a POST."""
@@ -52,7 +52,7 @@ class Asked:
     params: Mapping[str, Any]
     body: bytes | None
     answer: Any
-    """What the answer is decoded as."""
+    """Type of the response."""
 
 
 ROUTES: dict[type[Question[Any]], Route] = {}

@@ -21,7 +21,7 @@ EVENT_PAYLOAD_BYTES = 936
 
 Level = Literal["actionable", "advisory"]
 Severity = Literal["page", "notify", "log"]
-"""Of an alert: who must act. A person, now; nobody; nobody, and it need not be told."""
+"""Urgency of an alert: someone must act now (page), is informed (notify), or neither (log)."""
 SEVERITY_WORDS: dict[Severity, str] = {"page": "Page", "notify": "Notice", "log": "Info"}
 """What people read."""
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level", "restart"]
@@ -55,7 +55,7 @@ finite outlier alone does not."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The reduced numbers of one step: what every rank holds alike, and all that detectors see."""
+    """Reduced numbers of one step: equal on all ranks, and the only input of detectors."""
 
     step: int
     attempt: int
@@ -83,7 +83,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings_differ: bool = False
     """Whether ranks that train one model have other settings, such as the learning rate."""
     replayed_alike: bool = False
-    """Whether the same difference came again after a rollback, bit for bit."""
+    """Whether the same difference appeared again after a rollback, bit for bit."""
     skipped: bool = False
     commanded: bool = False
     """Whether an operator had the update skipped."""
@@ -93,7 +93,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None = None
     """As it was applied: the schedule's times ``lr_factor``."""
     lr_factor: float = 1.0
-    """What the escalation policy multiplied the schedule's rate by."""
+    """Factor of the escalation policy on the schedule's rate."""
     rate_declared: bool = False
     """Whether the rate rose, and to what the run's declared schedule, or a scheduler given to
     ``watch``, has at this step."""
@@ -103,11 +103,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     no_gradient: bool = False
     """Whether every gradient was exactly 0, or no parameter had one: the update trains nothing."""
     turn: int = 0
-    """Whose update it was: 0 of all optimizers together, k of the k-th alone."""
+    """Optimizer of the update: 0 for all together, k for the k-th alone."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one detector says about one step."""
+    """Report of one detector about one step."""
 
     kind: str
     level: Level
@@ -120,11 +120,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     onset_step: int = -1
     cause: str = ""
     severity: Severity | Literal[""] = ""
-    """Of an alert of a person's own, its level; else the kind's alert has one."""
+    """Severity of a user alert; otherwise the kind determines it."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ladder did about findings: one line of the ledger."""
+    """Action of the escalation policy on findings: one entry of the decision log."""
 
     ledger_seq: int
     action: ActionName
@@ -158,7 +158,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_skip(decision: Decision) -> bool:
-    """Return whether it tells of an update that was not applied; older entries say it less."""
+    """Return whether it reports a skipped update; older entries have less evidence."""
     return decision.skipped or (decision.acted and decision.action == "skip_step")
 
 
@@ -187,7 +187,7 @@ def decision_text(decision: Decision) -> str:
     if decision.action == "rollback":
         step = decision.rollback_to_step
         action_text = f"{action_text} to step {step}"
-        # Where to is said already, and the checkpoint's name is for `vitals show`.
+        # The target was stated already, and the checkpoint's name is in `vitals show`.
         reason = reason.replace(f"; rollback to step {step} ({decision.checkpoint_id})", "")
     return f"{action_text}: {reason}"
 
@@ -207,13 +207,13 @@ COMMAND_CODES: dict[str, int] = {
 
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What a signature and a database have room for: a larger one is refused where it is read."""
+"""Range of signatures and databases: a larger value is refused when it is decoded."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal to the ladder; takes effect at most once.
+    """A proposal to the escalation policy; takes effect at most once.
 
-    On its way through a collector it carries the signature of a person's control key over all of it
+    On its way through a collector it has the signature of an operator's control key over all of it
     (``io.control_key``); in the mailbox one by the run's own key as well.
 
     ``number`` is the microsecond of issue: strictly growing, exact in a float64, and comparable
@@ -236,7 +236,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profiled(NamedTuple):
-    """What a profile is ordered of: the argument of its command, which is one number."""
+    """Duration and rank of a profile: the argument of its command, encoded in one number."""
 
     num_steps: int
     rank: int = -1
@@ -269,7 +269,7 @@ class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Phase = Literal["data", "forward_backward", "exchange", "checkpoint", "evaluate", "other"]
-"""What the training thread does. ``data`` is known in a loop over ``monitor.batches``; elsewhere
+"""Activity of the training thread. ``data`` is known in a loop over ``monitor.batches``; elsewhere
 the wait for a batch counts as ``forward_backward``."""
 
 
@@ -291,7 +291,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     is_announced: bool = False
     """Whether the loop said so, by ``monitor.phase``, or Vitals itself makes a checkpoint."""
     cpu_seconds: float = -1.0
-    """Of the training thread; -1 where the system does not tell."""
+    """CPU time of the training thread; -1 if the system does not provide it."""
     thread: int = 0
     """The training thread's id."""
     sequences: dict[str, int] = {}
@@ -299,9 +299,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     """``file:line (function)`` of the training thread, in the user's own code."""
     is_debugged: bool = False
-    """Whether it stands in a Python debugger."""
+    """Whether it is stopped in a Python debugger."""
     stack_signal: int = 0
-    """The signal that makes the process write all its stacks beside the journal; 0: none."""
+    """The signal that makes the process write all its stacks next to the journal; 0: none."""
     last_collectives: dict[str, dict[int, str]] = {}
     """By process group the newest ones by number, where the flight recorder has told."""
     started: dict[str, int] = {}
@@ -309,16 +309,16 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     no_recorder: str = ""
     """Why torch's flight recorder does not tell."""
     on_hang: OnHang = "alert"
-    """What the loop wants done about a hang that pages."""
+    """Reaction to a hang that pages, chosen by the loop."""
 
 
 ProcessState = Literal["alive", "disk", "stopped", "traced", "gone", "ended"]
-"""Of a rank's training thread. ``disk`` is the system's uninterruptible sleep (D), ``traced`` a
-native debugger's stop, ``gone`` an end without a goodbye, ``ended`` one with it."""
+"""State of a rank's training thread. ``disk`` is the system's uninterruptible sleep (D), ``traced``
+a native debugger's stop, ``gone`` an unexpected end, ``ended`` a regular one."""
 
 
 class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent of its node sees of one rank: its heartbeat, and its process."""
+    """State of one rank, seen by the agent of its node: its heartbeat, and its process."""
 
     rank: int
     node: str = ""
@@ -363,11 +363,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     vitals_version: str = ""
     run_dir: str = ""
     judge: dict[str, Any] = {}
-    """Settings of the detectors and the ladder, so that a replay judges by the same."""
+    """Settings of the detectors and the policy, so that a replay uses the same ones."""
     total_steps: int = 0
     """Optimizer steps of the whole run, as it declared; 0: it did not."""
     schedule: str = ""
-    """What its learning rates are held against, for people."""
+    """Schedule that its learning rates are compared with, for display."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -416,20 +416,20 @@ class FindingRaised(_Event, frozen=True, kw_only=True):
 
 
 class DecisionMade(_Event, frozen=True, kw_only=True):
-    """The ladder decided: an entry of the ledger."""
+    """The policy decided: an entry of the decision log."""
 
     decision: Decision
 
 
 class StateRead(_Event, frozen=True, kw_only=True):
-    """The probe or an evaluation said how the present state does on what it did well before."""
+    """Result of the probe or an evaluation: the current state, tested on earlier batches."""
 
     trigger: Literal["spike", "nonfinite", "level", "evaluation", "row", "lr_jump"]
-    """Why it was asked: a reported spike or burst, non-finite losses in a row, a rise of the loss's
-    level; or that the loop itself evaluated. Older versions also asked after finite outliers in a
-    row and after a jump of the learning rate."""
+    """Why the test ran: a reported spike or burst, consecutive non-finite losses, a rise of the
+    loss's level; or the loop's own evaluation. Older versions also ran it after consecutive finite
+    outliers and after a jump of the learning rate."""
     onset_step: int
-    """First step of the trouble that it was asked about."""
+    """First step of the problem that triggered it."""
     num_batches: int
     """Kept batches that were read; fewer than three say nothing."""
     ratio: float | None
@@ -438,7 +438,8 @@ class StateRead(_Event, frozen=True, kw_only=True):
     then: float | None = None
     now: float | None = None
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
-    """Whether the state is to blame; ``worse`` where it may be, without the proof to go back."""
+    """Whether the state is the cause; ``worse`` if it may be, without enough evidence for a
+    rollback."""
     detail: str = ""
 
 
@@ -449,7 +450,7 @@ class CommandAcknowledged(_Event, frozen=True, kw_only=True):
 
 
 class TrainingPaused(_Event, frozen=True, kw_only=True):
-    """All ranks wait between two steps since a person asked for it, or do so no more."""
+    """All ranks wait between two steps because of a command, or no longer do."""
 
     is_paused: bool
     reason: str = ""
@@ -514,7 +515,7 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksStill(_Event, frozen=True, kw_only=True):
-    """What a node's ranks do while they make no progress, for who sees the other nodes too."""
+    """Activity of a node's stalled ranks, for an observer that sees all nodes."""
 
     world_size: int
     ranks: tuple[RankActivity, ...]
@@ -523,17 +524,17 @@ class RanksStill(_Event, frozen=True, kw_only=True):
 
 
 class StacksTaken(_Event, frozen=True, kw_only=True):
-    """Where a rank stood while others waited, or it did."""
+    """Stack of a rank that waited, or that others waited for."""
 
     rank: int
     stacks: str = ""
-    """Of all its threads, the innermost call first; the main thread's at the end."""
+    """Stacks of all its threads, the innermost call first; the main thread's at the end."""
     collectives: tuple[str, ...] = ()
     """The last ones it had begun, the oldest first."""
     detail: str = ""
     """Why there are no stacks."""
     command_number: int = 0
-    """Of the person's command that they answer; 0 where they were taken in a wait."""
+    """Number of the command that they respond to; 0 if they were taken in a wait."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True):
@@ -631,9 +632,9 @@ def _redacted(part: Any) -> Any:
 
 
 def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
-    """Yield the events in consecutive rows; one whose rows are not all there is passed over.
+    """Yield the events in consecutive rows; an incomplete one is skipped.
 
-    A batch always ends at the end of an event (see ``wire``), so passing over means a torn tail.
+    A batch always ends at the end of an event (see ``wire``), so an incomplete one is a torn tail.
     """
     pending = b""
     expected = 0

@@ -1,10 +1,10 @@
 """Takes secrets out of what is recorded: by the name of a setting, and by what a text looks like.
 
-A run's settings, messages and reasons are kept for ever and read by many, and people pass access
-tokens in all of them. A *name* tells of a secret whatever its value is (``api_key``,
-``hub_token``); training's own words do not (``tokenizer``, ``eos_token``, ``key_dim``). A *shape*
-tells of one wherever it stands: what issuers of tokens begin them with, user names and passwords in
-URLs, private keys. Both are found in texts, too: in command lines, in JSON, in an object's repr.
+A run's settings, messages and reasons are stored forever and read by many, and users pass access
+tokens in all of them. A *name* marks a secret whatever its value is (``api_key``, ``hub_token``);
+names of training settings do not (``tokenizer``, ``eos_token``, ``key_dim``). A *shape* marks one
+anywhere: prefixes of issuers' tokens, user names and passwords in URLs, private keys. Both are
+found in texts, too: in command lines, in JSON, in an object's repr.
 
 It is a net, not a proof: a password in a setting called ``x`` is kept.
 """
@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, cast
 
 REDACTED = "***"
-"""Stands where a secret was."""
+"""Replacement of a secret."""
 
 
 def _set(names: str) -> frozenset[str]:
@@ -34,7 +34,7 @@ _SECRET = _set(
     accesskey privatekey secretkey pgpass dbpass htpasswd
     """
 )
-"""Words of a name that tell of a secret wherever they stand in it."""
+"""Parts of a name that mark a secret in any position."""
 _ISSUERS = _set(
     """
     access account admin anthropic api app application auth aws azure bearer bot client
@@ -44,7 +44,7 @@ _ISSUERS = _set(
     session shared signing slack ssh ssl storage subscription tls user wandb webhook write
     """
 )
-"""Before ``token`` or ``key`` they tell of a secret."""
+"""Before ``token`` or ``key`` they mark a secret."""
 _TRAINING = _set(
     """
     additional answer audio begin bos class cls decoder document drop end eos extra fim
@@ -54,7 +54,7 @@ _TRAINING = _set(
     video vision
     """
 )
-"""Before ``token`` they tell of a piece of text."""
+"""Before ``token`` they mark a piece of text."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _RANDOM = re.compile(r"(?=\D*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+=]{20,}\Z")
@@ -72,7 +72,7 @@ def is_secret_name(name: str) -> bool:
     *before, last = name_words
     if last in ("token", "tokens", "key", "keys"):
         return bool(before) and before[-1] in _ISSUERS
-    # ``auth``, but not ``author``; a path such as ``auth_file`` tells where it is, not what.
+    # ``auth``, but not ``author``; a path such as ``auth_file`` contains no secret.
     return last == "auth" or (last == "pass" and bool(before) and before[-1] in ("db", "user"))
 
 
@@ -141,7 +141,7 @@ _HINT = re.compile(
     rb"|-----BEGIN|eyJ|A[KSRIGN][IOPDNV]A|gh[pousr]_|github_pat|glpat|hf_|api_org|sk-|k_live|k_test"
     rb"|xox|services/|webhooks/|wandb_v|local-|AIza|ya29|npm_|pypi-|SG\."
 )
-"""What a text with a secret has somewhere; others are not looked at any closer."""
+"""Substrings of every text with a secret; other texts are not searched further."""
 
 
 def may_hold_secret(raw: bytes) -> bool:
@@ -150,14 +150,14 @@ def may_hold_secret(raw: bytes) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Return the text with ``***`` in place of what looks like a secret in it."""
+    """Return the text with ``***`` instead of what looks like a secret."""
     if not may_hold_secret(text.encode("utf-8", "replace")):
         return text
     return _PAIR.sub(_without_value, _LIST.sub(_without_parts, _SHAPES.sub(_shape, text)))
 
 
 def _one_of(name: str) -> str:
-    """Return what one thing of a list of this name is called; "" where such a list is no secret."""
+    """Return the name of one item of a list with this name; "" if such a list is not secret."""
     return name[:-1] if name.lower().endswith(("tokens", "keys")) else ""
 
 
@@ -186,7 +186,7 @@ def _without_value(match: re.Match[str]) -> str:
     is_signature = name.lower().rpartition("-")[2] in ("sig", "signature") and "=" in between
     is_hidden = is_signature or is_secret(name, inner)
     if is_word or inner == REDACTED or not is_hidden:
-        # What was taken for a value may hold the next pair: --set password=..., lr=1 password=...
+        # The matched value may contain the next pair: --set password=..., lr=1 password=...
         is_one_word = any(sign in between for sign in "=:") and (quote or " " not in value)
         return match[0] if is_one_word else name + between + _PAIR.sub(_without_value, value)
     return f"{name}{between}{quote}{REDACTED}{quote}"
@@ -233,8 +233,8 @@ def _had(get: Callable[[Any], object], key: object) -> object:
 def redact(value: object) -> object:
     """Return plain containers of the same content, without secrets; other objects as they are.
 
-    A command line, a list of words, loses what follows ``--NAME`` of a secret. What lies too deep,
-    or beyond 1,000 items in all, is ``...``.
+    In a command line, a list of words, the value after ``--NAME`` of a secret is removed. Items
+    that are nested too deeply, or beyond 1,000 in all, become ``...``.
     """
     return _Walk().redact(value, 0)
 

@@ -6,9 +6,9 @@
 saves ``{"losses": [...], "best": 2.0, "counts": [17, 1]}``: a key is the attribute's name without
 its underscore. Checkpoints and stores hold what is saved, so keys and order are a format.
 
-What is restored takes the kind of what is there: numbers, lists, sets, deques with their bound,
-windows, and parts that have a state of their own. So an object is made first, with its settings,
-and then goes on as the one that was saved; what it holds of lists is its own copy.
+A restored attribute gets the type of the existing one: numbers, lists, sets, deques with their
+bound, windows, and parts with a state. So an object is first created with its settings, and then
+continues as the saved one; lists are copied.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stateful:
         return {entry.key: entry.save(self, as_numbers) for entry in self._entries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the one that gave ``state``."""
+        """Continue as the object that returned ``state``."""
         for entry in self._entries:
             if entry.key in state or not self.MAY_LACK:
                 entry.load(self, state[entry.key])
@@ -73,7 +73,7 @@ class StatefulRow:
         return [v if v.__class__ in _PLAIN else _saved(v, True) for v in cls._values(self)]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Go on as the one that gave ``state``."""
+        """Continue as the object that returned ``state``."""
         for name, value in zip(self.STATE, state, strict=True):
             setattr(self, name, _restored(getattr(self, name), value))
 
@@ -87,12 +87,12 @@ class StateKey(NamedTuple):
     make: Callable[[Any], StatefulRow] | None = None
     """Makes the values of a table; None: they are tuples."""
     num_keys: int = 0
-    """Of a table: how many of a row's first values are the key; 0: it is no table."""
+    """For a table: how many of a row's first values are the key; 0: not a table."""
     base: int = 10
-    """Of an integer that is saved as text: JSON's numbers are exact to 53 bits only."""
+    """For an integer saved as text: JSON's numbers are exact to 53 bits only."""
 
     def save(self, owner: Stateful, flags_are_numbers: bool) -> Any:
-        """Return what stands below the key."""
+        """Return the value to save for the key."""
         if self.is_row:
             return [_saved(getattr(owner, name), flags_are_numbers) for name in self.attributes]
         value = getattr(owner, self.attributes[0])
@@ -101,7 +101,7 @@ class StateKey(NamedTuple):
         return f"{value:x}" if self.base == 16 else _saved(value, flags_are_numbers)
 
     def load(self, owner: Stateful, saved: Any) -> None:
-        """Give the attributes what stands below the key."""
+        """Set the attributes from the saved value."""
         if self.num_keys:
             setattr(owner, self.attributes[0], dict(self._of_row(owner, row) for row in saved))
         elif self.base == 16:
@@ -170,7 +170,7 @@ def _saved(value: Any, flags_are_numbers: bool) -> Any:
 
 
 def _restored(present: Any, saved: Any) -> Any:
-    """Return what was saved as the kind of what is there; a part is given it and stays."""
+    """Return the saved value as the current one's type; a part is updated in place."""
     if isinstance(present, StatefulRow):
         present.restore(saved)
         return present
@@ -193,7 +193,7 @@ def _restored(present: Any, saved: Any) -> Any:
 
 
 def _restored_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping; of one of parts, those that the state lacks stay as they are."""
+    """Return the mapping; in one of parts, those missing in the state stay unchanged."""
     if not any(isinstance(part, Stateful) for part in present.values()):
         return {key: _copied(value) for key, value in saved.items()}
     for key, part in present.items():
@@ -203,7 +203,7 @@ def _restored_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 _PARTS = (bool, deque, Stateful, StatefulRow)
-"""What a list of a fixed length may hold; other lists are taken as they were saved."""
+"""Item types of fixed-length lists; other lists are restored as they were saved."""
 
 
 def _copied(saved: Any) -> Any:

@@ -9,7 +9,7 @@ _DECIMAL = ("", "k", "M", "G", "T", "P")
 
 
 def humanize(value: float | None, unit: str = "") -> str:
-    """Return ``value`` with its unit as a person would write it; missing is a dash."""
+    """Return ``value`` with a readable unit; missing is a dash."""
     if value is None:
         return "-"
     if not math.isfinite(value):

@@ -3,11 +3,11 @@
     magic 4 | crc32 u32 | header length u32 | body length u32 | num_rows u32 |
     first_seq i64 | dropped i64 | clock_offset_ns i64 | header | body
 
-``crc32`` covers everything after itself. The header is msgpack (who, which stream, which columns):
-the same bytes in all batches of one writer's stream, so a reader decodes and checks it once. The
-body is rows as they lay in the journal. A batch holds consecutive sequence numbers and ends at the
-end of an event. A reader that meets unknown header fields or columns keeps going; a newer format
-version is an error of its own. Batches that travel together lie one after the other.
+``crc32`` covers everything after itself. The header is msgpack (identity, stream, columns): the
+same bytes in all batches of one writer's stream, so a reader decodes and checks it once. The body
+is rows as in the journal. A batch holds consecutive sequence numbers and ends at the end of an
+event. A reader ignores unknown header fields and columns; a later format version is a separate
+error. Batches that are sent together are concatenated.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ OWNED_ELSEWHERE = 421
 REMEMBERED_BYTES = 2_048
 """Headers up to this size are remembered once they were decoded."""
 _SCHEMA_BYTES = 4_096
-"""So are schemas: there are few, and batches of one schema are worked on together."""
+"""So are schemas: there are few, and batches of one schema are processed together."""
 _EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
 """How msgpack writes a header's name of that stream, and where."""
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a batch says of itself. ``dropped`` counts rows lost before it, by the writer's word."""
+    """Header of a batch. ``dropped`` counts rows lost before it, as reported by the writer."""
 
     version: int = FORMAT_VERSION
     identity: Identity
@@ -87,11 +87,11 @@ class ResendableBatch(Batch, frozen=True, gc=False):
 
 
 class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The answer to one batch. A spool frees only what lies at or below ``durable_seq``.
+    """Reply to one batch. A spool frees only batches at or below ``durable_seq``.
 
-    A batch that was refused, beside others that were not, has the error's code and text. One that
-    was sent with ``ASK_HEADER`` and begins behind a hole is not stored: ``from_seq`` is where the
-    hole begins. Its sender sends what it still has of that first, then the batch without asking.
+    A refused batch among accepted ones has the error's code and text. A batch that was sent with
+    ``ASK_HEADER`` and starts after a hole is not stored: ``from_seq`` is the start of the hole. Its
+    sender sends what it still has of the hole, then the batch without that header.
     """
 
     durable_seq: int
@@ -185,7 +185,7 @@ def is_of_events(raw: bytes) -> bool:
 
 
 def split_batches(raw: bytes) -> list[bytes]:
-    """Return the batches that lie one after the other; their checksums are not looked at.
+    """Return the concatenated batches; their checksums are not verified.
 
     Raises:
         FormatError: there is none, there are more than MAX_BATCHES, or one is cut off.

@@ -269,7 +269,7 @@ def journal_identity(directory: Path) -> Identity | None:
     """
     reader = JournalReader(directory)
     identity = reader.identity
-    if identity is None and reader.set_aside:
+    if identity is None and reader.unreadable_segments:
         reader.read(max_rows=1)  # raises, where the reason is the version
     return identity
 

@@ -147,13 +147,13 @@ def bench_all(
     split: Split = "all",
     manual: Manual = False,
 ) -> None:
-    """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
+    """Measure the cost of Vitals on this machine, compared with peers; without a command, run all.
 
     Except judgement, whose trainings take hours, hang, straggler and corruption, whose ranks want
     the machine to themselves, repro, and sizes, which is docs/scale.md's.
 
-    A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
-    not run.
+    A missed goal is reported and is no failure: the exit code is 1 only if a benchmark could not
+    run.
     """
     if context.invoked_subcommand is None:
         options = _detect_options(traces, split, manual)
@@ -188,7 +188,7 @@ def bench_detect(
     split: Split = "all",
     manual: Manual = False,
 ) -> None:
-    """Compare the detectors with the rules that others publish: what is found, missed, made up.
+    """Compare the detectors with published rules: found and missed events, false alarms.
 
     On logs of known shapes, which it makes, and on labelled logs, where --traces names a folder.
     """
@@ -205,7 +205,7 @@ def bench_ingest(
 ) -> None:
     """Measure the collector: CPU of a record, idle, with 4,096 ranks; rows and bytes it stores.
 
-    Beside VictoriaMetrics, Prometheus and MLflow, which are started where they are installed.
+    Compared with VictoriaMetrics, Prometheus and MLflow, which are started if they are installed.
     """
     from vitals_bench.ingest import Asked
 
@@ -214,7 +214,7 @@ def bench_ingest(
 
 
 def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
-    """Measure the agent beside eight ranks and eight GPUs, and 50 agents of a sweep on one node."""
+    """Measure the agent with eight ranks and eight GPUs, and 50 agents of a sweep on one node."""
     _run(("agent",), quick=quick, output=output, page=page)
 
 
@@ -242,7 +242,7 @@ def bench_dashboard(
 ) -> None:
     """Measure how soon the page of a million steps is painted, and what a refresh costs.
 
-    In a headless Chromium, beside a bare Streamlit page, TensorBoard and MLflow.
+    In a headless Chromium, compared with a bare Streamlit page, TensorBoard and MLflow.
     """
     from vitals_bench.dashboard import Asked
 
@@ -277,7 +277,7 @@ def bench_repro(quick: Quick = False, output: Output = Format.TABLE, page: Part 
 def bench_straggler(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Let a rank of a real training be late now and then, and show who is named, and by what.
 
-    And how often somebody is named where ranks are late by turns, or rarely. Half an hour.
+    Also how often a rank is named if ranks are late in turns, or rarely. Half an hour.
     """
     _run(("straggler",), quick=quick, output=output, page=page)
 
@@ -298,7 +298,7 @@ def bench_judgement(
 ) -> None:
     """Train small models, healthy and damaged, and show what the monitor did to each.
 
-    Real trainings with the library in their loops, beside the same ones without it.
+    Real trainings with the library in their loops, compared with the same ones without it.
     """
     from vitals_bench.judgement.jobs import Asked
 

@@ -50,10 +50,10 @@ def medians(times: Mapping[str, list[float]], *, scale: float = 1.0) -> dict[str
 
 
 def halves(times: Sequence[float]) -> float:
-    """Return how far the times of every other round lie from those between, as a share."""
+    """Return the difference between the times of odd and even rounds, as a share."""
     return spread(statistics.median(times[::2]), statistics.median(times[1::2]))
 
 
 def spread(first: float, second: float) -> float:
-    """Return how far two measurements of the same thing lie apart, as a share."""
+    """Return the difference between two measurements of the same thing, as a share."""
     return abs(first / second - 1.0)

@@ -110,7 +110,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Return the path of a program on PATH or beside this Python, or ""."""
+    """Return the path of a program on PATH or next to this Python, or ""."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)) or ""
 
 

@@ -1,4 +1,4 @@
-"""A figure beside the one it is to be compared with, and what was hoped for; tables of figures."""
+"""A measured value with its reference and goal; tables of values."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a row should show. A miss is said and is no failure of the bench."""
+    """Expected value of a row. Missing it is reported and is no failure of the benchmark."""
 
     of: Literal["ratio", "ours"]
     sign: Literal["<=", ">=", "="]
     limit: float
 
     def text(self, unit: str) -> str:
-        """Return the goal in words, such as ``ratio <= 1.05`` or ``<= 30 ms``."""
+        """Return the goal as text, such as ``ratio <= 1.05`` or ``<= 30 ms``."""
         if self.of == "ratio":
             return f"ratio {self.sign} {self.limit:.3g}"
         return f"{self.sign} {self.limit:.3g} {unit}".rstrip()
 
 
 def ratio_at_most(limit: float) -> Goal:
-    """Return the goal of costing at most so many times what the peer costs."""
+    """Return the goal that the cost is at most ``limit`` times the peer's."""
     return Goal("ratio", "<=", limit)
 
 

@@ -136,7 +136,7 @@ def _levelled() -> tuple[int, int]:
         numbers.merge()
         sizes.append(numbers.num_bytes(run_id))
         num_worst = VolumeSettings().num_worst_ranks
-        numbers.level(run_id, StepWindow(ATTEMPT, 0, _WINDOW), num_worst)
+        numbers.roll_up(run_id, StepWindow(ATTEMPT, 0, _WINDOW), num_worst)
         numbers.merge()
         sizes.append(numbers.num_bytes(run_id))
     return sizes[0], sizes[1]

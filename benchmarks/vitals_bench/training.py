@@ -37,7 +37,7 @@ def tokens(batch: int) -> Tensor:
 
 
 def size_of(model: nn.Module) -> str:
-    """Return the number of parameters in words."""
+    """Return the number of parameters as text."""
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
 
 

@@ -1,4 +1,4 @@
-"""What the browser session that asks may do: nothing, look, or control; and how it gets more."""
+"""Rights of the browser session: none, read-only, or control; and how it gets more."""
 
 import math
 import os
@@ -32,7 +32,7 @@ _ANSWER = "control_answer"
 
 @cache
 def sessions() -> Sessions:
-    """Return the sessions of this process, which the door and the pages share."""
+    """Return the sessions of this process, shared by the middleware and the pages."""
     settings = load_settings(os.environ)
     fd = settings.code_fd
 
@@ -111,7 +111,7 @@ def closed() -> None:
 
 
 def footer() -> None:
-    """Draw what the session may do, the way to control, and the way out."""
+    """Draw the session's role, the way to get control, and the sign-out button."""
     settings = load_settings(os.environ)
     session = _session(settings)
     with st.container(horizontal=True, vertical_alignment="center", key="access", gap="small"):

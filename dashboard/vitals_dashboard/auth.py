@@ -1,8 +1,8 @@
-"""The door: nobody reads a run without the token, on loopback neither (nodes are shared).
+"""Authentication of the dashboard: all access needs a token, also on loopback (nodes are shared).
 
-It lies around the whole app, so pages, files and the WebSocket are all behind it. The printed
-address carries the token once; the door answers with a session's cookie and the same address
-without the token, so that what people copy and share holds no secret.
+The middleware wraps the whole app: pages, files and the WebSocket. The printed URL contains the
+token once; the response sets a session cookie and redirects to the URL without the token, so that
+copied and shared URLs contain no secret.
 
 Browsers send the cookies of a host to every port of it, and any user of a node can listen on one:
 a cookie of ``localhost`` is theirs after one click. So the printed address has a host name of its
@@ -177,7 +177,7 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """Sign out: the cookie opens nothing any more."""
+        """Sign out: the cookie becomes invalid."""
         with self._lock:
             self._sessions.pop(session.key, None)
             session.control_until = 0.0
@@ -187,9 +187,9 @@ class Sessions:
         return max(0.0, session.control_until - self._now())
 
     def send_code(self, session: Session) -> str:
-        """Show a new code for this session in the terminal; return why not, "" where it is there.
+        """Show a new code for this session in the terminal; return why that failed, or "".
 
-        Only the session that asked can use it: a code that somebody else asked for is of no use.
+        Only the session that requested it can use it: another user's code is useless.
         """
         if self._announce is None or session.host in LOOK_HOSTS:
             return "This session is read-only."
@@ -209,7 +209,7 @@ class Sessions:
         return bool(session.code) and self._now() < session.code_until
 
     def redeem(self, session: Session, token: str) -> bool:
-        """Give the session control if this is its code, which is used up by it or by few tries."""
+        """Give the session control if this is its code; a code is valid once, for few tries."""
         text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
             if not self.has_code(session):
@@ -228,7 +228,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doors:
-    """What a dashboard is called, and what each of its names opens."""
+    """Host names of a dashboard, and the role that each gives."""
 
     token: str
     own_host: str
@@ -264,7 +264,7 @@ class Doors:
         return host == self.own_host or (host == self.public_host and self.public_path == "/")
 
     def is_signed_on(self, host: str) -> bool:
-        """Say whether the provider answers for who comes by this name."""
+        """Return whether the sign-on provider authenticates visitors of this host name."""
         return self.signs_on and host == self.public_host
 
     def cookie_name(self, host: str) -> str:
@@ -286,8 +286,8 @@ class Doors:
     def session_key(self, cookie_header: str, host: str) -> str:
         """Return what the request's cookies say; "" where ours is missing.
 
-        Every program on this host shares its cookies with us: whatever stands beside ours is passed
-        over, where ``http.cookies`` would give up on all of them.
+        Every program on this host shares its cookies with us: others are ignored, while
+        ``http.cookies`` would reject all of them.
         """
         pairs = [part.strip().partition("=") for part in cookie_header.split(";")]
         name = self.cookie_name(host)
@@ -361,7 +361,7 @@ class TokenMiddleware:
         return None
 
     def _while_signed_in(self, receive: Any, send: Any, key: str, host: str) -> Any:
-        """End a connection whose session has ended: a page would go on asking through it."""
+        """Close a connection whose session has ended: a page would continue to query through it."""
 
         async def checked() -> Any:
             message = await receive()
@@ -402,7 +402,7 @@ class TokenMiddleware:
     async def _welcome(self, scope: Scope, send: Any, key: str, host: str, rest: str) -> None:
         if self._redirect_file is not None:
             self._redirect_file.unlink(missing_ok=True)
-        # Who opens the address again keeps the session, and with it control.
+        # Opening the URL again keeps the session, including control.
         session = self._sessions.find(key, host) or self._sessions.open(host)
         # Relative, as a proxy may serve us under a path; "./" keeps "//host" from being one.
         page = quote(scope["path"].rpartition("/")[2])

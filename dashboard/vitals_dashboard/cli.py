@@ -133,7 +133,7 @@ def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launc
     data = collector_folder(url)
     if data is not None:
         return place_on(data, str(token_file or ""))
-    parse_url(url)  # refuses what is no address
+    parse_url(url)  # rejects an invalid URL
     path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
     if not path:
         raise UsageError(

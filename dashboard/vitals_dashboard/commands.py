@@ -1,4 +1,4 @@
-"""What a person may do to a run: which command fits, and how it is sent. The ladder answers."""
+"""Commands to a run: which ones apply, and how they are sent. The policy responds."""
 
 from typing import Literal
 
@@ -39,9 +39,9 @@ ICONS: dict[Action, str] = {
     "veto": ":material/block:",
 }
 FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
-"""Rules of decisions on finite numbers; who knows better may call those healthy."""
+"""Rules of decisions on finite values, which a user may accept as healthy."""
 ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be_accepted)
-"""Findings that are told of finite numbers."""
+"""Findings about finite values."""
 
 
 def refused(run: RunSummary, action: Action) -> str:
@@ -59,12 +59,12 @@ def refused(run: RunSummary, action: Action) -> str:
 
 
 def is_acceptable(view: DecisionView) -> bool:
-    """Say whether a person may call what a decision was about healthy: NaN never is."""
+    """Return whether a user may accept the subject of a decision as healthy: NaN never is."""
     return view.decision.rule in FINITE_RULES
 
 
 def acceptable_step(incident: IncidentView) -> int | None:
-    """Return the step of an incident that a person may call healthy; None: there is none."""
+    """Return the step of an incident that a user may accept as healthy; None: there is none."""
     judged = [view.decision.step for view in incident.decisions if is_acceptable(view)]
     raised = [
         view.finding.step for view in incident.findings if view.finding.kind in ACCEPTABLE_KINDS
@@ -73,7 +73,7 @@ def acceptable_step(incident: IncidentView) -> int | None:
 
 
 def proposed(view: DecisionView) -> Action | None:
-    """Return the command that would carry a decision out; None where there is none any more."""
+    """Return the command that would apply a decision; None if it is no longer possible."""
     decision = view.decision
     if decision.acted:
         return None
@@ -83,7 +83,7 @@ def proposed(view: DecisionView) -> Action | None:
 
 
 def waits(view: DecisionView) -> bool:
-    """Say whether the run asked for a yes to a decision. Where it was answered, it says so."""
+    """Return whether a decision waits for approval. A decision that got a response records it."""
     return WAITS_UNTIL in view.decision.evidence
 
 
@@ -93,7 +93,7 @@ def veto_text(view: DecisionView, by: str, reason: str) -> str:
 
 
 def word_of(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
-    """Return what a person said of a decision; "" where nobody did."""
+    """Return a user's response to a decision; "" without one."""
     head = f"{_head(view)}: "
     texts = [note.text for note in notes if note.text.startswith(head)]
     return formatting.plain(texts[-1].removeprefix(head), 200) if texts else ""
@@ -147,7 +147,7 @@ def command(
 
 
 def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
-    """Draw the way to say that a step was healthy; nothing where it cannot be said."""
+    """Draw the control to accept a step as healthy; nothing if that is not possible."""
     if source.control is not None and not refused(run, "accept"):
         command(source, run, "accept", label=HEALTHY, key=key, step=step)
 

@@ -12,11 +12,12 @@ from vitals_dashboard.tables import Row
 
 NAME = 40
 HEADS = ("Value", "Setting")
-"""Of the columns that say what a row is: no run is called so."""
+"""Headings of the key columns: no run may have these names."""
 _NO_STEPS = ("gpu.", "node.", "process.")
 _SHOWN = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.tokens_per_second")
 _NOT_SET = frozenset({"name", "config", "judge", "run_dir"})
-"""Of a run's attributes: its name heads the column, config and judge are rows of their own."""
+"""Attributes without a row: the name is the column's heading, config and judge have separate
+rows."""
 
 
 def has_steps(metric: str) -> bool:
@@ -25,7 +26,7 @@ def has_steps(metric: str) -> bool:
 
 
 def distinct_names(details: Sequence[RunDetail]) -> list[str]:
-    """Return what each run is called; runs of one name are told apart by their ids' ends."""
+    """Return a unique name for each run; equal names get the ends of the ids."""
     names = [formatting.run_label(d.summary.name, d.summary.run_id, NAME) for d in details]
     return [
         name
@@ -107,7 +108,7 @@ def value_rows(
 
 
 def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
-    """Return how far a run is behind the first, at equal loss; "" where that cannot be said."""
+    """Return how far a run is behind the first, at equal loss; "" if that is unknown."""
     both = (first, other)
     if other is first or any("steps.loss" not in detail.metrics for detail in both):
         return ""

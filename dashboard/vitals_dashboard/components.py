@@ -17,9 +17,8 @@ _NAME: dict[Program, str] = {"chart": "charts", "command": "command"}
 def registered(program: Program) -> Any:
     """Return what mounts one of our programs, known to the runtime that runs this page.
 
-    Streamlit finds such files by itself only beside a project file named as the import package.
-    Given as text instead, the program would be sent with each refresh, and our content policy
-    would let no browser run it.
+    Streamlit finds such files itself only next to a project file named like the import package. As
+    text, the program would be sent with each refresh, and our content policy would block it.
     """
     manager = get_bidi_component_manager()
     if manager.get(f"{_PACKAGE}.{_NAME[program]}") is None:
@@ -32,7 +31,7 @@ def registered(program: Program) -> Any:
 def command(text: str, *, key: str, width: Literal["stretch", "content"] = "stretch") -> None:
     """Draw a command with a button that copies it.
 
-    Streamlit's own ``st.code`` makes the browser load and run 1.5 MB to colour it, which held up
-    the curves for a third of a second.
+    ``st.code`` makes the browser load and run 1.5 MB for syntax colors, which delayed the curves
+    for a third of a second.
     """
     registered("command")(key=key, data=text, width=width, height="content")

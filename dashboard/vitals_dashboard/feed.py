@@ -1,8 +1,8 @@
 """The charts of a page in the browser: what it holds of them, and the sending of what is new.
 
 One component draws all charts of a page (``charts/browser/chart.js``) and keeps their points. A
-``Feed`` remembers for one browser session what was sent, asks the collector for the rows behind
-that, and sends those. What the browser missed it asks for: each message names the one before it.
+``Feed`` records for one browser session what was sent, queries the collector for later rows, and
+sends those. The browser requests messages that it missed: each names the one before it.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from vitals_dashboard.theme import DARK, LIGHT
 NUM_RECENT = 64
 """Rows of a series that are asked for again: of these some may have come late or changed."""
 MARGIN_STEPS = 1_000
-"""Behind the run's last step, which goes on while it is asked for."""
+"""Margin after the run's last step, because the run continues during the query."""
 MAX_POINTS = 60_000
 """Points a page may carry to the browser; beyond it whole charts are left out, and counted."""
 _NO_STEPS = ("gpu.", "node.", "process.")
@@ -37,15 +37,15 @@ _NO_STEPS = ("gpu.", "node.", "process.")
 Wire = dict[str, Any]
 Row = tuple[int, int, int, float | None]
 Zoomed = Callable[[str, tuple[float, float] | None], None]
-"""Told when somebody has chosen a range: along which axis, and its ends; None: all of it again."""
+"""Called when a user has selected a range: its axis and its ends; None: the whole run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    """What the browser has of one series."""
+    """Points of one series in the browser."""
 
     reply: SeriesReply
-    """As it was sent first; of what was left behind it is all there is."""
+    """As it was sent first; complete for a discarded series."""
     recent: deque[Row]
     """Its last rows: step, time, attempt, value."""
     num_hidden: int
@@ -56,28 +56,28 @@ class _Sent:
 
 @dataclass(slots=True, kw_only=True)
 class Feed:
-    """What one browser session has of the charts of a page."""
+    """Points that one browser session has of the charts of a page."""
 
     key: str = ""
     of: object = None
-    """What is drawn, and how: if that changes, all of it is sent anew."""
+    """Subject and style of the charts: if that changes, everything is sent again."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     number: int = 0
-    """Of the last message; 0: none was sent."""
+    """Number of the last message; 0: none was sent."""
     series: dict[SeriesRequest, _Sent] = field(default_factory=dict)
     """By what was asked for, from wherever; what had no row yet is not among them."""
     seen: dict[SeriesRequest, int] = field(default_factory=dict)
-    """When the run had been heard of last as each was asked for: only then there is more."""
+    """The run's last report when each series was queried: there are new rows only after it."""
     layout: object = None
     digest: bytes = b""
-    """Of the last message that held everything."""
+    """Digest of the last complete message."""
     last_step: int = -1
-    """Of any series."""
+    """Last step of any series."""
     marks: dict[tuple[str, float, str], int] = field(default_factory=dict)
     """Marks by what they are, and in which charts they are, a bit each."""
 
     def forget(self) -> None:
-        """Begin anew: the next message holds everything."""
+        """Reset: the next message is complete."""
         self.number, self.layout, self.digest = 0, None, b""
         self.series.clear()
         self.seen.clear()
@@ -107,7 +107,7 @@ class Feed:
         return [self._line(*choice, replies.get(choice[1])) for choice in requests]
 
     def _narrowed(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
-        """Return the request for what the browser lacks; branches left behind are asked whole."""
+        """Return the request for the missing rows; discarded attempts are requested whole."""
         sent = self.series.get(_series(request))
         if sent is None or role == "discarded":
             return request
@@ -120,7 +120,7 @@ class Feed:
         if request.metric.startswith(_NO_STEPS):
             return structs.replace(request, from_time_unix_ns=time)
         if request.metric.startswith("steps.") and request.to_step is None:
-            # Between two ends it is seen to be short, and no overview of the run is looked at.
+            # With both ends the span is known to be short, and no overview of the run is read.
             request = structs.replace(request, to_step=max(step, last_step) + MARGIN_STEPS)
         return structs.replace(request, from_step=step)
 
@@ -259,9 +259,9 @@ def draw_charts(
         key: of the place: one page may have several, each with cursor and range of its own.
         make: returns the charts. Lines that it asked the feed for hold only what the browser
             lacks; others are sent whole whenever they change.
-        of: what is drawn, and how: of another value all charts are sent anew.
-        zoomed: called when somebody has chosen a range, or given it up; without it the range
-            stays in the browser.
+        of: subject and style of the charts: for another value all charts are sent again.
+        zoomed: called when a user has selected or reset a range; without it the range stays in the
+            browser.
     """
     feed_key = f"feed_{key}"
     feed = st.session_state.get(feed_key)
@@ -291,8 +291,8 @@ def _rows(reply: SeriesReply | None) -> list[Row]:
 def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
     """Return the rows to ask for again, and how many more are stored behind the first of them.
 
-    Of a curve that came thinned only what is behind its last finite row: anything earlier would
-    come again with more of its points each time, and be counted twice.
+    For a downsampled curve only the rows after its last finite one: earlier ones would return with
+    more points each time, and be counted twice.
     """
     if not rows or reply.num_total <= len(rows):
         return deque(rows, NUM_RECENT), 0
@@ -312,7 +312,7 @@ def _is_same(before: Row, now: Row) -> bool:
 
 
 def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
-    """Return a reply of these rows, which counts all that the browser has."""
+    """Return a reply with these rows, and the number of all values in the browser."""
     steps = {row[0] for row in rows}
     return structs.replace(
         sent.reply,
@@ -336,7 +336,7 @@ def _that_fit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
 
 
 def _layout(chart: Chart) -> Wire:
-    """Return what of a chart cannot change without drawing it anew."""
+    """Return the part of a chart that cannot change without redrawing it."""
     return {
         "title": chart.title,
         "axis": chart.axis,

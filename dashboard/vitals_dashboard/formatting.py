@@ -52,7 +52,7 @@ def count(number_of: int, singular: str, plural: str = "") -> str:
 
 
 def age(since_unix_ns: int, now_unix_ns: int) -> str:
-    """Return how long ago something was; a clock ahead of ours counts as now."""
+    """Return the time since an event; one in the future counts as now."""
     if since_unix_ns <= 0:
         return "\N{EN DASH}"
     seconds = max(0, now_unix_ns - since_unix_ns) / SECOND_NS

@@ -13,7 +13,7 @@ MAX_GROUPS = 8
 
 
 def draw(source: DataSource, incident: IncidentView) -> None:
-    """Draw who waited for whom; nothing where no rank was waited for."""
+    """Draw the waiting and the blocking ranks; nothing without a blocking rank."""
     waits = [view for view in incident.findings if view.finding.kind in ("waiting", "hang")]
     if not waits:
         return

@@ -1,8 +1,8 @@
 """Heat maps as ECharts options: ranks or layers by steps. Pure.
 
-A cell that holds a NaN or an infinite value is told by a shape, a red cross, not by a colour. What
-was not measured is an empty cell. Names become axis labels and tooltip values only, which ECharts
-shows as plain text.
+A cell with a NaN or Inf is marked by a shape, a red cross, not by a color. A value that was not
+measured is an empty cell. Names are only axis labels and tooltip values, which ECharts shows as
+plain text.
 """
 
 import re
@@ -20,15 +20,16 @@ from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR, SEQUENTIAL, UNITS
 Spec = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 Shade = Literal["size", "change", "others"]
-"""What the colour tells: the value; how far it is from the row's own middle; or from the middle of
-all rows at that step."""
+"""Meaning of the color: the value; its ratio to the row's own median; or to the median of all rows
+at that step."""
 
 CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
 ROW_PIXELS, MIN_HEIGHT, MAX_HEIGHT, AROUND = 17, 170, 1_200, 96
 WIDE = 1.5
-"""Powers of ten between the smallest and the largest value from which colours follow those."""
+"""Powers of ten between the smallest and the largest value from which the color scale is
+logarithmic."""
 MOST, TINY = 1e300, 1e-300
-"""Cells beyond are drawn as the first; below the second there is no ratio any more."""
+"""Values above the first are drawn as the first; below the second no ratio is computed."""
 CALM, WILD = 0.25, 1_000.0
 """Logarithms to 2 that a diverging scale reaches at least, for noise must not look like news, and
 at most."""
@@ -64,7 +65,7 @@ def middle(cells: Floats, axis: int) -> Floats:
 
 
 def shades(cells: Floats, shade: Shade) -> Floats:
-    """Return what the colours tell: values, or how many times the middle (as a logarithm to 2).
+    """Return the values of the colors: values, or the log2 of the ratio to the median.
 
     Where values may be zero or negative, it is the distance from the middle instead.
     """
@@ -87,7 +88,7 @@ def _is_wide(cells: Floats) -> bool:
 
 
 def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
-    """Return the colour scale with words at its ends; outliers do not squeeze the rest."""
+    """Return the color scale with labels at its ends; outliers do not compress the rest."""
     shaded = shades(cells, shade)
     finite = shaded[np.isfinite(shaded)]
     low, high = (0.0, 1.0) if not finite.size else np.percentile(finite, (0.5, 99.5)).tolist()
@@ -146,8 +147,8 @@ def heat_map(
     Args:
         title: our own words.
         reply: the cells; its rows are drawn in natural order.
-        shade: what the colour tells.
-        look: the colours of the theme.
+        shade: meaning of the color.
+        look: colors of the theme.
         decisions: marked above the column of their step.
         names: what the rows are called, where not by their own names.
     """
@@ -238,7 +239,7 @@ def _cells_series(
 
 
 def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
-    """Return the cells that are not finite: a shape, so that no colour has to tell it.
+    """Return marks for non-finite cells: a shape, because color alone is not accessible.
 
     It is small where all such values were rolled back.
     """
@@ -297,7 +298,7 @@ def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palett
 
 
 def column_of(step: int, steps: Sequence[int]) -> int | None:
-    """Return the column a step lies in; None where it lies outside of what is drawn."""
+    """Return the column of a step; None if the step is outside the chart."""
     if not steps or step < steps[0]:
         return None
     column = int(np.searchsorted(np.asarray(steps), step, side="right")) - 1

@@ -17,7 +17,7 @@ SHADES: dict[str, heatmap.Shade] = {
     "change": "change",
     "vs. others": "others",
 }
-"""Words, in the address too, to what the colour tells."""
+"""Labels, also used in the URL, of the color's meanings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def ask(
 def controls(
     choices: Sequence[MetricChoice], *, key: str, shade: str
 ) -> tuple[MetricChoice, heatmap.Shade, tuple[int | None, int | None]]:
-    """Draw what chooses metric, colour and steps; return what was chosen."""
+    """Draw the controls for metric, color and steps; return their values."""
     by_word = {choice.word: choice for choice in choices}
     with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
         word = st.segmented_control(

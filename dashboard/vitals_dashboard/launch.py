@@ -70,8 +70,8 @@ STREAMLIT_CONFIG: dict[str, str | bool] = {
     "theme.light.primaryColor": "#0072B2",
     "theme.dark.primaryColor": "#56B4E9",
 }
-"""What is shipped: loopback only, nothing sent home, no traceback shown to a reader. Which host
-names are allowed is the door's to say: one of them is secret, and every user reads arguments."""
+"""Shipped defaults: loopback only, no telemetry, no traceback shown to users. The middleware checks
+host names: one of them is secret, and every user can read a process's arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Entrance:
     public_url: str = ""
     """Where a proxy with TLS serves the pages; "" without one."""
     sign_on: SignOn | None = None
-    """Who lets people in at the public address; None is the token."""
+    """Sign-on provider of the public URL; None: the token is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Pages:
     address: str
     """The one-click address, under a host name of its own."""
     look_address: str
-    """The same by a name that every browser and tunnel knows; look-only."""
+    """The same under a name that every browser and tunnel resolves; read-only."""
     public_address: str
     """Where the proxy serves it, with the token unless people sign in there; "" without one."""
     redirect_file: Path

@@ -8,7 +8,7 @@ import streamlit as st
 
 from trainvitals.errors import VitalsError
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import access, formatting, states, tables
+from vitals_dashboard import access, formatting, placeholders, tables
 from vitals_dashboard.source import DataSource, connect, guarded
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
@@ -22,7 +22,7 @@ from vitals_dashboard.theme import (
 
 REFRESH_SECONDS = 5.0
 SLOW_SECONDS = 10.0
-"""Of pages that draw thousands of cells."""
+"""Interval of pages that draw thousands of cells."""
 
 RUN = "vitals_page_run.py"
 LAYERS, RANKS = "vitals_page_layers.py", "vitals_page_ranks.py"
@@ -43,10 +43,10 @@ AROUND_STEPS = 100
 STEP_COLUMNS = ("Step", "To step", "Since step", "Back to", "At step", "Last step")
 _PICKED = "run_picked"
 ENDED = frozenset({"finished", "halted", "failed"})
-"""States of a run after which nothing new comes; one that was interrupted or lost may go on."""
+"""States of a run that are final; an interrupted or lost run may continue."""
 _REFRESHES = "page_refreshes"
 _RUNS = "runs_just_asked"
-"""What was answered as the page began, for what is drawn in it first."""
+"""Response from the start of the page, for the parts drawn first."""
 
 
 def style() -> None:
@@ -72,7 +72,7 @@ def refreshing(
 ) -> None:
     """Draw now and, while ``live``, again every few seconds; only this part of the page.
 
-    What cannot be drawn is tried again, live or not.
+    If drawing fails, it is retried, live or not.
     """
     part = st.fragment(guarded, run_every=every if live else None, key=key)
     if part(_allowed(draw)) is False and not live:
@@ -81,7 +81,7 @@ def refreshing(
 
 def _allowed(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]:
     def allowed(source: DataSource) -> None:
-        # Asked anew: a refresh runs nothing else of the page, and a session may have ended.
+        # Checked again: a refresh runs no other part of the page, and a session may have ended.
         if access.role():
             draw(access.limited(source))
         else:
@@ -91,7 +91,7 @@ def _allowed(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]
 
 
 def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
-    """Draw a page that calls ``live_part``; where it cannot be drawn, it is tried again."""
+    """Draw a page that calls ``live_part``; if drawing fails, it is retried."""
     if not guarded(_allowed(draw)):
         _try_again("page_again")
 
@@ -107,8 +107,8 @@ def live_part(
 
     Args:
         draw: draws it with the page.
-        again: draws it alone, and returns whether the rest of the page is as true as it is. If not,
-            or if it cannot be drawn, the whole page is drawn anew, which says why.
+        again: draws only this part, and returns whether the rest of the page is still up to date.
+            If not, or if drawing fails, the whole page is drawn again, which shows the reason.
         live: whether to draw it again.
         key: of this part.
     """
@@ -164,8 +164,8 @@ def _have_ended(run_ids: Sequence[str]) -> bool:
     except VitalsError:  # the page says so
         return False
     st.session_state[_RUNS] = runs
-    states = {run.run_id: run.state for run in runs}
-    return bool(run_ids) and all(states.get(run_id) in ENDED for run_id in run_ids)
+    state_by_run = {run.run_id: run.state for run in runs}
+    return bool(run_ids) and all(state_by_run.get(run_id) in ENDED for run_id in run_ids)
 
 
 def present_palette() -> Palette:
@@ -220,7 +220,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
-        states.no_runs()
+        placeholders.no_runs()
         return None
     by_id = {run.run_id: run for run in runs}
     before = st.session_state.get(LAST_RUN)
@@ -232,7 +232,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
         with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{requested}"):
             selected = _choice(by_id, requested)
     if selected is None:
-        states.no_such_run(requested)
+        placeholders.no_such_run(requested)
         return None
     st.session_state[LAST_RUN] = selected
     if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != selected:
@@ -363,9 +363,9 @@ def _columns(row: tables.Row) -> dict[str, Any]:
 
 
 def answer(key: str, message: str | None) -> None:
-    """Draw what came of a form: ``message`` now, else what was said last.
+    """Draw the result of a form: ``message`` now, otherwise the last one.
 
-    It is kept because the page is drawn anew every few seconds, maybe before anyone has read it.
+    It is stored because the page is redrawn every few seconds, maybe before a user has read it.
     """
     answer_key = f"answer_{key}"
     if message is not None:

@@ -13,7 +13,7 @@ PATHS = (
 )
 """The addresses of pages below the dashboard's own."""
 PROGRAMS = ("chart", "uPlot.esm")
-"""Of the charts: fetched while Streamlit's own are run, and not when the first chart has come."""
+"""Scripts of the charts: fetched while Streamlit's own are run, and not with the first chart."""
 # By itself a page asks for its server below its own path first, and is refused: a way there and
 # back in which nothing is drawn.
 _SERVER = """<script>

@@ -39,7 +39,7 @@ _NUMBERS: dict[str, Callable[[RunSummary], float | None]] = {
 }
 FIELDS = (*_TEXTS, *_CHOICES, *_NUMBERS)
 GROUPS = ("project", "tag", "user", "mode", "state", "health")
-"""What runs may be grouped by, beside ``config.KEY``."""
+"""Keys to group runs by, in addition to ``config.KEY``."""
 HELP = (
     "Words match name, project, user, tag and id. Fields: "
     + ", ".join(f"`{name}`" for name in FIELDS)
@@ -195,7 +195,7 @@ def check_group(by: str) -> str:
 def grouped(
     runs: Sequence[RunSummary], by: str, configs: Configs
 ) -> list[tuple[str, list[RunSummary]]]:
-    """Return the runs of each value, by value; a run of several tags stands below each of them."""
+    """Return the runs by value; a run with several tags is listed under each of them."""
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
         for value in _values(run, by, configs.get(run.run_id, {})):

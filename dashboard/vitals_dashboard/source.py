@@ -32,23 +32,23 @@ from trainvitals.views import (
     SeriesRequest,
     VerdictQuestion,
 )
-from vitals_dashboard import states
+from vitals_dashboard import placeholders
 from vitals_dashboard.settings import load_settings
 
 A = TypeVar("A")
 TIMEOUT_SECONDS = 10.0
-"""Beside a training a collector may get little of the processor: slow is not down."""
+"""On a training node a collector may get little CPU time: slow is not down."""
 POINTS = 1000
 """Points asked for a curve: about what a laptop's width can show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """What a page reads from, and whether it may also act."""
+    """Collector of a page, and whether the page may also send commands."""
 
     client: CollectorClient
     control: CollectorClient | None
-    """None: no control token was given, so the page can only look."""
+    """None: no control token was given, so the page is read-only."""
     keys: Path
     """The folder of ``control.key``, which signs commands."""
     clock: Clock
@@ -80,22 +80,22 @@ def connect() -> DataSource:
 
 
 def guarded(draw: Callable[[DataSource], None]) -> bool:
-    """Draw, or say in words why nothing can be drawn, and return whether it could be."""
+    """Draw, or show the error; return whether drawing worked."""
     try:
         draw(connect())
         return True
     except UnauthorizedError as error:
-        states.wrong_token(error)
+        placeholders.wrong_token(error)
     except TransportError as error:
-        states.collector_down(error)
+        placeholders.collector_down(error)
     except VitalsError as error:
-        states.problem(error)
+        placeholders.problem(error)
     return False
 
 
 @contextmanager
 def meanwhile() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
-    """Give what asks in threads of its own, while the page goes on; errors come with results."""
+    """Give a function that queries in separate threads; errors are raised with the results."""
     context = partial(add_script_run_ctx, ctx=get_script_run_ctx())
     with ThreadPoolExecutor(3, initializer=context) as pool:
         yield pool.submit
@@ -103,7 +103,7 @@ def meanwhile() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
 
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)
 def loss_curve(_client: CollectorClient, url: str, run_id: str, seen: object) -> SeriesReply:
-    """Return a few points of a run's loss; asked again only when it was seen to have gone on."""
+    """Return a few points of a run's loss; queried again only if the run has reported since."""
     (reply,) = _client.ask(
         ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(metric="steps.loss", points=60),))
     )
@@ -114,7 +114,7 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, seen: object) ->
 def _answer(
     _client: CollectorClient, url: str, question: Question[A], seen_unix_ns: tuple[int, ...]
 ) -> A:
-    """Return an answer; asked again only when its runs were heard of again, or after a minute."""
+    """Return a cached response; queried again if its runs have reported, or after a minute."""
     return _client.ask(question)
 
 
@@ -126,15 +126,15 @@ def _verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -
 def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -> RunVerdict:
     """Return the verdict on a run.
 
-    Asked again when something was done or said about it, or after a minute; ``is_exact``: whenever
-    it was heard of, so that its steps are those of the page.
+    Queried again after an event or note in the run, or after a minute; ``is_exact``: whenever the
+    run has reported, so that its steps match the page.
     """
     changed = (*what_happened(run), run.last_seen_unix_ns if is_exact else 0)
     return _verdict(source.client, source.client.url, run.run_id, changed)
 
 
 def what_happened(run: RunSummary) -> tuple[object, ...]:
-    """Return what of a run is another once something was done or said about it."""
+    """Return the fields of a run that change with each event or note."""
     return (
         run.state, run.health, run.num_attempts, run.num_skips, run.num_rollbacks,
         run.num_firing_alerts, run.last_decision, run.missing,
@@ -189,7 +189,7 @@ def series_of(
 ) -> list[SeriesReply | None]:
     """Return series of a run as they are at present; None where there is no point of one.
 
-    One request for all: most of what a refresh costs is the way there and back.
+    One request for all: the round trip dominates the cost of a refresh.
     """
     valid_requests = tuple(
         dict.fromkeys(request for request in requests if request.metric in detail.metrics)

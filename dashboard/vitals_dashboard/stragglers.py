@@ -1,4 +1,4 @@
-"""Which ranks and nodes are slower than the others, in words. Pure."""
+"""Describes which ranks and nodes are slower than the others. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSummary:
-    """What was looked at, and who stands out."""
+    """Examined steps and ranks, and the slow ones."""
 
     num_ranks: int
     middle: float
@@ -72,7 +72,7 @@ def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ..
     if len(paces) < 2:
         return ()
     values = np.array(list(paces.values()))
-    # Of two, the middle is the faster one: a straggler is seen in the smallest job too.
+    # For two, the faster one is the reference: a straggler is detected in the smallest job too.
     middle = float(np.median(values)) if len(values) > 2 else float(values.min())
     spread = 1.4826 * float(np.median(np.abs(values - middle))) if len(values) > 2 else 0.0
     slow = [

@@ -50,8 +50,8 @@ def run_rows(
 ) -> list[Row]:
     """Return the fleet's rows, in the order given; ``hung`` are the ids of runs that hang.
 
-    A table's column of numbers can show no nan: losses are texts where one is not finite. State and
-    health are lists of one: so a table shows them as labels with a colour.
+    A table's numeric column cannot show NaN: losses are texts if one is non-finite. State and
+    health are lists of one item, which a table shows as labels with a color.
     """
     are_numbers = all(math.isfinite(run.loss or 0.0) for run in runs)
     return [
@@ -91,11 +91,11 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "most skips": lambda run: (-run.num_skips, -run.num_rollbacks),
     "by name": lambda run: (run.name.casefold(), -run.started_unix_ns),
 }
-"""What a list of runs can be sorted by, in words that are a part of the address."""
+"""Sort orders of a list of runs, as in the URL."""
 
 
 def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[RunSummary]:
-    """Return the runs in one of ``ORDERS``; in that of a word that is none, the newest first."""
+    """Return the runs in one of ``ORDERS``; for an unknown name, the latest first."""
     return sorted(runs, key=ORDERS.get(order, ORDERS["newest first"]))
 
 
@@ -105,7 +105,7 @@ def _observed(view: DecisionView) -> str:
 
 
 def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
-    """Return the ledger, newest first."""
+    """Return the decision log, latest first."""
     rows = []
     for view in sorted(decisions, key=lambda v: v.decision.ledger_seq, reverse=True):
         decision = view.decision
@@ -231,7 +231,7 @@ def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
 
 
 def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]:
-    """Return who reports: ranks, GPUs and nodes, the last to be heard of first."""
+    """Return the sources: ranks, GPUs and nodes, the latest report first."""
     return [
         {
             "Source": formatting.plain(source.source, 80),

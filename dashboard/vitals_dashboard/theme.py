@@ -1,7 +1,7 @@
-"""The visual language, in one place: what a colour and a shape mean, in light and in dark.
+"""Visual language: meaning of colors and shapes, in light and in dark.
 
-Colours are Okabe and Ito's, told apart by colour-blind people too; an action is never told by
-colour alone but also by its shape and its word.
+Colors are Okabe and Ito's, which color-blind people can distinguish; an action is never shown by
+color alone but also by its shape and its name.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8A8F98"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionLook:
-    """How one action of the ladder is drawn and called."""
+    """Shape, color and name of one action of the policy."""
 
     word: str
     colour: str
@@ -70,7 +70,7 @@ ACTIONS: dict[ActionName, ActionLook] = {
 """``continue`` is not drawn: nothing was done."""
 
 NON_FINITE_COLOUR = "#C4161C"
-"""Red, darker than every other colour here, and always a cross."""
+"""Red, darker than every other color here, and always a cross."""
 
 STATE_WORDS = {
     "running": "\N{BLACK CIRCLE} running",
@@ -81,7 +81,7 @@ STATE_WORDS = {
     "lost": "? lost",
     "hung": "\N{BLACK SQUARE} hung",
 }
-"""Of a run's state; a running one that hangs says so."""
+"""By a run's state; a running one that hangs has another."""
 STATE_BADGES = {
     "running": "blue",
     "finished": "green",
@@ -112,7 +112,7 @@ LABELS = {
     "blue": "#005A8E",
     "gray": "#5B626D",
 }
-"""Colours of labels in tables, by those of badges: dark enough for white words."""
+"""Colors of labels in tables, by those of badges: dark enough for white text."""
 SEVERITY_BADGES = {"page": "red", "notify": "orange", "log": "gray"}
 CHECKPOINT_WORDS = {
     "candidate": "\N{HORIZONTAL ELLIPSIS} candidate",
@@ -130,12 +130,13 @@ ALERT_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Palette:
-    """Colours of a chart on one background."""
+    """Colors of a chart on one background."""
 
     main: str
     lines: tuple[str, ...]
     diverging: tuple[str, ...]
-    """Below, near and above the middle: blue to orange, told apart by colour-blind people too."""
+    """Below, near and above the middle: blue to orange, which color-blind people can
+    distinguish."""
     over: str
     """Lines drawn over the cells of a heat map."""
     quiet: str = "#757B86"
@@ -162,7 +163,7 @@ def palette(theme: str | None) -> Palette:
 
 
 SEQUENTIAL = ("#440154", "#414487", "#2A788E", "#22A884", "#7AD151", "#FDE725")
-"""Viridis: its lightness rises evenly, so it reads the same in grey and to colour-blind people."""
+"""Viridis: its lightness rises evenly, so it is readable in gray and for color-blind people."""
 
 UNITS: dict[str, tuple[str, float]] = {
     "bytes": ("GiB", 1 / 2**30),
@@ -219,10 +220,9 @@ border-color:#0072B2!important}
 </style>"""
 """Our own constant text: the only HTML the pages ever send.
 
-While a refresh is under way nothing fades: what is drawn stays true until something else is, and
-a browser would have as much work with it as with a curve.
-Captions are darker than Streamlit's own, whose grey is too faint to be read by everybody; so is
-what has white words on it, for the dark theme's primary colour has to be light.
-A table's own download is hidden: it writes what a spreadsheet would run as a formula. The page of
-questions offers one that does not.
+Nothing fades during a refresh: the chart is still valid, and fading costs a browser as much as a
+curve. Captions are darker than Streamlit's own, whose gray has too little contrast; so are
+backgrounds of white text, because the dark theme's primary color has to be light. A table's own
+download is hidden: it writes cells that a spreadsheet would run as formulas. The query page offers
+a safe one.
 """

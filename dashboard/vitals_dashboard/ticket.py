@@ -29,7 +29,7 @@ def entry_time(line: TimelineEntry, *, has_date: bool = True) -> str:
 
 
 def markdown(run: RunSummary, incident: IncidentView) -> str:
-    """Return the summary as Markdown; a stranger's words stay words."""
+    """Return the summary as Markdown; external text is escaped."""
     verdict, text = incident.verdict, escape_markdown
     lines = [f"## {text(incident.title)}", "", f"Run: {text(_label(run))}", ""]
     lines += [f"- **{name}**: {text(description)}" for name, description in facts(verdict)]
@@ -41,7 +41,7 @@ def markdown(run: RunSummary, incident: IncidentView) -> str:
 
 
 def page(run: RunSummary, incident: IncidentView) -> str:
-    """Return the summary as HTML; a stranger's words stay words."""
+    """Return the summary as HTML; external text is escaped."""
     verdict, text = incident.verdict, html.escape
     rows = "".join(
         f"<tr><th>{name}</th><td>{text(description)}</td></tr>"

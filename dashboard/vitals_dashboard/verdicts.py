@@ -10,7 +10,7 @@ _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHEC
 
 
 def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
-    """Return whether somebody has to do something: only then a command stands on the page."""
+    """Return whether an operator has to act: only then does the page show a command."""
     return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
 
 

@@ -84,7 +84,7 @@ class RealStore:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        assert self.store.numbers.forget_damaged()
+        assert self.store.numbers.drop_damaged_files()
 
     def num_lost(self) -> int:
         with self.store.read_transaction() as connection:

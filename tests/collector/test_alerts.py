@@ -88,7 +88,7 @@ class Desk:
 
 
 def untold(inbox: Inbox) -> tuple[list[AlertView], list[AlertView]]:
-    new, told = inbox.untold()
+    new, told = inbox.undelivered()
     return [entry.view for entry in new], told
 
 

@@ -103,6 +103,6 @@ def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
                 for told, true in zip(ask(), whole, strict=True):
                     assert told <= true
                 store.damage = Damage()  # which says each once
-                store.damage.be_told(store.engine.dialect)
+                store.damage.attach_to(store.engine.dialect)
                 assert [f"records in {table.name}"] == [damaged.what for damaged in check(store)]
     assert whole == ask()

@@ -43,14 +43,14 @@ def test_a_restart_goes_on_where_it_was(store: Store, tmp_path: Path):
 
 def test_while_a_past_is_read_in_it_is_said_and_at_its_end_no_more(store: Store, tmp_path: Path):
     said: list[bool] = []
-    store.after_ingest.append(lambda _: said.append(store.is_reading_in))
+    store.after_ingest.append(lambda _: said.append(store.is_importing))
     spool, writer = spool_of(tmp_path), Writer()
     reader = FolderIngest(store, [tmp_path])
     for first in (0, 10):
         spool.append(writer.steps(range(first, first + 10)))
         spool.sync()
         reader.poll()
-        assert not store.is_reading_in
+        assert not store.is_importing
     assert [True, False] == said, "what is written while we follow is no past"
     spool.close()
 

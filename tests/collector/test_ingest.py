@@ -221,7 +221,7 @@ def test_rows_that_damage_took_are_taken_once_from_who_sends_them_again(lake_sto
     assert isinstance(lake_store.numbers, Lake)
     (file, *_) = sorted(lake_store.numbers.engine.folder.glob("data/main/steps/*.parquet"))
     file.write_bytes(bytes(len(file.read_bytes())))
-    lake_store.numbers.forget_damaged()
+    lake_store.numbers.drop_damaged_files()
     assert 6 == len(stored_rows(lake_store))
     for _ in range(2):
         assert [6, 6] == [ingest(lake_store, raw).num_duplicate for raw in raws]

@@ -23,9 +23,9 @@ from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.why import explain
+from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import measure
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import open_data_store
 
 CAP = 500_000
@@ -45,7 +45,7 @@ def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: P
     settings = VolumeSettings(
         keep_hours=1.5, max_run_bytes=CAP, window_steps=256, margin_steps=64, num_worst_ranks=3
     )
-    upkeep = Upkeep(store, settings, clock=clock, pause=0.0)
+    upkeep = LakeMaintenance(store, settings, clock=clock, pause=0.0)
     writers = [LongStepped(f"rank:{rank}", world_size=16) for rank in range(16)]
     rng = np.random.default_rng(5)
     spikes = {(1 + step % 15, step): 90.0 + step for step in range(7, 3_000, 97)}
@@ -64,7 +64,7 @@ def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: P
             ingest(store, writers[0].events(decision(step=1_000), step=1_001))
         clock.advance(1_280)
         all_read(store)
-        upkeep.once()
+        upkeep.run_once()
         (volume,) = measure(store, settings).values()
         assert volume.num_bytes <= CAP, f"after {start + 128} steps"
     assert {} == store.counters.failures
@@ -95,7 +95,9 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     write_steps(store, ranks(12), range(300))
     all_read(store)
     settings = VolumeSettings(window_steps=10, margin_steps=10, num_worst_ranks=2)
-    Upkeep(store, settings, clock=ManualClock(time_ns=START + 48 * HOUR), pause=0.0).once()
+    LakeMaintenance(
+        store, settings, clock=ManualClock(time_ns=START + 48 * HOUR), pause=0.0
+    ).run_once()
     query = Query(store, clock=ManualClock(), volumes=settings)
     thinned, whole = (
         query.ask(StepQuestion(run_id=RUN, step=5)),
@@ -131,9 +133,9 @@ def test_old_runs_are_removed_only_where_that_is_asked(tmp_path: Path):
         ingest(store, writer.events(RunEnded(state="finished"), step=5))
         all_read(store, run)
     clock = ManualClock(time_ns=START + 20 * 24 * HOUR)
-    Upkeep(store, VolumeSettings(), clock=clock).once()
+    LakeMaintenance(store, VolumeSettings(), clock=clock).run_once()
     assert 2 == len(Query(store, clock=clock).ask(RunsQuestion()))
-    Upkeep(store, VolumeSettings(keep_days=10), clock=clock).once()
+    LakeMaintenance(store, VolumeSettings(keep_days=10), clock=clock).run_once()
     assert 0 == len(Query(store, clock=clock).ask(RunsQuestion()))
     store.close()
 

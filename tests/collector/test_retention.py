@@ -15,7 +15,7 @@ from trainvitals.records import RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.query import Query
@@ -158,7 +158,7 @@ def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
 def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)  # no question is under way
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)  # no question is under way
     with small_file_system(tmp_path / "small", "24m") as disk:
         store = open_data_store(disk / "data")
         writers = a_run(store)

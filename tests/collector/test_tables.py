@@ -17,8 +17,8 @@ from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableQuestion, TableReply
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.numbers.chunk_stats import CHUNK_STEPS
 from vitals_collector.numbers.interface import StepWindow
-from vitals_collector.numbers.outlines import STRETCH
 from vitals_collector.queries import step_tables
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
 from vitals_collector.storage.store import Store
@@ -95,7 +95,7 @@ def test_rows_that_became_levels_are_missing_of_a_rolled_back_branch_alone(store
     for rank, writer in enumerate(writers):
         ingest(store, writer.steps(range(40), step_duration_seconds=1.0 + rank))
         ingest(store, writer.steps(range(24, 64), attempt=2, step_duration_seconds=1.0 + rank))
-    levelled = store.numbers.level(RUN, StepWindow(1, 0, STRETCH), num_worst=1)
+    levelled = store.numbers.roll_up(RUN, StepWindow(1, 0, CHUNK_STEPS), num_worst=1)
     assert (40, ("rank:2",)) == (levelled.num_rows, levelled.kept)
     own = ("step", "attempt")
     rolled_back = [(step, 1) for step in range(24, 40)]

@@ -32,7 +32,7 @@ from trainvitals.views import (
 from trainvitals.wire import decode_batch
 from vitals_agent.tailer import LastSeen
 from vitals_collector.ingest.ingest import ingest, ingest_all
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan, StepWindow
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store, open_data_store, open_store
@@ -122,7 +122,7 @@ class Written:
             due = self.store.numbers.next_window(RUN, attempt, LEVEL_STEPS)
             if due is None or due.window.end_step > self.step:
                 continue
-            self.store.numbers.level(RUN, due.window, 0)
+            self.store.numbers.roll_up(RUN, due.window, 0)
             self._forget(due.window)
 
     def _forget(self, window: StepWindow) -> None:
@@ -160,7 +160,7 @@ def written(
         pytest.MonkeyPatch.context() as patched,
         contextlib.closing(open_data_store(tmp_path_factory.mktemp("data"))) as store,
     ):
-        patched.setattr(lake_upkeep, "FEWEST_ROWS", 1)
+        patched.setattr(lake_maintenance, "FEWEST_ROWS", 1)
         run = Written(store, request.param)
         run.live(4_000)
         yield run
@@ -291,7 +291,7 @@ def test_a_smoothed_curve_is_the_mean_over_every_row(written: Written):
 def test_a_live_run_is_drawn_as_finely_where_it_was_merged_as_where_it_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lake_upkeep, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(lake_maintenance, "FEWEST_ROWS", 1)
     with contextlib.closing(open_data_store(tmp_path)) as store:
         writer, rng = Writer(), np.random.default_rng(1)
         losses = rng.normal(size=3_072).tolist()

@@ -9,7 +9,7 @@ from tests.collector.numbers.written import RUN, batch, identity
 from tests.support.numbers import plain
 from trainvitals.rows import Value
 from vitals_collector.numbers.interface import Numbers, RowSpan, StepWindow
-from vitals_collector.numbers.levels import STATISTICS
+from vitals_collector.numbers.rank_rollup import STATISTICS
 
 SIZE = 256
 

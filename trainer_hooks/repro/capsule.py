@@ -244,7 +244,7 @@ def read(file: CapsuleFile) -> Capsule:
 
     path = file.path
     try:
-        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_FILE_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_FILE_BYTES)
         with numpy.load(io.BytesIO(raw), allow_pickle=False) as members:
             num_bytes = sum(info.file_size for info in members.zip.infolist())
             if num_bytes > _MAX_ARRAY_BYTES:

@@ -125,20 +125,20 @@ def register_all(
     """
     owners: dict[str, str] = {}
     for name in OWN:
-        _register(app, name, partial(_own, name), owners)
+        _register(app, name, partial(_load_program, name), owners)
     points = entry_points(group=GROUP) if programs is None else programs
     for point in sorted(points, key=lambda point: point.name):
         _register(app, point.name, point.load, owners)
-    app.registered_commands.sort(key=_place)
+    app.registered_commands.sort(key=_sort_key)
     return owners
 
 
-def _place(command: CommandInfo) -> int:
+def _sort_key(command: CommandInfo) -> int:
     name = _name(command)
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def _own(name: str) -> Callable[[typer.Typer], None]:
+def _load_program(name: str) -> Callable[[typer.Typer], None]:
     register: Callable[[typer.Typer], None] = import_module(f"trainvitals.cli.{name}").register
     return register
 

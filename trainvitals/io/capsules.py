@@ -1,4 +1,4 @@
-"""Capsules of bad steps in a run directory, and the verdicts beside them; 0600, never in the way.
+"""Capsules of bad steps in a run directory, and their verdicts; mode 0600, never blocking training.
 
 RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.npz             what the step is played again with
 RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.verdict.json    what `vitals repro` found
@@ -51,13 +51,13 @@ def verdict_on(run_dir: Path, file: str) -> str:
 
     Args:
         run_dir: the run's.
-        file: the capsule as the run's events name it; what is no name of one gives nothing.
+        file: name of the capsule in the run's events; an invalid name matches nothing.
     """
     if not is_capsule(file):
         return ""
     path = (run_dir / file).with_suffix(VERDICT)
     try:
-        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_VERDICT_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_VERDICT_BYTES)
         return msgspec.json.decode(raw, type=_Verdict).sentence
     except (OSError, *UNREADABLE):
         return ""

@@ -81,7 +81,7 @@ _SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
 class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A token file: a collector's tokens by scope, and by what it proves that it is the one.
 
-    What a program was not given is empty.
+    A token that a program has not is empty.
     """
 
     read: str = ""
@@ -93,8 +93,8 @@ class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
     def scrape(self) -> str:
         """What opens the agents' ``/metrics`` and nothing else; "" without a token to read with.
 
-        Agents and Prometheus derive it alike. Prometheus shows it in plain HTTP to every target
-        that somebody who ships has named: the token for reading would be theirs.
+        Agents and Prometheus derive it in the same way. Prometheus sends it in plain HTTP to every
+        target that a sender has named: with the reading token itself, such a sender could read.
         """
         if not self.read:
             return ""
@@ -119,7 +119,7 @@ class CollectorFile(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     """The machine it runs on: a home is shared by many, and a loopback address means one."""
     socket: str = ""
-    """Name of the Unix socket beside this file, for programs on that machine; "": there is none."""
+    """Name of the Unix socket next to this file, for programs on that machine; "": none."""
     version: str = ""
 
 
@@ -134,7 +134,7 @@ class CollectorClient:
         transport: for tests.
 
     Raises:
-        UsageError: ``url`` is no address, or plain HTTP.
+        UsageError: ``url`` is invalid, or plain HTTP.
         ConfigError: ``tls`` holds no certificates.
     """
 
@@ -196,7 +196,7 @@ class CollectorClient:
         return replies
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
-        """Say that a command lies in the run's mailbox, beside this incarnation of its rank 0."""
+        """Report that a command is in the run's mailbox, for this incarnation of its rank 0."""
         path = _path("runs", run_id, "commands", str(number), "delivered")
         request = DeliveredRequest(incarnation=incarnation)
         self._send("POST", path, **_json(msgspec.json.encode(request)))
@@ -207,7 +207,7 @@ class CollectorClient:
         """Return whether the collector answers; one without room to write (503) can be read.
 
         Raises:
-            ServerIdentityError: somebody does, and does not prove to be the collector.
+            ServerIdentityError: a server responds that cannot prove to be the collector.
         """
         try:
             return self._http.get("/healthz").status_code in (200, 503)  # without the token
@@ -227,7 +227,7 @@ class CollectorClient:
     # -------------------------------------------------------------------------- for orders
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
-        """Write a line at a step; it is drawn on the curves and kept for ever."""
+        """Write a note at a step; it is shown on the curves and stored forever."""
         path = _path("runs", run_id, "annotations")
         return self._call(AnnotationView, "POST", path, **_json(msgspec.json.encode(request)))
 
@@ -249,7 +249,7 @@ class CollectorClient:
     def send_command(
         self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
     ) -> CommandView:
-        """Propose something to the run's ladder, signed here.
+        """Send a command to the run's policy, signed here.
 
         Args:
             run_id: the run.
@@ -313,7 +313,7 @@ class CollectorClient:
 def client_of(
     collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
 ) -> CollectorClient:
-    """Return a client with the token of a scope; "" is none.
+    """Return a client with the token of a scope; "" is no token.
 
     Raises:
         UnauthorizedError: the token file has tokens, and none of that scope.
@@ -336,7 +336,7 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     """Return the collector that the environment names, else this user's own; None: there is none.
 
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
-    writes into its data folder. Whether it is alive is asked only where several are named.
+    writes into its data directory. Whether it responds is checked only if several are named.
     """
     url = environ.get("VITALS_COLLECTOR_URL", "")
     token_file = environ.get("VITALS_TOKEN_FILE", "")
@@ -347,7 +347,7 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
 
 
 def first_that_answers(named: str, tls: TlsTrust) -> str:
-    """Return the address; of several, that of the first collector that answers, else the first."""
+    """Return the first of the named URLs that responds, otherwise the first one."""
     urls = collector_urls(named)
     for url in urls if len(urls) > 1 else ():
         with CollectorClient(url, tls=tls) as client:
@@ -355,7 +355,7 @@ def first_that_answers(named: str, tls: TlsTrust) -> str:
                 if client.answers():
                     return url
             except ServerIdentityError:
-                continue  # not one of ours; where none is, the first says why when it is asked
+                continue  # not a collector; if none is, the first reports why when it is used
     return urls[0]
 
 
@@ -425,7 +425,7 @@ def read_tokens(path: Path | str) -> CollectorTokens:
     """Return the tokens in a file that only this user may read.
 
     Raises:
-        UsageError: it is missing or is no token file.
+        UsageError: it is missing or not a token file.
         InsecurePathError: others may read it.
     """
     hint = "the collector creates it (mode 0600) at its first start"

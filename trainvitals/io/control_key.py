@@ -1,7 +1,7 @@
-"""The control key: what a person orders is signed by it, and the secret half never travels.
+"""The control key: commands are signed with it, and its secret half is never sent.
 
     control.key   the secret (0600): where people command from; made at a collector's first start
-    control.pub   what verifies (0600): also with agents and runs, beside their token file
+    control.pub   what verifies (0600): also with agents and runs, next to their token file
 
 Ed25519, so who can verify cannot sign: neither a collector, nor whoever took its port, nor the
 agents and runs that hold ``control.pub`` can make an order, or change one on its way.
@@ -31,7 +31,7 @@ _CONTEXT = b"trainvitals command 1\0"
 def control_folder(
     environ: Mapping[str, str], token_file: Path | None = None, collector: str = ""
 ) -> Path:
-    """Return where the control key lies: beside the token file, else in the collector's folder.
+    """Return the directory of the control key: that of the token file, otherwise the collector's.
 
     Args:
         environ: may name the token file, and the collector by its data folder.
@@ -69,7 +69,7 @@ def make_control_key(folder: Path) -> None:
 
 
 def sign_order(command: Command, folder: Path) -> Command:
-    """Return the command with a person's signature over everything that they ask for.
+    """Return the command with an operator's signature over all its fields.
 
     Raises:
         UnauthorizedError: there is no control key in the folder.
@@ -100,7 +100,7 @@ def read_control_key(folder: Path) -> bytes:
 
 
 def verify_order(command: Command, folder: Path) -> None:
-    """Check a person's signature against the folder's ``control.pub``.
+    """Check an operator's signature against the directory's ``control.pub``.
 
     Raises:
         UnauthorizedError: it is not signed with the control key, or the key is not known here.

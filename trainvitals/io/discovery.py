@@ -16,8 +16,8 @@ ROOM_BYTES = 64 << 10
 """Size of mailbox, heartbeat and a small segment of each stream, with their directories."""
 
 AWAY_FILE = "collector_away"
-"""In the run's folder: the collector that does not answer, as long as it does not. The agent writes
-it, and the rank that started the agent says at its end what waits for whom."""
+"""In the run directory: names the collector while it does not respond. The agent writes it, and the
+rank that started the agent reports at its end which data is waiting."""
 NOTICE_FILE = "agent_notice"
 """In the run's folder: trouble that the agent reports; the rank that started it logs it."""
 
@@ -80,24 +80,24 @@ def journal_directory(run_folder: Path, identity: Identity) -> Path:
 
 
 def discover(base: Path, run_id: str = "") -> list[JournalRef]:
-    """Return the journals under the private base, of all runs or of one; others are passed over.
+    """Return the journals under the private base, of all runs or of one; others are skipped.
 
-    An agent of one run asks for that alone, twice a second: beside 50 other jobs on its node it
-    would else read 50 folders each time.
+    An agent of one run lists only that run, twice a second: with 50 other jobs on its node it would
+    otherwise list 50 directories each time.
     """
     journals: list[JournalRef] = []
     for folder in [base / run_id] if run_id else _folders(base):
         try:
             check_run_id(folder.name)
         except UsageError:
-            continue  # not a run's folder: other files may lie here
+            continue  # not a run's directory: other files may exist here
         run_dir = _run_dir_of(folder)
         journals += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
     return sorted(journals)
 
 
 def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
-    """Put the closed marker: nothing will be written any more. For a writer that is known dead."""
+    """Create the closed marker: nothing will be written any more. For a writer known to be dead."""
     _write_small(
         directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
     )

@@ -1,4 +1,4 @@
-"""The heartbeat: one page beside a rank's journal that says what its training thread does.
+"""The heartbeat: one page next to a rank's journal that shows its training thread's activity.
 
     magic 4 | version u32 | beat u64 | length u32 | crc32 u32 | the word as msgpack
 
@@ -78,7 +78,7 @@ class HeartbeatWriter:
             os.pwrite(self._fd, raw, 0)
 
     def close(self) -> None:
-        """Let go of the page; its last word stays."""
+        """Unmap the page; its last content stays."""
         if self._map is not None:
             self._map.close()
         os.close(self._fd)
@@ -88,8 +88,8 @@ def read_heartbeat(directory: Path) -> Heartbeat:
     """Return the last word of the rank that writes the journal in ``directory``.
 
     Raises:
-        FileNotFoundError: it has none, as ranks of an earlier Vitals.
-        InsecurePathError: it is a link, or somebody else's.
+        FileNotFoundError: it has none, as ranks of earlier versions.
+        InsecurePathError: it is a link, or belongs to another user.
         FormatError: empty, torn or damaged; a torn one is whole at the next look.
         NewerVersionError: a newer version writes it.
     """

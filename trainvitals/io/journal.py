@@ -1,4 +1,4 @@
-"""The way out of a rank: rows in bounded segments in shared memory, one small copy a step.
+"""Output of a rank: rows in bounded segments in shared memory, one small copy per step.
 
     <private base>/<run_id>/run.json
     <private base>/<run_id>/<source>-<incarnation>/<stream>-<NNNNNN>.seg, closed
@@ -97,7 +97,7 @@ class JournalWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is written any more; always so in a forked child."""
+        """Whether it is closed for writing; always so in a forked child."""
         return self._is_closed or os.getpid() != self._pid
 
     @property
@@ -220,7 +220,7 @@ class StreamWriter:
         self._lock = lock
         self._pid = os.getpid()
         self._slots: _Slots | None = None
-        # What a row needs while the mapped segment has room, without asking anybody.
+        # Used for each row while the mapped segment has space.
         self._pack = schema.pack
         self._map: mmap.mmap | None = None
         self._room_until = 0

@@ -30,13 +30,14 @@ class JournalReader:
     """Tails the journal in one folder; a single reader owns a journal and frees what it released.
 
     ``dropped`` counts rows that will never be read: overwritten before that, never
-    written for want of memory, or damaged. ``set_aside`` names segments that cannot be read at all.
+    written for want of memory, or damaged. ``unreadable_segments`` names segments that cannot be
+    read at all.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.dropped = 0
-        self.set_aside: set[Path] = set()
+        self.unreadable_segments: set[Path] = set()
         self._closed_path = str(directory / CLOSED)
         self._known: dict[Path, _Known] = {}
         self._names: list[str] = []
@@ -48,22 +49,22 @@ class JournalReader:
 
     @property
     def identity(self) -> Identity | None:
-        """Who writes; None until the first segment is there."""
+        """The writer; None until the first segment exists."""
         if self._identity is None:
             closed = self._is_closed()
             self._learn(self._list(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
-        """Go on after these sequence numbers; call before the first ``read``."""
+        """Continue after these sequence numbers; call before the first ``read``."""
         self._next.update({stream: seq + 1 for stream, seq in positions.items()})
 
     def read(self, *, max_rows: int = 1024) -> list[Batch]:
         """Return what is new, at most ``max_rows`` a stream (an event's rows are never parted).
 
         Raises:
-            NewerVersionError: a segment is of a newer format; said once; it is set aside and
-                the next call goes on with the others.
+            NewerVersionError: a segment has a later format; raised once, the next call continues
+                with the others.
         """
         closed = self._is_closed()  # before the listing, so that what is sealed is complete in it
         listing = self._list()
@@ -126,7 +127,7 @@ class JournalReader:
             self._names, self._listing = names, sort_segments(self.directory, names)
             there = {path for segments in self._listing.values() for _, path in segments}
             self._known = {path: segment for path, segment in self._known.items() if path in there}
-            self.set_aside &= there
+            self.unreadable_segments &= there
         return self._listing
 
     def _is_closed(self) -> bool:
@@ -143,7 +144,7 @@ class JournalReader:
     def _learn(self, listing: _Listing, *, closed: bool) -> None:
         for segments in listing.values():
             for i, (_, path) in enumerate(segments):
-                if path in self._known or path in self.set_aside:
+                if path in self._known or path in self.unreadable_segments:
                     continue
                 try:
                     self._known[path] = read_header(path)
@@ -151,11 +152,11 @@ class JournalReader:
                 except FileNotFoundError:
                     continue  # evicted by the writer meanwhile
                 except NewerVersionError as error:
-                    self.set_aside.add(path)
+                    self.unreadable_segments.add(path)
                     self._unsaid = error
                 except FormatError:
                     if closed or i + 1 < len(segments):
-                        self.set_aside.add(path)
+                        self.unreadable_segments.add(path)
 
     def _read_stream(self, segments: list[tuple[int, Path]], max_rows: int) -> list[Batch]:
         batches: list[Batch] = []

@@ -1,4 +1,4 @@
-"""Finds what a person means: a collector and its tokens, a folder, a run."""
+"""Resolves what a user typed: a collector and its tokens, a directory, a run."""
 
 import os
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def default_folder() -> Path:
 
 
 class NamedRun(Protocol):
-    """What people call a run by."""
+    """Fields by which users name a run."""
 
     @property
     def run_id(self) -> str:
@@ -110,7 +110,7 @@ def choose_run(runs: Sequence[R], id_or_name: str) -> R:
 
     Args:
         runs: the newest first.
-        id_or_name: what a person typed.
+        id_or_name: typed by the user.
 
     Raises:
         UsageError: there is none, or the beginning of an id fits several.
@@ -127,7 +127,7 @@ def choose_run(runs: Sequence[R], id_or_name: str) -> R:
             f"{', '.join(run.run_id for run in by_id[:3])}",
             hint="give more characters of the id",
         )
-    for matching in (by_id, by_name):  # of several runs of one name, the newest
+    for matching in (by_id, by_name):  # of several runs with one name, the latest
         if matching:
             return matching[0]
     raise UsageError(

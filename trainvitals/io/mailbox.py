@@ -2,9 +2,9 @@
 
     magic 4 | version u32 | number i64 | length u32 | crc32 u32 | command as msgpack
 
-The agent writes, rank 0 reads once a step for the price of a memory read. The checksum covers
-number, length and command: a torn write is never acted on. Commands are signed with the run's key,
-and those that came through a collector with a person's control key too.
+The agent writes; rank 0 reads once per step at the price of a memory read. The checksum covers
+number, length and command: a torn write has no effect. Commands are signed with the run's key, and
+those from a collector with an operator's control key too.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Mailbox:
 
     @classmethod
     def open(cls, path: Path) -> "Mailbox":
-        """Open a mailbox that is there.
+        """Open an existing mailbox.
 
         Raises:
             FileNotFoundError: there is none.
@@ -164,7 +164,7 @@ class CommandInbox:
     mailbox: Mailbox
     key: bytes
     keys: Path
-    """The folder of ``control.pub``; read where a command is there, never at a step without."""
+    """The directory of ``control.pub``; read only if there is a command."""
     run_id: str
     clock: Clock
     last_number: int
@@ -172,8 +172,8 @@ class CommandInbox:
     waiting: Command | None = None
     """A valid command, until it is answered."""
     _seen: int = 0
-    """The number that was looked at last. One that is not genuine raises no other mark: it must
-    not keep away the genuine ones behind it."""
+    """The number that was checked last. A forged command changes no other state, so that it cannot
+    block genuine ones."""
 
     def poll(self, *, step: int) -> CommandAck | None:
         """Read a new command; one that is not valid is returned as its refusal."""
@@ -215,7 +215,7 @@ def verify_command(
 
     Raises:
         UnauthorizedError: it is not signed with this run's key.
-        ExpiredError: it expired, by this machine's clock, or is of a clock far ahead of it.
+        ExpiredError: it expired, by this machine's clock, or comes from a clock far ahead of it.
         UsageError: another run's, or applied before.
     """
     if not hmac.compare_digest(_signature(command, key).encode(), command.signature.encode()):
@@ -248,7 +248,7 @@ def check_time(command: Command, now_unix_ns: int) -> None:
     """Refuse a command whose time is over by this machine's clock, or has not come yet.
 
     Raises:
-        ExpiredError: it says how far apart the clocks may be.
+        ExpiredError: states the allowed difference of the clocks.
     """
     age = (now_unix_ns - command.issued_unix_ns) / 1e9
     lives = (command.expires_unix_ns - command.issued_unix_ns) / 1e9

@@ -1,4 +1,4 @@
-"""What the nodes of a job are called: one name for each place whose ranks one agent can serve.
+"""Names of the nodes of a job: one for each group of ranks that one agent can serve.
 
 A host name is not enough. Containers may all be called alike, or share one machine with memory and
 process ids of their own; two agents of one name would write the same folder.

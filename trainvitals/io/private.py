@@ -1,12 +1,12 @@
 """Files that are checked before they are believed, and folders that only this user may reach.
 
-Other users of a node or of a shared disk can put there what they like: a link in place of our file,
-a FIFO that never answers, a file of theirs under our name. So a file is opened without following a
-link and without waiting, and its owner, kind, mode and size are those of the open file, never of a
-name. What is written is never written through a link, nor into a file with a second name.
+Other users of a node or of a shared disk can create any file there: a link instead of our file, a
+FIFO that blocks, their file under our name. So a file is opened without following links and without
+blocking, and its owner, type, mode and size are checked on the open file, never by name. Nothing is
+written through a link, nor into a file with a second name.
 
-Journal and mailbox lie in shared memory, which every user of the node can write: their folder is
-made 0700, and owner, mode and "not a link" are checked each time, never assumed.
+Journal and mailbox are in shared memory, which every user of the node can write: their directory is
+created with mode 0700, and owner, mode and "not a link" are checked each time.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import BinaryIO, Self
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, VitalsError
 
 MAX_BYTES = 1 << 20
-"""Most that a file of ours holds, unless its reader says otherwise."""
+"""Maximum size of a file of ours, unless its reader allows more."""
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _READABLE = 0o055
@@ -56,9 +56,9 @@ def private_base(environ: Mapping[str, str]) -> Path:
 def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Iterator[Path]:
     """Yield this user's private folders for journals, best first, each made if need be.
 
-    They lie under ``VITALS_SHM`` and nowhere else where that is set; else under /dev/shm where that
-    can be written, TMPDIR, /tmp and /var/tmp. ``refused`` gets why one cannot be used: any user of
-    the node can take the name, and that may cost us no more than the better place.
+    Only ``VITALS_SHM`` if it is set; otherwise /dev/shm if it is writable, TMPDIR, /tmp and
+    /var/tmp. ``refused`` gets the reason why one cannot be used: any user of the node can take the
+    name, which may cost only the better location.
     """
     configured = environ.get("VITALS_SHM")
     if configured and not Path(configured).is_dir():
@@ -124,7 +124,7 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose files are believed, and whether the file system knows modes at all.
+    """User whose files are trusted, and whether the file system has modes.
 
     A network file system may give root's files to nobody, and another may show every mode as 0777.
     """
@@ -144,19 +144,19 @@ class Owner:
         return cls(status.st_uid, status.st_mode & _WRITABLE)
 
     @classmethod
-    def whose(cls, folder: Path) -> Self:
-        """Return a folder's, for what lies in it: a reader may be somebody else.
+    def from_directory(cls, folder: Path) -> Self:
+        """Return a directory's owner, for its files: a reader may be another user.
 
-        Modes say nothing then: an earlier Vitals let the umask choose them.
+        Modes are ignored then: earlier versions left them to the umask.
         """
         return cls(folder.stat().st_uid, _WRITABLE)
 
     def owns(self, status: os.stat_result) -> bool:
-        """Return whether it is this user's, ours, or root's, who may change anything anyway."""
+        """Return whether it belongs to this user or to root, who may change anything."""
         return status.st_uid in (self.uid, os.geteuid(), 0)
 
     def is_writable_by_others(self, status: os.stat_result) -> bool:
-        """Return whether somebody else may write there, as far as its mode says."""
+        """Return whether other users may write there, according to its mode."""
         mode = status.st_mode & _WRITABLE & ~self.writable
         if mode == stat.S_IWGRP and _is_of_one(status.st_gid, status.st_uid):
             return False
@@ -190,7 +190,7 @@ class Owner:
 
 @functools.cache
 def _is_of_one(gid: int, uid: int) -> bool:
-    """Return whether a group is a user's own: with a umask of 002, all of theirs is 0775."""
+    """Return whether a group is a user's private one: with umask 002, all their files are 0775."""
     try:
         user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
     except KeyError:
@@ -230,7 +230,7 @@ def read_own(path: Path, *, owner: Owner | None = None, max_bytes: int = MAX_BYT
     """Return the bytes of a file that ``open_own`` opens.
 
     Raises:
-        FormatError: it is larger than ``max_bytes``, which none of ours is.
+        FormatError: it is larger than ``max_bytes``; none of our files is.
         InsecurePathError, OSError: as ``open_own``.
     """
     return read_whole(open_own(path, owner=owner), path, max_bytes=max_bytes)
@@ -244,7 +244,7 @@ def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         OSError: it cannot be read.
     """
     with open(fd, "rb") as file:
-        size = os.fstat(fd).st_size  # so much memory is taken at once, and no more
+        size = os.fstat(fd).st_size  # allocate at most this much memory, at once
         raw = file.read(min(size, max_bytes) + 1)
         if size < len(raw) <= max_bytes:  # it grows, or tells no size
             raw += file.read(max_bytes + 1 - len(raw))
@@ -259,13 +259,12 @@ def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
     """Make the folder where it is missing, check it, and return it; nobody else may write there.
 
-    One that is there and ours is closed to others' writing. A link of this user's, or root's, is
-    followed: to another disk, say.
+    An existing directory of ours is made unwritable for others. A link of this user, or root, is
+    followed, such as to another disk.
 
     Args:
-        path: the folder; the one that it lies in is there.
-        read: bits of a new one's mode for group and others; None for those of the folder that it
-            lies in.
+        path: the directory; its parent exists.
+        read: mode bits of a new one for group and others; None for those of the parent directory.
 
     Raises:
         InsecurePathError: it belongs to someone else, or is someone else's link.
@@ -295,7 +294,7 @@ def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
 def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:
     """Replace the file whole, durably: after a crash it holds the old bytes or the new.
 
-    A link under its name is replaced, never followed, and so is a file of someone else.
+    A link under its name, or a file of another user, is replaced, never followed.
     """
     temporary = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

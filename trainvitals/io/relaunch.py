@@ -1,9 +1,9 @@
 """How a training that a launcher started again finds its run.
 
-torchrun starts its ranks again (``--max-restarts``), Slurm requeues a job: neither passes on what
-the first start made up. So rank 0 leaves the run's id under a key that a restart has in common with
-the first start, and nothing else has: the launcher itself, the command line, and which of the
-process's runs it is, as one script may train several.
+torchrun restarts its ranks (``--max-restarts``), Slurm requeues a job: neither passes on what the
+first start generated. So rank 0 stores the run's id under a key that is equal for a restart and the
+first start only: the launcher, the command line, and the index of the run within the process,
+because one script may train several.
 
     VITALS_DIR/.launches-<uid>/<sha256 of the key>     holds the run id; each user's own, 0700
 """
@@ -24,7 +24,7 @@ from trainvitals.io.private import ensure_own_dir, read_own, replace_file
 
 MAX_LAUNCHES = 2_000
 _FOLDER = ".launches"
-"""Where an earlier Vitals left them, for all users alike; still read."""
+"""Location in earlier versions, shared by all users; still read."""
 
 
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
@@ -45,7 +45,7 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
 def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: int = 0) -> None:
     """Leave the id of this process's ``nth`` run for the restarts of this launch.
 
-    Of thousands of launches the oldest are forgotten.
+    The oldest of more than this many launches are deleted.
 
     Raises:
         OSError: it cannot be written; a restart would then begin a new run.

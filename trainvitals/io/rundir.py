@@ -66,7 +66,7 @@ _RESTARTS = "restarts.json"
 
 
 class HaltMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a run was stopped for good."""
+    """Why a run was halted."""
 
     reason: str
     step: int = -1
@@ -85,9 +85,9 @@ class RunDir:
 
     @classmethod
     def create(cls, vitals_dir: Path, run_id: str, *, share: str = "") -> "RunDir":
-        """Make the directory where it is missing; one that is there is gone on with.
+        """Create the directory if it is missing; an existing one is reused.
 
-        Nobody else may write it after. What another user put there is set aside, and said.
+        No other user may write there afterwards. Files of another user are renamed and reported.
 
         Args:
             vitals_dir: the folder of all runs, which others may write.
@@ -110,7 +110,7 @@ class RunDir:
             run_dir = cls(path)
             run_dir._was_open = path.is_dir() and Owner.us().is_writable_by_others(path.stat())
             ensure_own_dir(path, read=_SHARES[share])
-            run_dir._set_aside_planted()
+            run_dir._rename_foreign_files()
         except OSError as error:
             raise StorageError(
                 f"{path}: the run directory cannot be created: {error.strerror}",
@@ -118,7 +118,7 @@ class RunDir:
             ) from error
         return run_dir
 
-    def _set_aside_planted(self) -> None:
+    def _rename_foreign_files(self) -> None:
         """Give what another user put under one of our names another; nothing of it is read."""
         for name in _OURS:
             try:
@@ -154,7 +154,7 @@ class RunDir:
         """Return the run directories below ``vitals_dir``, oldest first.
 
         Raises:
-            StorageError: the folder is there, and cannot be listed.
+            StorageError: the directory exists, and cannot be listed.
         """
         try:
             paths = sorted(vitals_dir.absolute().iterdir())
@@ -198,7 +198,7 @@ class RunDir:
 
     @property
     def profiles_dir(self) -> Path:
-        """Where traces of ``torch.profiler`` lie."""
+        """Directory of traces of ``torch.profiler``."""
         return self.path / "profiles"
 
     def agent_path(self, node: str) -> Path:
@@ -306,7 +306,7 @@ class RunDir:
     def halted(self) -> HaltMarker | None:
         """Return why the run was stopped, or None. A damaged marker still stops it.
 
-        One that another user put there does not: it is told, and passed over.
+        One of another user does not count: it is reported and ignored.
         """
         path = self.path / "HALTED"
         try:
@@ -326,7 +326,7 @@ class RunDir:
         replace_file(self.path / "HALTED", raw + b"\n")
 
     def clear_halted(self) -> None:
-        """Take the mark away: a person said that the run may go on."""
+        """Remove the marker: an operator allowed the run to continue."""
         (self.path / "HALTED").unlink(missing_ok=True)
         sync_folder(self.path)
 
@@ -376,14 +376,15 @@ class RunDir:
             sync_folder(self.path)
 
     def read_plan(self) -> list[dict[str, object]]:
-        """Return the plan journal's entries; a torn last line is passed over.
+        """Return the plan journal's entries; a torn last line is skipped.
 
-        Signatures count where others could write the folder until now. Lines of an earlier Vitals
-        have none.
+        Signatures are verified if others could write the directory until now. Lines of earlier
+        versions have none.
 
         Raises:
             FormatError: a line before the last is damaged. A guess could give budgets back.
-            InsecurePathError: the journal is no file of this run's user, or its signature is wrong.
+            InsecurePathError: the journal does not belong to this run's user, or its signature is
+                wrong.
         """
         path = self.path / "plan.jsonl"
         raw = self._read(path.name, max_bytes=_MAX_PLAN_BYTES) or b""
@@ -415,7 +416,7 @@ class RunDir:
         return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 
     def _owner(self) -> Owner:
-        """Whose files count here: those of the folder's owner. A reader may be somebody else."""
+        """The directory's owner, whose files are trusted. A reader may be another user."""
         return Owner(self.path.stat().st_uid)
 
     def _read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:

@@ -16,7 +16,7 @@ from trainvitals.io.private import Owner, ensure_private_dir, open_private, stre
 
 FOLDER = "data"
 _MAX_LINE = 8 << 20
-"""Bytes of a line that are read at once: all of a file that somebody made up may be one."""
+"""Bytes of a line that are read at once: a forged file may be a single line."""
 _NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
 _PARTS = 4
 """Files that the bytes allowed are divided into: the oldest goes when they are full."""
@@ -32,7 +32,7 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
     num_batches: int
     sample_ids: tuple[int | str, ...]
     rank: int = -1
-    """Of the file's name."""
+    """From the file's name."""
 
 
 class SampleFile:
@@ -51,7 +51,7 @@ class SampleFile:
         """Write a line; the oldest files make room for it.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
             InsecurePathError: others may reach the folder.
         """
         if self._fd < 0:
@@ -97,13 +97,13 @@ def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | No
 def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
     """Yield what fed ``step`` on each rank and in each attempt, as far as it was kept.
 
-    A line that is torn or damaged is passed over.
+    A torn or damaged line is skipped.
     """
     for path in sorted((run_dir / FOLDER).glob("rank-*.jsonl")):
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with stream_own(path, owner=Owner.whose(path.parent)) as file:
+        with stream_own(path, owner=Owner.from_directory(path.parent)) as file:
             while raw := file.readline(_MAX_LINE):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue

@@ -2,9 +2,9 @@
 
     magic 4 | version u32 | header length u32 | crc32 of the header u32 | header | pad to 64 | rows
 
-The header is msgpack. Row ``first_seq + i`` lies at slot ``i`` and nowhere else; an unwritten slot
-is zero and fails its checksum. A segment appears under its name only with its header complete.
-It is sealed, and never written again, when a newer one of its stream or the closed marker is there.
+The header is msgpack. Row ``first_seq + i`` is in slot ``i``; an unwritten slot is zero and fails
+its checksum. A segment gets its name after its header is complete. It is sealed, and never written
+again, as soon as a later one of its stream or the closed marker exists.
 """
 
 import errno
@@ -30,7 +30,7 @@ _MAX_HEADER_BYTES = 65_536
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a segment says of itself."""
+    """Header of a segment."""
 
     identity: Identity
     stream_schema: Schema
@@ -50,7 +50,7 @@ def segment_name(stream: str, index: int) -> str:
 
 
 def list_names(directory: Path) -> list[str]:
-    """Return what lies in a journal's folder; nothing where it is gone."""
+    """Return the names in a journal's directory; none if it does not exist."""
     try:
         return os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def list_names(directory: Path) -> list[str]:
 
 
 def sort_segments(directory: Path, names: Iterable[str]) -> dict[str, list[tuple[int, Path]]]:
-    """Return each stream's segments as (index, path), oldest first; other names are passed over."""
+    """Return each stream's segments as (index, path), oldest first; other names are ignored."""
     by_stream: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
         stream, _, rest = name.rpartition("-")
@@ -158,7 +158,7 @@ class SegmentFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Close the file; it stays."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A server proves who it is before it is sent a token: anybody may listen at a port.
+"""A server proves its identity before it gets a token: anyone may listen on a port.
 
 On one machine it is reached by a Unix socket in its data folder, which is this user's alone; beyond
 it by TLS, and its certificate is exactly the one in the token file. Both are checked at every
@@ -40,11 +40,11 @@ class TlsTrust(msgspec.Struct, frozen=True, kw_only=True):
     certificates: tuple[str, ...] = ()
     """PEM. The server's certificate must be one of these, whatever its name and who signed it."""
     ca: str = ""
-    """PEM of a CA of one's own; the server's name is checked."""
+    """PEM of a private CA; the server's name is checked."""
     client_cert: str = ""
     """File with the certificate that the client shows, where the server asks for one."""
     client_key: str = ""
-    """File with its private key, where that lies in another one."""
+    """File with its private key, if that is separate."""
 
 
 class ServerUrl(NamedTuple):
@@ -65,7 +65,7 @@ def parse_url(url: str) -> ServerUrl:
     """Return a server's address by its parts.
 
     Raises:
-        UsageError: it is none, or one where nobody can prove that it is the collector's.
+        UsageError: the URL is invalid, or its server could not be verified.
     """
     if url.startswith(UNIX + "/"):
         return ServerUrl("http://localhost", Path(url.removeprefix(UNIX)))
@@ -215,7 +215,7 @@ def _pinned(certificates: tuple[str, ...]) -> _PinnedContext:
 
 
 def fingerprint(pem: str) -> str:
-    """Return a certificate's SHA-256 in hex; ValueError where it is none."""
+    """Return a certificate's SHA-256 in hex; ValueError if it is invalid."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
 
 
@@ -251,7 +251,7 @@ def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportE
         )
     hint = "start one with `vitals collector`, or give its address with --collector"
     if url.startswith("https:") and not trust.client_cert:
-        # It ends the connection without a word where a certificate is missing.
+        # The server closes the connection silently if a certificate is missing.
         hint += "; one with --tls-client-ca wants client_cert and client_key in the token file"
     return TransportError(
         f"the collector at {url} cannot be reached: {error or type(error).__name__}", hint=hint

@@ -10,7 +10,7 @@ _PATHS = ("VITALS_DIR", "VITALS_SHM", "VITALS_TOKEN_FILE", "VITALS_CONFIG", "XDG
 def collector_folder(named: str) -> Path | None:
     """Return the data folder that a collector is named by, absolute; None where it is an address.
 
-    A folder is what has a ``/`` and no ``://``, or is one that is there.
+    A directory has a ``/`` and no ``://``, or exists.
     """
     if not named or "://" in named:
         return None
@@ -25,7 +25,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
 
 
 def collector_urls(named: str) -> list[str]:
-    """Return the addresses of collectors on one database, which stand with commas between them."""
+    """Return the comma-separated URLs of collectors on one database."""
     return [url for url in (part.strip() for part in named.split(",")) if url] or [named]
 
 

@@ -10,11 +10,11 @@ is acknowledged stays for ``retain_seconds``: a collector restored from a backup
 
 What must hold after a crash, or an error of the disk, at any point:
 
-- A batch that ``sync`` made durable is there, in its order, until it is acknowledged or dropped.
+- A batch that ``sync`` made durable stays, in its order, until it is acknowledged or dropped.
 - ``last_seqs`` names no row that the spool did not take: its writer would not send it again.
 - What was dropped was counted first. Only what was not synced may be gone without a count.
-- Where a reader may have seen a byte, no other ever comes to lie: what is cut off is not appended
-  to any more, and each owner begins a file of its own.
+- A byte that a reader may have seen is never replaced: a truncated file is not appended to any
+  more, and each owner starts a new file.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ class Spool:
         self._lock = threading.RLock()
         self._num_corrupt = 0
         self._corrupt_at: set[SpoolPosition] = set()
-        self._fd = -1  # of the newest file, while it is appended to
+        self._fd = -1  # of the latest file, while it is appended to
         self._number = -1
         self._headers = Headers()
         self._synced_size = 0
@@ -118,12 +118,12 @@ class Spool:
         self._gave_up = False
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            self._owner = Owner.whose(ensure_own_dir(directory))
+            self._owner = Owner.from_directory(ensure_own_dir(directory))
             files = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
             self._sizes = {number: status.st_size for number, _, status in files}
-            # A clock that was set back since must not keep them for longer than was meant.
+            # If the clock was set back, they must not be retained for longer.
             self._retained = {
                 n: min(at, now()) for n, at in self._state.retained if n in self._sizes
             }
@@ -145,7 +145,7 @@ class Spool:
             return sum(self._sizes[number] for number in self._retained)
 
     @property
-    def kept_from(self) -> SpoolPosition:
+    def oldest_position(self) -> SpoolPosition:
         """Where what is still there begins, acknowledged or not."""
         with self._lock:
             return SpoolPosition(min(self._sizes, default=self._state.acked.file))
@@ -157,7 +157,7 @@ class Spool:
 
     @property
     def corrupt(self) -> int:
-        """Damaged stretches that were met and passed over; they stay in their file."""
+        """Damaged ranges that were skipped; they stay in their file."""
         return self._num_corrupt + len(self._corrupt_at)
 
     @property
@@ -182,7 +182,7 @@ class Spool:
         and the spool made some of what came after it durable by itself, or let it go acknowledged.
 
         Raises:
-            FormatError: it is no valid batch.
+            FormatError: it is not a valid batch.
             StorageError: the disk refused; the batch was not added. Call ``sync`` before the next
                 try: it says whether those before have to be added again, which must come first.
         """
@@ -234,7 +234,7 @@ class Spool:
         return list(islice(self.read(self._state.acked), limit))
 
     def ack(self, position: SpoolPosition) -> None:
-        """Take note that everything before ``position`` is stored for good; free whole files."""
+        """Record that everything before ``position`` is stored; free whole files."""
         with self._lock, self._disk("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
                 return
@@ -248,7 +248,7 @@ class Spool:
                     self._prune()
 
     def last_acked(self) -> bytes | None:
-        """Return the newest batch that was acknowledged; None where it is not there any more."""
+        """Return the last acknowledged batch; None if it was deleted."""
         acked = self._state.acked
         files = [n for n in self._sizes if n < acked.file or (n == acked.file and acked.offset)]
         newest = None
@@ -315,7 +315,7 @@ class Spool:
         try:
             write_all(fd, stored, size)
         except OSError:
-            with contextlib.suppress(OSError):  # the next batch is written over it
+            with contextlib.suppress(OSError):  # the next batch overwrites it
                 os.ftruncate(fd, size)
             raise
         self._resize(self._number, size + len(stored))
@@ -340,7 +340,7 @@ class Spool:
             self._remove(number)
 
     def _leave(self) -> None:
-        """Append to the present file no more."""
+        """Stop appending to the current file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -359,10 +359,10 @@ class Spool:
         self._unsynced.clear()
 
     def _give_up_unsynced(self) -> None:
-        """Cut off what could not be made durable, and go on in a new file.
+        """Truncate batches that could not be made durable, and continue in a new file.
 
-        What the kernel could not write it may forget: asked again, it would say that all is well.
-        A reader may have seen the bytes, so nothing else may ever come to lie in their place.
+        The kernel may drop pages that it failed to write, and report success when asked again. A
+        reader may have seen the bytes, so they must never be replaced.
         """
         self._unsynced.clear()
         self._take_refusals_back()
@@ -406,7 +406,7 @@ class Spool:
                     header = None if raw is None else _header(raw)
                     num_rows += header.num_rows if header is not None else 0
         except OSError:
-            self._num_corrupt += 1  # it cannot be read any more, and must go all the same
+            self._num_corrupt += 1  # it is unreadable, and has to be deleted anyway
         return num_rows
 
     def _remove(self, number: int) -> None:
@@ -427,7 +427,7 @@ class Spool:
         self._sizes[number] = size
 
     def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
-        """Return the files there are; what another user put there is set aside."""
+        """Return the existing files; those of another user are ignored."""
         files = spool_files(self.directory)
         writer_files = own_files(self.directory, files)
         refused = {path for _, path in files} - {path for _, path, _ in writer_files}
@@ -473,7 +473,7 @@ class Spool:
             raise
 
     def _take_refusals_back(self) -> None:
-        """What was refused comes again, is refused again, and counted then."""
+        """A refused batch is sent again, refused again, and counted then."""
         self._refused.clear()
         if self.keep:
             self._change(dropped_rows=self._saved.dropped_rows)
@@ -489,7 +489,7 @@ class Spool:
             self._last.clear()
         for number in [n for n in sorted(self._sizes) if n >= scanned.file]:
             start = scanned.offset if number == scanned.file else 0
-            end = self._scan_anew(number, start, complete=number < newest)
+            end = self._rescan(number, start, complete=number < newest)
             if number == newest and end < self._sizes[number]:
                 fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
                 os.ftruncate(fd, end)
@@ -497,17 +497,18 @@ class Spool:
                 self._resize(number, end)
         used = (self._state.acked, self._state.scanned)
         self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
-        sync_folder(self.directory)  # what a killed owner wrote last is there, but on no disk yet
+        # the last writes of a killed owner exist, but may not be synced
+        sync_folder(self.directory)
         if newest >= 0:
-            self._write_anew(newest, scanned.offset if newest == scanned.file else 0)
+            self._rewrite(newest, scanned.offset if newest == scanned.file else 0)
         self._retain()
         self._prune()
 
-    def _scan_anew(self, number: int, start: int, *, complete: bool) -> int:
-        """Note what lies in the file after ``start``; return where its last batch ends.
+    def _rescan(self, number: int, start: int, *, complete: bool) -> int:
+        """Record the file's batches after ``start``; return the end of its last batch.
 
-        Behind damage in the last file nothing is noted: what lay there may never have been synced,
-        and its writer has to send it again.
+        After damage in the last file nothing is recorded: it may never have been synced, and its
+        writer has to send it again.
         """
         end, is_noted = start, True
         with self._opened(number) as file:
@@ -523,8 +524,8 @@ class Spool:
                     _note(self._last, key, header.last_seq)
         return end
 
-    def _write_anew(self, number: int, start: int) -> None:
-        """Make durable what lies in the file after ``start``, whoever tried that before.
+    def _rewrite(self, number: int, start: int) -> None:
+        """Make the file durable after ``start``, even if a sync failed before.
 
         To be asked for it again is not enough for a kernel that failed to write it: it may take it
         for written. The same bytes at the same place are what a reader has seen.
@@ -569,7 +570,7 @@ def _note(last: dict[Key, int], key: Key, seq: int) -> None:
 
 
 def _header(raw: bytes) -> BatchHeader | None:
-    """The header of an intact batch; None where it is of a newer version, which is passed on."""
+    """Return the header of an intact batch; None if it has a later version, which is forwarded."""
     try:
         return decode_batch(raw).header
     except FormatError:

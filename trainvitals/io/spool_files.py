@@ -1,8 +1,8 @@
-"""A spool's files: how a batch lies in them, reading them, and what a spool remembers beside them.
+"""Files of a spool: their format and reading, and the spool's state file.
 
-They are read while they grow, where they are damaged, and over NFS. A batch lies there as it
-travels, or in short: with the place of its header in the same file instead of the header itself,
-which is most of a batch of one row. Its checksum is that of the whole batch.
+They are read while they grow, if they are damaged, and over NFS. A batch is stored as it is sent,
+or short: with the offset of its header in the same file instead of the header, which is most of a
+batch of one row. Its checksum is that of the whole batch.
 """
 
 import os
@@ -26,14 +26,15 @@ _CHUNK_BYTES = 1 << 20
 _IN_VAIN_BYTES = 64 << 20
 
 SHORT = b"TVS2"
-"""Begins a batch that lies there in short: prefix | place of its header u32 | rows."""
+"""Magic of a short batch: prefix | offset of its header u32 | rows."""
 HEADER_EVERY_BYTES = 1 << 18
 """A header is written again after this much of a file: damage to it costs no more than that."""
 _PLACE = struct.Struct("<I")
 _BEGINNING = re.compile(re.escape(MAGIC) + b"|" + re.escape(SHORT))
 _MAX_HEADERS = 256
 MAX_FILE_BYTES = 64 << 20
-"""Of a spool's file that are read. None has more, and a sparse one may seem to have terabytes."""
+"""Bytes of a spool's file that are read. No valid one is larger, and a sparse one may seem to have
+terabytes."""
 _MAX_STATE_BYTES = 16 << 20
 _FILE = re.compile(r"(\d{6,12})\.tvs\Z", re.ASCII)
 
@@ -54,15 +55,15 @@ def read_batches(
 ) -> Iterator[tuple[SpoolPosition, bytes]]:
     """Yield the batches after ``start``, each with the position after it, as far as there are any.
 
-    For any reader, while the spool grows, also over NFS: call again from the last position. What is
-    damaged is passed over where the file is not growing; in one changed within the last 30 seconds
-    before ``now`` (wall time; None: nothing grows) it may be a page that did not arrive yet.
+    For any reader, while the spool grows, also over NFS: call again from the last position. Damage
+    is skipped if the file is not growing; in one changed within the last 30 seconds before ``now``
+    (wall time; None: nothing grows) it may be a page that has not arrived yet.
 
     Args:
         directory: the spool's.
         start: after which the batches are wanted; None is the beginning.
         now: wall time.
-        damaged: told where each stretch that is passed over begins and ends.
+        damaged: called with the start and end of each skipped range.
     """
     here = start or SpoolPosition()
     for end, raw in scan_folder(directory, here, lambda number: is_settled(directory, number, now)):
@@ -74,12 +75,12 @@ def read_batches(
 
 
 def is_settled(directory: Path, number: int, now: float | None) -> bool:
-    """Return whether what the file lacks at ``now`` (wall time) is not to come any more."""
+    """Return whether the missing part will not arrive any more at ``now`` (wall time)."""
     return now is None or is_unchanged(directory / f"{number:06d}.tvs", now)
 
 
 def is_unchanged(path: Path, now: float) -> bool:
-    """Return whether nobody has written the file for a while; so has none that is not there."""
+    """Return whether the file has not changed for a while, or does not exist."""
     try:
         age = now - path.stat().st_mtime
     except FileNotFoundError:
@@ -100,8 +101,8 @@ def spool_files(directory: Path) -> list[tuple[int, Path]]:
 def own_files(
     directory: Path, files: list[tuple[int, Path]]
 ) -> list[tuple[int, Path, os.stat_result]]:
-    """Return those that belong to the folder's owner; what another user put there is no spool."""
-    owner = Owner.whose(directory) if files else Owner.us()
+    """Return the files of the directory's owner; other users' files are no spool."""
+    owner = Owner.from_directory(directory) if files else Owner.us()
     spool_files = []
     for number, path in files:
         try:
@@ -123,7 +124,7 @@ def scan_folder(
         is_newest = i + 1 == len(files)
         offset = start.offset if number == start.file else 0
         try:
-            file = stream_own(path, owner=Owner.whose(directory))
+            file = stream_own(path, owner=Owner.from_directory(directory))
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
         with file:
@@ -134,13 +135,13 @@ def scan_folder(
 
 
 class Headers:
-    """Where the headers lie in the file that is being written; ``stored`` says them in short."""
+    """Offsets of the headers in the file being written; ``stored`` shortens batches by them."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, int] = {}
 
     def stored(self, raw: bytes, offset: int) -> bytes:
-        """Return the bytes that stand for the batch at ``offset``; itself where it lies whole."""
+        """Return the stored form of the batch at ``offset``: short, or the batch itself."""
         header_offset = self._places.get(_header_bytes(raw))
         if header_offset is None or offset - header_offset > HEADER_EVERY_BYTES:
             return raw
@@ -149,7 +150,7 @@ class Headers:
         return b"".join((SHORT, prefix, _PLACE.pack(header_offset), rows))
 
     def remember(self, raw: bytes, offset: int) -> None:
-        """Take note of a batch that was written whole; the file's size bounds how many they are."""
+        """Record a batch that was written whole; the file's size bounds their number."""
         header_offset = offset + PREFIX.size
         if header_offset < 1 << 32:
             self._places[_header_bytes(raw)] = header_offset
@@ -162,8 +163,8 @@ def _header_bytes(raw: bytes) -> bytes:
 def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[int, bytes | None]]:
     """Yield (end, batch) from ``offset`` on, and (end, None) for each damaged stretch.
 
-    A tail that holds no batch is damage in a ``complete`` file; else it is torn or still growing,
-    and nothing is said of it.
+    A tail without a valid batch is damage in a ``complete`` file; otherwise it is torn or still
+    growing, and is not reported.
     """
     scan = _Scan(file)
     while offset < scan.end:
@@ -182,10 +183,10 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
 
 
 class _Scan:
-    """Looks for batches in one file. What it reads in vain is bounded.
+    """Search for batches in one file, with bounded cost.
 
-    A damaged batch costs its own size once. A file that somebody made up of beginnings, each of
-    which claims all that follows, would cost its size squared: such a one is given up.
+    A damaged batch costs its own size once. A forged file of batch headers, each of which claims
+    the rest of the file, would cost its size squared: the search gives up on it.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -229,7 +230,7 @@ class _Scan:
         return None
 
     def next_batch(self, offset: int) -> int | None:
-        """The offset of the next valid batch: the next magic behind which one lies."""
+        """The offset of the next valid batch: the next magic with one after it."""
         while offset + PREFIX.size <= self.end:
             self._file.seek(offset)
             chunk = self._file.read(min(_CHUNK_BYTES, self.end - offset))
@@ -263,7 +264,7 @@ class State(msgspec.Struct, kw_only=True):
 
 
 class _Sealed(msgspec.Struct):
-    """The state with its checksum: a flipped digit would have rows passed over in silence."""
+    """The state with its checksum: a flipped digit would silently skip rows."""
 
     crc: int
     state: msgspec.Raw
@@ -277,7 +278,7 @@ def load_state(path: Path) -> State:
 def read_state(path: Path) -> State | None:
     """Return the state in the file, a new one where it is missing; None: it is damaged."""
     try:
-        raw = read_own(path, owner=Owner.whose(path.parent), max_bytes=_MAX_STATE_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES)
         sealed = msgspec.json.decode(raw, type=_Sealed)
         if sealed.crc != zlib.crc32(sealed.state):
             return None

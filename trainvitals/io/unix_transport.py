@@ -59,7 +59,7 @@ class _Stream(httpcore.NetworkStream):
         self._socket.close()
 
     def get_extra_info(self, info: str) -> Any:
-        """Tell whether something comes that nobody asked for: an idle connection has then ended."""
+        """Report whether unrequested data is readable: an idle connection has then ended."""
         if info != "is_readable":
             return None
         poll = select.poll()

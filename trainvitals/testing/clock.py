@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ManualClock:
-    """A ``Clock`` that stands still until it is moved."""
+    """A ``Clock`` that moves only when told to."""
 
     def __init__(self, *, time_ns: int = 1_700_000_000_000_000_000, monotonic_ns: int = 0) -> None:
         self._time_ns = time_ns
@@ -27,5 +27,5 @@ class ManualClock:
         self._monotonic_ns += nanoseconds
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock forward or back, as NTP or a person would; durations are not moved."""
+        """Set the wall clock forward or back, as NTP does; durations do not change."""
         self._time_ns += round(seconds * 1e9)

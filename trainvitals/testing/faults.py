@@ -84,5 +84,5 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the plan of ``to_json``; an empty text is no fault."""
+        """Return the plan from ``to_json``; an empty text is no fault."""
         return msgspec.json.decode(text, type=cls) if text else cls()

@@ -56,7 +56,7 @@ def _put(parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks
 def watched(
     watcher: Watcher | FleetDetectors, steps: str | Sequence[MergedStep], *, ranks: int = 1
 ) -> list[Finding]:
-    """Return all that a watcher tells about a run of that course."""
+    """Return all findings of a detector for a run described by ``steps``."""
     rows = merged_series(steps, ranks=ranks) if isinstance(steps, str) else steps
     return [finding for row in rows for finding in watcher.update(row)]
 

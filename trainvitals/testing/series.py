@@ -103,8 +103,8 @@ def judgements(
 ) -> list[tuple[StepRecord, Judgement]]:
     """Return each record as the device completed it, and what the judge said about it.
 
-    The device's part is played as in training: a record is judged ``lag`` steps later, or at once
-    while the judge is suspicious; the limits computed by then are in force in the step after.
+    The device is simulated as in training: a record is judged ``lag`` steps later, or at once while
+    the judge is suspicious; limits computed by then apply to the next step.
     """
     records = series(text) if isinstance(text, str) else text
     acts, device = judge.mode != "observe", DeviceRule()
@@ -134,6 +134,6 @@ def judgements(
 
 
 def decisions(judge: Judge, text: str | Sequence[StepRecord], **options: Any) -> list[Decision]:
-    """Return the ledger the judge writes over a run of that course; options of ``judgements``."""
+    """Return the decision log of a run described by ``text``; options of ``judgements``."""
     pairs = judgements(judge, text, **options)
     return [judgement.decision for _, judgement in pairs if judgement.decision is not None]

@@ -44,7 +44,7 @@ class Cost(msgspec.Struct, kw_only=True):
 
 
 def agent_cost(*, seconds: float, warm_up_seconds: float = 4.0, ships: bool = False) -> Cost:
-    """Run an agent at its defaults beside eight ranks, and return what it used.
+    """Run an agent with default settings next to eight ranks, and return its resource use.
 
     The ranks are processes that write a row of a real step's columns four times a second. The GPUs
     are played back (``vitals_bench.agent.replayed_nvml``): what a real driver's calls cost is not

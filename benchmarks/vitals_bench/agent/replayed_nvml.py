@@ -23,7 +23,7 @@ Answer = Any
 
 
 class ReplayedNvml:
-    """A module like ``pynvml`` over a recording; ``next_round`` goes on in it."""
+    """A replacement of ``pynvml`` that replays a recording; ``next_round`` advances it."""
 
     def __init__(self, recording: dict[str, Any]) -> None:
         import pynvml
@@ -50,7 +50,7 @@ class ReplayedNvml:
         return getattr(self._real, name)
 
     def next_round(self) -> None:
-        """Go on to the next round of the recording."""
+        """Advance to the next round of the recording."""
         self._round += 1
         self._apply()
 

@@ -1,4 +1,4 @@
-"""Counts what was named rightly, wrongly and not at all, and what is named in healthy runs."""
+"""Counts right, wrong and missing attributions of faults, and attributions in healthy runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST_ASKED = 300
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A fault, and what was said to have moved first."""
+    """A fault, and the reported first cause."""
 
     fault: Fault
     onset: Onset | None
@@ -40,7 +40,7 @@ class Named:
 
     @property
     def said(self) -> str:
-        """What was said, in a word."""
+        """The reported cause as one word."""
         onset = self.onset
         return "no precursor" if onset is None else f"{onset.subject} by {onset.series}"
 
@@ -128,7 +128,7 @@ def named(runs: Iterable[Recorded], *, by_default: bool = False) -> list[Named]:
 def windows_named(
     runs: Sequence[Recorded], num: int, *, by_default: bool = False
 ) -> list[tuple[int, int, Onset]]:
-    """Return what is named in so many windows of healthy runs, and where somebody asked."""
+    """Return the attributions in random windows of healthy runs, and where they were queried."""
     draws = np.random.default_rng(0)
     onsets = []
     for run in runs:

@@ -1,8 +1,8 @@
 """One rank of a training whose rows are attributed: started by ``runs``, four of them over gloo.
 
-The library stands in the loop as in anybody's. A fault begins in a copy of the run: parameters,
-optimizer and schedule are put back to a few steps before it, a new monitor goes on from there, as
-after a resume, and writes on to the rows of the run before.
+The library is used as in any training loop. A fault starts in a copy of the run: parameters,
+optimizer and schedule are restored to a few steps before it, and a new monitor continues from
+there, as after a resume, and appends to the rows of the run before.
 """
 
 from __future__ import annotations

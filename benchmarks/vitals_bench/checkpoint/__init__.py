@@ -1,4 +1,4 @@
-"""The bench `checkpoint`: what a copy of the training costs, and how soon training goes on."""
+"""The benchmark `checkpoint`: cost of a training's copy, and time until it continues."""
 
 from __future__ import annotations
 

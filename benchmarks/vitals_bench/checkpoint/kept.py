@@ -76,7 +76,7 @@ class Kept:
         return {"model": self.bare.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def size(self) -> str:
-        """Return the size of model and moments in words."""
+        """Return the size of model and moments as text."""
         return f"{sum(t.nbytes for t in self.state.tensors().values()) / 1e6:.0f} MB of state"
 
 

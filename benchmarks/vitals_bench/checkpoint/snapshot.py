@@ -1,4 +1,4 @@
-"""The time that a loop stands still for a copy of its state, and to go back to one."""
+"""Time for which a loop is blocked by a snapshot of its state, and by a restore."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COPY = "copy_ of each tensor, preallocated"
 
 
 def measure_take(*, quick: bool) -> Iterator[Row]:
-    """Yield a snapshot in memory beside a plain copy, and beside what others block for."""
+    """Yield a snapshot in memory compared with a plain copy, and with peers' blocking time."""
     yield _small(rounds=5 if quick else 45)
     millions, rounds = (5, 5) if quick else (50, 15)
     with TemporaryDirectory(prefix="vitals-bench-") as folder, _Async(Path(folder)) as peers:
@@ -91,7 +91,7 @@ def _small(rounds: int) -> Row:
 
 
 def measure_restore(*, quick: bool) -> Iterator[Row]:
-    """Yield a restore from memory beside a load of the same state from a warm file."""
+    """Yield a restore from memory compared with a load of the same state from a cached file."""
     millions, rounds = (5, 5) if quick else (50, 15)
     with TemporaryDirectory(prefix="vitals-bench-") as folder:
         kept, peer = Kept(millions), Kept(millions)
@@ -156,7 +156,7 @@ def _safetensors_version() -> str:
 
 
 class _Async:
-    """``dcp.async_save``; only its call is timed, what it left to do is waited for between."""
+    """``dcp.async_save``; only the call is timed, its background work ends in between."""
 
     def __init__(self, folder: Path) -> None:
         expect_no_dist_warning()

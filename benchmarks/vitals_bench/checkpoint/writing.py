@@ -22,7 +22,7 @@ _BATCH = 4
 
 
 def measure_writing(*, quick: bool) -> Iterator[Row]:
-    """Yield the median and the slowest twentieth of the steps beside those of a quiet disk."""
+    """Yield the median and the slowest 5% of the steps, compared with an idle disk."""
     millions, saves = (1, 2) if quick else (10, 8)
     with TemporaryDirectory(prefix="vitals-bench-") as folder:
         kept = Kept(millions, batch=_BATCH)

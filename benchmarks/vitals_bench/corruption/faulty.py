@@ -1,8 +1,8 @@
 """Small trainings with one fault each, and the ``build`` by which it is played: see ``repro``.
 
-A fault is in the code, which the entry builds as the training does, in one batch, or in the state
-of the running training alone. What its verdict is to be follows from that, by what the verdicts
-mean: data where the batch alone is to blame, arithmetic where more precision cures it.
+A fault is in the code, which the entry builds as the training does, in one batch, or only in the
+state of the running training. The expected verdict follows from the meaning of the verdicts: data
+if only the batch is the cause, arithmetic if higher precision fixes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault: where it is, and what is to be said of it."""
+    """One fault: its location, and the expected verdict."""
 
     kind: str
     module: str

@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Healthy(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said of a training without any flip."""
+    """Reports in a training without any flip."""
 
     kind: str
     ranks: int
@@ -251,7 +251,7 @@ def flips(rank: int, ranks: int, times: int) -> list[Outcome]:
 
 
 def healthy(rank: int, ranks: int, steps: int) -> list[Healthy]:
-    """Return what was said of trainings without any fault; all tensors are compared each step."""
+    """Return the reports in trainings without any fault; all tensors are compared each step."""
     replicas.ROUND = 1
     return [_healthy(kind, rank, ranks, steps) for kind in KINDS]
 

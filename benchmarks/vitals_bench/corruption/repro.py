@@ -29,7 +29,7 @@ _SECONDS = 600
 
 
 class Outcome(NamedTuple):
-    """What was said of one fault."""
+    """Verdict on one fault."""
 
     name: str
     fault: Fault

@@ -21,7 +21,7 @@ from vitals_bench.training import Loop, size_of, tokens
 
 _SHAPE = (512, 1024)
 _LANES = 4093
-"""Words after which a fingerprint's places begin anew."""
+"""Words after which the positions of a fingerprint repeat."""
 
 
 def _word(tensor: Tensor) -> float:
@@ -107,7 +107,7 @@ def measure_misses(*, quick: bool) -> Iterator[Row | Grid]:
 
 
 def measure_cost(*, quick: bool) -> Iterator[Row]:
-    """Yield what the words cost beside the step that they are of."""
+    """Yield the cost of the fingerprint words compared with the step."""
     for millions in (5,) if quick else (10, 50):
         loop = Loop(millions, tokens(2 if quick else 8))
         loop.step()

@@ -1,4 +1,4 @@
-"""What the user may ask of the bench besides ``--quick``."""
+"""Options of the benchmark in addition to ``--quick``."""
 
 from __future__ import annotations
 

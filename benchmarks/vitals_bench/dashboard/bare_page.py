@@ -12,7 +12,7 @@ TALL, LOW = 330, 220
 
 
 def draw(num_charts: int) -> None:
-    """Draw one wide chart, and all others two beside each other, as the run page does."""
+    """Draw one wide chart, and all others two per row, as the run page does."""
     st.set_page_config(layout="wide")
     points = [[i, math.sin(i / 10)] for i in range(NUM_POINTS)]
     spec = {

@@ -1,4 +1,4 @@
-"""The bench `detect`: what our detectors and the peers' rules find, miss and make up."""
+"""The benchmark `detect`: found and missed events, and false alarms, of our detectors and peers."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _median(
 ) -> float:
     """Return the microseconds of CPU of one call: the median over stretches of 100 of them.
 
-    Each round begins anew, for a log that began again would look like a fault.
+    Each round starts with a new detector, because a restarting log would look like a fault.
     """
     costs: list[float] = []
     for _ in range(times):

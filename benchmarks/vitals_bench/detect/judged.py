@@ -32,7 +32,7 @@ class Judged:
 
 
 def judge_all(series: Iterable[Series]) -> Judged:
-    """Let ours and every peer judge the logs, each beginning anew with each."""
+    """Run our detectors and every peer on the logs, with a new instance for each log."""
     logs = list(series)
     verdicts = [judge(log) for log in logs]
     alarms: dict[str, list[list[Alarm]]] = {

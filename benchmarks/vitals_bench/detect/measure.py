@@ -26,7 +26,7 @@ SEEDS = 20
 LONG = 1000
 """Records of a log that has enough of them left to learn from when it is thinned."""
 QUIET = 400
-"""Records after a single NaN in which nothing is to be said."""
+"""Records after a single NaN in which no alarm is expected."""
 LEAD = 3
 RECALL, RECALL_BY_HAND, PRECISION = 0.9, 0.8, 0.97
 FALSE_SKIPS = 1.0

@@ -1,4 +1,4 @@
-"""What our own detectors and ladder say about a log, fed as in training."""
+"""Alarms of our detectors and policy on a log, fed as in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Verdicts:
     skipped: list[Alarm]
     """Records that would not have been applied, by the kind of what was found."""
     rollbacks: list[int]
-    """Records at which the ladder would have gone back to a checkpoint."""
+    """Records at which the policy would have rolled back."""
     halts: list[int]
     """Records at which it would have given up."""
 

@@ -1,9 +1,8 @@
-"""The rules that others publish, written anew from their descriptions, at their defaults.
+"""Published rules of others, reimplemented from their descriptions, with default settings.
 
-Each says what it would have said about a log that went on as it did: a skip, an exception or a
-clip of theirs is an alarm here. Where a rule ends the run, the log shows what came after, and it
-goes on.
-The revisions that were read are of June 2026 or older.
+Each rule judges a log that is not affected by it: a skip, an exception or a clip of the rule is an
+alarm here. If a rule would end the run, the log continues anyway. The revisions that were read are
+of June 2026 or older.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class NormAbove:
 
 
 class _Ring:
-    """The last so many values, and whether one more is usual beside them."""
+    """The last values, and whether the next one is usual among them."""
 
     def __init__(self, size: int) -> None:
         self._values = np.zeros(size)
@@ -138,8 +137,8 @@ class LlmC:
     """llm.c's OutlierDetector: the z-score within the last 128, of the loss and of the norm.
 
     Source: ``llmc/outlier_detector.h`` and the options -sl and -sg of ``train_gpt2.cu``. Both are
-    0, that is off, by default; 3 and 6 are what its scripts and users set. A score that is not
-    finite skips nothing, and one NaN stays in the running sums for ever.
+    0, that is off, by default; 3 and 6 are the values of its scripts and users. A non-finite score
+    skips nothing, and one NaN stays in the running sums forever.
     """
 
     def __init__(self, limit: float, *, window: int = 128) -> None:
@@ -283,7 +282,7 @@ class ZClip:
     """ZClip: a norm whose z-score within exponential averages is above 2.5 is clipped.
 
     Source: arXiv 2504.02507 and ``zclip/zclip.py``: smoothing 0.97, 25 records of warm-up, and a
-    clipped norm enters the averages as what it was clipped to. One NaN stays in them for ever.
+    clipped norm enters the averages with its clipped value. One NaN stays in them forever.
     """
 
     def __init__(self, *, alpha: float = 0.97, limit: float = 2.5, warm_up: int = 25) -> None:

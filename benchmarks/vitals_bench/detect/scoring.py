@@ -1,12 +1,12 @@
 """How alarms are scored against what is known to have gone wrong.
 
-Alarms close together are one episode: one page to whoever is on call. An event is found by an alarm
-from a record before its onset on, up to its end or 20 records after its onset, whichever is later,
-if the episode began no more than 20 records before the event, or near another major one: what is
-always on finds nothing. An episode that found nothing is a false alarm, unless it began within 30
-records after an event, 3 before, or during it; so what is said about minor events does not count,
-neither for nor against. Plateaus are found by alarms of that kind alone, which find nothing else;
-and by what is told of progress that was lost, which may be another event too.
+Alarms that are close together are one episode: one page to the operator on call. An event is found
+by an alarm between one record before its onset and its end or 20 records after its onset, whichever
+is later, if the episode started at most 20 records before the event, or near another major one: an
+alarm that is always on finds nothing. An episode that found nothing is a false alarm, unless it
+started within 30 records after an event, 3 before, or during it; so alarms about minor events do
+not count, neither for nor against. Plateaus are found only by alarms of that kind, which find
+nothing else; and by reports of lost progress, which may be another event too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _hits(row: int, began: int, event: Event, majors: Sequence[Event]) -> bool:
 
 
 def is_near(row: int, events: Iterable[Event]) -> bool:
-    """Say whether a record lies within an event or its margins, where nothing is false."""
+    """Return whether a record is within an event or its margins, where no alarm is false."""
     return any(event.onset - BEFORE <= row <= event.end + AFTER for event in events)
 
 
@@ -180,7 +180,7 @@ class Total:
 
     @property
     def precision(self) -> float | None:
-        """Findings among findings and false alarms; None where nothing was said."""
+        """Found events divided by found events and false alarms; None without alarms."""
         num_told = len(self._found()) + self.num_false
         return len(self._found()) / num_told if num_told else None
 

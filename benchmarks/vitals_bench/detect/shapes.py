@@ -1,4 +1,4 @@
-"""Logs made by us, each with one thing wrong with it or with one that only looks like it.
+"""Synthetic logs, each with one fault or with something similar that is not a fault.
 
 A loss that falls by a power law, times a residual that is correlated from step to step and has
 heavier tails than a normal one; a gradient norm with single steps of 5 to 15 times its level

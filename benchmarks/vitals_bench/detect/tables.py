@@ -203,12 +203,12 @@ def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> 
 
 
 def num_outside(judged: Judged, rows: Sequence[tuple[int, int]]) -> int:
-    """Return how many of these records, each with its log, lie outside every event."""
+    """Return how many of these records, each with its log, are outside every event."""
     return sum(not is_near(row, judged.series[i].events) for i, row in rows)
 
 
 def series_grid(judged: Judged) -> Grid:
-    """Return one line for each log in which something was to be found, or was said falsely."""
+    """Return one line for each log with an event, or with a false alarm."""
     rows: list[tuple[Cell, ...]] = []
     for series, scored in zip(judged.series, judged.scores[TELL], strict=True):
         num = len(scored.hits) + len(scored.missed)

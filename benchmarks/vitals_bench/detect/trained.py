@@ -1,4 +1,4 @@
-"""What is said of real small trainings whose loss rises for good reasons, declared and not."""
+"""Alarms in real small trainings whose loss rises for good reasons, declared and not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Case(NamedTuple):
 
 
 def measure_trained(*, quick: bool, logs: Logs | None = None) -> Iterator[Row | Grid]:
-    """Train, and yield what is found, made up and done, by the kind of the training."""
+    """Train, and yield found events, false alarms and actions, by the kind of training."""
     del logs
     made = list(_trained(quick=quick))
     cases = {

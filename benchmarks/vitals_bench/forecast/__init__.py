@@ -1,4 +1,4 @@
-"""What a run costs and when it ends: what is told of it, held against what is known or came."""
+"""Forecasts of a run's cost and end, compared with the known outcome."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

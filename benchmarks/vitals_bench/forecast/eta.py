@@ -1,4 +1,4 @@
-"""Jobs that know when they end: what was foreseen of it at a quarter of their steps."""
+"""Simulated jobs with a known end: forecasts of it at a quarter of their steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS = (
 
 
 def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
-    """Yield how far off the end was told at a quarter of the steps, of jobs with restarts."""
+    """Yield the error of the forecast end at a quarter of the steps, for jobs with restarts."""
     cells: list[tuple[Cell, ...]] = []
     for kind in _KINDS:
         outcomes = [_told(kind, seed) for seed in range(20 if quick else 300)]
@@ -89,7 +89,7 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
 
 class _Outcome(NamedTuple):
     of_all: float
-    """How far off the end was told, as a share of the run's whole time."""
+    """Error of the forecast end, as a share of the run's whole time."""
     of_left: float
     """The same of the time that was left."""
     is_within: bool

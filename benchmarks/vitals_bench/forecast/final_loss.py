@@ -1,4 +1,4 @@
-"""Final losses told at half of a run, beside what came: of logs of others, and of trainings here.
+"""Final losses forecast at half of a run, compared with the outcome: third-party logs and own runs.
 
 The constants of ``trainvitals.forecast`` were set on the logs; the trainings were held back.
 """
@@ -31,11 +31,11 @@ class _Curve(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What was told of the curves at one share of their steps."""
+    """Forecasts of the curves at one share of their steps."""
 
     number: int
     off: npt.NDArray[np.float64]
-    """Of those that were told."""
+    """Errors of these forecasts."""
     covered: float
 
     @property
@@ -44,7 +44,7 @@ class _Told(NamedTuple):
 
 
 def measure_final_loss(*, quick: bool, traces: Path | None = None) -> Iterator[Row | Grid]:
-    """Yield how far off final losses are, how often they lie in the interval, and abstentions.
+    """Yield the errors of final losses, the coverage of the interval, and abstentions.
 
     Args:
         quick: fewer trainings.

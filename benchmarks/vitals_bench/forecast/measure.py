@@ -1,4 +1,4 @@
-"""Holds goodput against simulated jobs that know what each second was; times a million steps."""
+"""Compares goodput with simulated jobs of known composition; times a million steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUM_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One simulated job beside what was said of it."""
+    """One simulated job and its computed goodput."""
 
     run: SimulatedRun
     said: GoodputView

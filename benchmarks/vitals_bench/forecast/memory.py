@@ -1,4 +1,4 @@
-"""Small transformers trained on the CPU: what they allocate, beside what a plan says of them."""
+"""Small transformers trained on the CPU: allocated memory, compared with the plan."""
 
 import contextlib
 from collections.abc import Iterator
@@ -177,7 +177,7 @@ def _as_if_averaged(_: object, bucket: GradBucket) -> torch.futures.Future[Tenso
 
 @contextlib.contextmanager
 def _ranks(num: int) -> Iterator[None]:
-    """Let this process be rank 0 of so many, of which the others are not there."""
+    """Make this process rank 0 of ``num`` ranks that do not exist."""
     if num < 2:
         yield
         return

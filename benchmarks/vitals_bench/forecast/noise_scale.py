@@ -1,4 +1,4 @@
-"""Three small trainings: the noise scale as the hooks estimate it, beside the direct one."""
+"""Three small trainings: the noise scale estimated by the hooks, compared with the direct one."""
 
 from __future__ import annotations
 

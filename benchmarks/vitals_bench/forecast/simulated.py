@@ -1,8 +1,8 @@
 """A job that never ran: knows what each second truly was, and writes what a run would have written.
 
-An oracle of its own: it shares no line with ``trainvitals.goodput``. Time passes in pieces, each of
-which says what it is as it passes. Steps that are undone later are told so as it happens. What is
-written is what ranks and agents write: rows with jitter on their clocks, events, decisions.
+An independent oracle: it shares no line with ``trainvitals.goodput``. Time passes in pieces, each
+with its bucket. Steps that are rolled back later are marked when that happens. The output is that
+of ranks and agents: rows with jitter on their clocks, events, decisions.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class SimulatedRun:
         self._step = self._saved
 
     def _undo(self, fork: int) -> None:
-        """Tell what was trained from ``fork`` on that it was in vain."""
+        """Mark the training since ``fork`` as rolled back."""
         for step in [step for step in self._since_save if step >= fork]:
             for bucket, seconds in self._since_save.pop(step).items():
                 self.truth[bucket] -= seconds * SECOND

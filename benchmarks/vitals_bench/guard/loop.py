@@ -1,4 +1,4 @@
-"""A whole training step: wall time with and without, beside what others add; our own CPU time."""
+"""A whole training step: wall time with and without Vitals, compared with peers; our CPU time."""
 
 from __future__ import annotations
 

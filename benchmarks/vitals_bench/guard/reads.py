@@ -19,7 +19,7 @@ from vitals_bench.rows import Row, at_most, exactly
 from vitals_bench.training import gpt, size_of, tokens, watched
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item")
-"""Operators whose result the host must have before it goes on."""
+"""Operators whose result the host waits for."""
 _ASKING = tuple(
     f"trainer_hooks.{m}" for m in ("tensors.gradients", "step.phases", "guard.optimizers")
 )

@@ -17,7 +17,7 @@ PEER = "OLMo-core's rule"
 
 
 class Trained(NamedTuple):
-    """What a loop with injected faults came to."""
+    """Result of a loop with injected faults."""
 
     skipped: list[int]
     first_guarded: int

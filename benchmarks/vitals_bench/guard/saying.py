@@ -1,4 +1,4 @@
-"""What it costs to say a step: the journal's row beside the loggers that people use."""
+"""Cost of writing a step: the journal's row compared with widely used loggers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _gauge_rows(
 
 
 def _beside_loggers(steps: int) -> Iterator[Row]:
-    """Each in a process of its own, for children and threads cannot be told apart in one."""
+    """Each in a separate process: children and threads could not be attributed in one."""
     base, twelve, ours = (_in_process(name, steps) for name in ("nothing", "twelve", "ours"))
     for peer, (call, goal, goal_of_all) in LOGGED.items():
         theirs = _in_process(peer, steps) if is_installed(peer) else {}

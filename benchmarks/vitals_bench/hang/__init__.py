@@ -1,4 +1,4 @@
-"""How soon and how rightly a hang is named, and that nobody is paged for what is none."""
+"""Delay and accuracy of naming a hang, and false pages."""
 
 from vitals_bench.hang.measure import measure_hangs, measure_healthy, measure_hour
 

@@ -333,7 +333,7 @@ def run_trial(fault: Fault, *, ranks: int, watch_seconds: float) -> Trial:
 
 
 def _take_in(trial: Trial, rows: list[EventRow], began: float) -> None:
-    """Fill in what was said after the fault began."""
+    """Add the reports after the fault started."""
     trial.texts.clear()
     trial.reasons.clear()
     stacks: set[int] = set()

@@ -24,7 +24,7 @@ STEP_SECONDS = 0.05
 
 
 class Faults:
-    """What the bench asked of this rank, and that it has begun."""
+    """Requests of the benchmark to this rank, and its acknowledgment."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ class Faults:
         ctypes.PyDLL(None).read(self._pipe, ctypes.create_string_buffer(1), 1)
 
     def spin(self) -> None:
-        """Compute in Python until the bench says so, or wait in vain."""
+        """Compute in Python until the benchmark says stop, or wait forever."""
         os.set_blocking(self._pipe, False)
         number = 0
         while True:

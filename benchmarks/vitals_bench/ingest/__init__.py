@@ -1,4 +1,4 @@
-"""The bench `ingest`: what it costs to take records in, beside the servers others use."""
+"""The benchmark `ingest`: cost of ingesting records, compared with other servers."""
 
 from __future__ import annotations
 

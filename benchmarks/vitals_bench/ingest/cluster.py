@@ -1,7 +1,7 @@
-"""Three collectors on one PostgreSQL beside one: CPU of a row; rows kept while they are killed.
+"""Three collectors on one PostgreSQL compared with one: CPU per row; rows stored during kills.
 
 Once with many runs and once with one run of many ranks, all sent by one driver through the real
-wire. CPU is that of the collectors; PostgreSQL's is beside it.
+wire. CPU is that of the collectors; PostgreSQL's is listed separately.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _postgres(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def measure_cluster(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
-    """Yield how three collectors do beside one; and whether a row is lost while they are killed."""
+    """Yield three collectors compared with one; and whether a row is lost while they are killed."""
     seconds = 12.0 if quick else 20.0 * asked.minutes
     for load in QUICK if quick else FULL:
         try:

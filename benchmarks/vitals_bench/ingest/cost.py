@@ -1,4 +1,4 @@
-"""CPU of a server for each record, at several sizes of a request, beside what others' take."""
+"""CPU of a server per record, at several request sizes, compared with other servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitals_bench.rows import Row, ratio_at_most
 NUM_RANKS = 64
 _STEP_NS = 250_000_000
 _PAST_NS = 3_000_000_000_000
-"""Records are of the last 50 minutes: Prometheus refuses what lies an hour behind its newest."""
+"""Records are of the last 50 minutes: Prometheus refuses samples an hour older than its latest."""
 _IDLE_SECONDS = 4.0
 GOALS = {"VictoriaMetrics": 1 / 4, "Prometheus": 1 / 6, "MLflow": 1 / 400}
 

@@ -2,8 +2,8 @@
 
     python -m vitals_bench.ingest.driver PLAN
 
-Prints one line of JSON. It must be cheap, because it runs beside what is measured: one thread, a
-plain connection for each node, and bodies of which only numbers change from step to step.
+Prints one line of JSON. It must be cheap, because it runs on the measured machine: one thread, a
+plain connection for each node, and bodies in which only numbers change from step to step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Node(asyncio.Protocol):
     """One node's connection. While a post is not answered the next bodies wait and go together.
 
-    It goes where it is told that the run's owner is, and to the next address where none answers.
+    It follows redirects to the run's owner, and tries the next URL if one does not respond.
     """
 
     def __init__(self, addresses: Sequence[str], token: str) -> None:

@@ -1,6 +1,6 @@
 """A run of 4,096 ranks at one step a second through the real wire: what the collector needs for it.
 
-511 nodes are simulated, one is real: journals of eight ranks and the agent beside them.
+511 nodes are simulated, one is real: journals of eight ranks and their agent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Size:
     num_steps: int
     """Seconds that CPU and memory are looked at, warm-up included."""
     num_probes: int
-    """Seconds after these, in which rows and alerts are waited for."""
+    """Seconds after these, in which rows and alerts are awaited."""
 
 
 @dataclass(slots=True)

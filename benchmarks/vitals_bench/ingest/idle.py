@@ -22,7 +22,7 @@ def measure_idle(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # no
 
 
 def measure_seconds(seconds: float) -> Iterator[Row]:
-    """Yield the rows, of so many seconds behind the last record."""
+    """Yield the rows for this many seconds after the last record."""
     with TemporaryDirectory(prefix="vitals-bench-") as folder:
         began = time.monotonic()
         with servers.ours(Path(folder), RANKS_PER_NODE) as server:

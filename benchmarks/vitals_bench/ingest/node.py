@@ -32,7 +32,7 @@ class RealNode:
 
     Args:
         folder: for the run directory.
-        shm: where journals may lie.
+        shm: directory for journals.
         run_id: the run.
         world_size: ranks of the whole run.
     """
@@ -67,7 +67,7 @@ class RealNode:
         return self
 
     def agent(self, url: str, tokens: Path) -> Started:
-        """Start the real agent beside the journals."""
+        """Start the real agent for the journals."""
         args = [
             *(sys.executable, "-m", "vitals_agent", "--dir", str(self._folder / "runs")),
             *("--run", self.run_id, "--collector", url, "--token-file", str(tokens)),

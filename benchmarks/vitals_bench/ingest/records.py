@@ -60,7 +60,7 @@ class Block(NamedTuple):
         return len(self.time_unix_ns)
 
     def parts(self, num_steps: int) -> Iterator[Block]:
-        """Yield the same in pieces of so many steps."""
+        """Yield the same in blocks of ``num_steps`` steps."""
         for start in range(0, self.num_steps, num_steps):
             piece = slice(start, start + num_steps)
             yield Block(self.first_step + start, self.time_unix_ns[piece], self.values[:, piece])

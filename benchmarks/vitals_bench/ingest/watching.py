@@ -1,4 +1,4 @@
-"""What following a run costs by itself: rows that were committed are merged, watched and told of.
+"""Cost of following a run: committed rows are merged and checked by the fleet detectors.
 
     python -m vitals_bench.ingest.watching 4096 60
 
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
     """CPU time of a step in the engine's looks."""
     longest_poll_seconds: float
     alerts: tuple[str, ...]
-    """The alerts that notifiers were told, in order."""
+    """The delivered alerts, in order."""
 
 
 class _Heard:
@@ -126,7 +126,7 @@ def new_ranks(num_ranks: int, started_unix_ns: int) -> Ranks:
 
 
 def replay_commit(store: Store, num_ranks: int, num_steps: int, *, slow_from: int = -1) -> Cost:
-    """Follow a run of so many ranks at a step a second, and return what a step costs.
+    """Follow a run with ``num_ranks`` ranks at one step per second, and return the cost per step.
 
     Args:
         store: an empty one.

@@ -1,11 +1,11 @@
 """Synthetic worlds for the detectors that only tell: faulty and healthy curves, with labels.
 
 ``WORLDS`` maps a name to a pure function of seed and noise that makes a curve: (loss, gradient
-norm, learning rate) step by step, and the steps in which its fault is to be told. A healthy curve
-has none: whatever is told about it is one too many.
+norm, learning rate) step by step, and the steps in which its fault should be reported. A healthy
+curve has none: every report is a false alarm.
 
-``python -m vitals_bench.judgement.curves`` prints the share of curves that are told, world by world
-and noise by noise: for the seeds that settings were chosen by, and for those that never were.
+``python -m vitals_bench.judgement.curves`` prints the share of reported curves, by world and noise:
+for the seeds that settings were chosen by, and for held-out seeds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class World:
     """The curve of a seed at a noise: the standard deviation of the logarithm of the loss."""
     is_healthy: bool
     goal: float = 0.0
-    """Share of the curves that is to be told, over all noises."""
+    """Share of the curves that should be reported, over all noises."""
     noises: Sequence[float] = field(default=NOISES)
 
 
@@ -82,7 +82,7 @@ def flat(steps: int) -> list[float]:
 
 
 def falling(steps: int) -> list[float]:
-    """Return a loss that still falls, by .7 % in 100 steps after 1,200."""
+    """Return a loss that still falls, by 0.7% in 100 steps after 1,200."""
     return [2.0 + 5.0 / (1.0 + i / 40.0) for i in range(steps)]
 
 
@@ -98,7 +98,7 @@ def _noisy(
     norms: Mapping[int, float] | None = None,
     rates: Sequence[float] | None = None,
 ) -> list[Point]:
-    """Return the points of a course: log-normal noise, the norm's own beside it."""
+    """Return the points of a course: log-normal noise, independent for loss and norm."""
     factors = norms or {}
     steady = rates or _rates(len(levels))
     return [
@@ -153,7 +153,7 @@ def not_a_number(name: str) -> Callable[[int, float], Curve]:
 
 
 def ramp(name: str) -> Callable[[int, float], Curve]:
-    """Make a loss that rises by 2 % in 100 steps over its course, to be told within 400."""
+    """Make a loss that rises by 2% in 100 steps over its course, to be reported within 400."""
 
     def make(seed: int, noise: float) -> Curve:
         rng = _rng(name, seed, noise)
@@ -461,30 +461,30 @@ def findings_of(curve: Curve) -> list[Finding]:
 
 
 def is_told(curve: Curve, findings: Sequence[Finding]) -> bool:
-    """Say whether something was told while the fault was there."""
+    """Return whether a finding was reported during the fault."""
     return any(curve.onset <= finding.step <= curve.told_by for finding in findings)
 
 
 def episodes(findings: Sequence[Finding], gap: int = 20) -> int:
-    """Return how often somebody was told: what is at most ``gap`` steps apart is once."""
+    """Return the number of episodes: findings at most ``gap`` steps apart are one."""
     steps = sorted({finding.step for finding in findings})
     return sum(i == 0 or step - steps[i - 1] > gap for i, step in enumerate(steps))
 
 
 class Rate(NamedTuple):
-    """What was told about the curves of one world at one noise."""
+    """Reports about the curves of one world at one noise."""
 
     num_alarmed: int
-    """Faulty curves that were told; healthy ones about which anything was."""
+    """Reported faulty curves; healthy ones with any report."""
     curves: int
     episodes: float
-    """Times that somebody was told in a curve where nothing was to be, on average: all of a healthy
-    one, before the onset of a faulty one."""
+    """False episodes per curve, on average: in all of a healthy one, before the onset of a faulty
+    one."""
     causes: Counter[str]
 
 
 def rate(world: World, noise: float, seeds: Sequence[int]) -> Rate:
-    """Return what is told about the curves of these seeds."""
+    """Return the reports about the curves of these seeds."""
     num_told, num_early, causes = 0, 0, Counter[str]()
     for seed in seeds:
         curve = world.make(seed, noise)

@@ -23,7 +23,7 @@ DAMAGING = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. Poison lies in batches and comes again with them; all else happens once."""
+    """One fault. Poison is in batches and repeats with them; all other faults happen once."""
 
     kind: FaultKind
     begin: int = 350
@@ -36,7 +36,7 @@ class Fault:
 
     @property
     def is_of_the_data(self) -> bool:
-        """Whether the batches are to blame: no state is damaged by it."""
+        """Whether the batches are the cause: the state is not damaged."""
         return self.kind in ("poison", "nan_loss")
 
     def poisons(self, index: int) -> bool:

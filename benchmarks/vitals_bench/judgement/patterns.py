@@ -41,7 +41,7 @@ class PatternsTask(Task):
     examples: int = 16
     noise: float = 1.2
     flips: float = 0.1
-    """Share of labels that are drawn anew."""
+    """Share of labels that are redrawn."""
     restart: int = 0
     """Steps of a cosine after which the rate jumps up again."""
     epoch: int = 0
@@ -114,7 +114,7 @@ class PatternsTask(Task):
         return each * batch[2] if len(batch) > 2 else each
 
     def poison(self, batch: Batch, kind: Poison, index: int) -> Batch:
-        """Return labels drawn anew, a constant, far too bright pictures, or NaN."""
+        """Return redrawn labels, a constant, far too bright images, or NaN."""
         x, y = batch[:2]
         if kind == "nan":
             return torch.full_like(x, torch.nan), y

@@ -28,7 +28,7 @@ class RegressionTask(Task):
     every: int = 0
     """Every so many batches a hard one."""
     burst: int = 0
-    """Three hard batches in a row, once in so many."""
+    """Three consecutive hard batches per ``burst`` batches."""
     fixed: int = 0
     """Number of batches that come again and again; with a large rate the optimizer spikes."""
     new: int = 0
@@ -36,7 +36,7 @@ class RegressionTask(Task):
     heavy_weights: float = 0.0
     """Share of batches whose loss counts eight times."""
     hinge: bool = False
-    """Whether the loss is zero within .3 of the target, so that many gradients are 0."""
+    """Whether the loss is zero within 0.3 of the target, so that many gradients are 0."""
 
     @property
     def changes(self) -> tuple[int, ...]:

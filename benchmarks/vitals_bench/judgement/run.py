@@ -210,7 +210,7 @@ def clip_exactly(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
 
 
 def train_bare(training: Training, *, leaves_out: bool = False) -> None:
-    """Train without any monitor; ``leaves_out`` passes over what is poisoned."""
+    """Train without any monitor; ``leaves_out`` skips poisoned batches."""
     parameters, auto_clip = training.parameters, AutoClip()
     for batch in training.loader():
         fault = training.fault

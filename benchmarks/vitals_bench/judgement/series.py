@@ -5,10 +5,10 @@ itself.
 
     python -m vitals_bench.judgement.series FOLDER [SEEDS]
 
-writes ``labels.json`` and ``series/NAME.csv`` as the bench `detect --traces FOLDER` reads them; the
-bench `detect` makes them by itself, too. Half of the logs are healthy; in the others a fault
-happens at a step that is known. A fault that can hardly be seen in loss and norm, beside what the
-same training shows without it, is labelled minor: it need not be told.
+writes ``labels.json`` and ``series/NAME.csv`` for the benchmark `detect --traces FOLDER`; the
+benchmark `detect` also makes them itself. Half of the logs are healthy; in the others a fault
+happens at a known step. A fault that is hardly visible in loss and norm, compared with the same
+training without it, is labeled minor: it need not be reported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SETTLED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A training, and what its owner would tell of it."""
+    """A training, and what its user would declare about it."""
 
     family: str
     make: Callable[..., Task]
@@ -226,7 +226,7 @@ def write_logs(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the logs of so many seeds (3) into a folder."""
+    """Write the logs of this many seeds (3) into a directory."""
     torch.set_num_threads(1)
     write_logs(Path(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 3)
 

@@ -1,4 +1,4 @@
-"""What the trainings showed: families of worlds beside the clean run, and the goals."""
+"""Results of the trainings: families of worlds compared with the clean run, and the goals."""
 
 from __future__ import annotations
 
@@ -210,10 +210,10 @@ def _text(ratio: float) -> str:
 
 
 def verdicts(outcomes: Iterable[Outcome]) -> tuple[int, int, int]:
-    """Return in how many trainings the state was read rightly, wrongly, and not at all.
+    """Return in how many trainings the verdict on the state was right, wrong, and missing.
 
-    The first answer of a training counts. A jump of the rate is asked about before anything was
-    trained with it, so its answers are none.
+    The first verdict of a training counts. For a jump of the rate it is requested before any
+    training with it, so these verdicts do not count.
     """
     right = wrong = abstained = 0
     for outcome in outcomes:

@@ -88,7 +88,7 @@ class TextTask(Task):
     every: int = 0
     """Every so many batches one in the secret alphabet."""
     burst: int = 0
-    """Three batches in a row in the secret alphabet, once in so many."""
+    """Three consecutive batches in the secret alphabet per ``burst`` batches."""
     blocks: int = 0
     """Batches after which the alphabet changes, and changes back."""
     curriculum: int = 0

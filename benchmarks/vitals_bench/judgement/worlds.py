@@ -116,7 +116,8 @@ class World:
     """What is compared together in a table."""
     make: Make
     base: str
-    """The world without the fault, whose unwatched run is the clean one; a healthy one's own."""
+    """The world without the fault, whose unmonitored run is the clean one; a healthy one names
+    itself."""
     fault: Fault | None = None
 
 

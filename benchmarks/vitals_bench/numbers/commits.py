@@ -23,7 +23,7 @@ _RANKS_A_BODY = 8
 _JUDGED_BY_ROW = 1_000
 """Rows of a commit from which on it is judged by the row."""
 _A_MINUTE = 58
-"""Commits, beside the first two: files are merged once a minute. Of large ones fewer do as well."""
+"""Commits after the first two: files are merged once a minute. Fewer large ones are enough."""
 _MANY_ROWS = 10_000
 COMMIT_MS = 40.0
 """4 % of a core at one a second."""
@@ -102,7 +102,7 @@ class Stored(NamedTuple):
 
 
 def stored(case: Case, num_commits: int) -> Stored:
-    """Store the rows of so many seconds, and of two before them, and merge them.
+    """Store the rows of ``num_commits`` seconds, and of two before them, and merge them.
 
     Raises:
         RuntimeError: rows were not stored.

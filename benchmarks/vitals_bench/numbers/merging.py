@@ -1,4 +1,4 @@
-"""How long an answer takes while files are merged beside it."""
+"""Response time of a commit during a merge of files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _RECEIVED_NS = 1
 
 
 def measure_merging(*, quick: bool) -> Iterator[Row]:
-    """Yield the longest answer to a commit beside a merge of two minutes of rows."""
+    """Yield the slowest commit during a merge of two minutes of rows."""
     yield measure_case(QUICK if quick else FULL, 10 if quick else _NUM_COMMITS)
 
 
 def measure_case(case: Case, num_commits: int) -> Row:
-    """Return the row for a fleet of this size, after so many commits that nothing has merged."""
+    """Return the row for a fleet of this size, after ``num_commits`` unmerged commits."""
     fleet, alone, beside = Fleet(case), list[float](), list[float]()
     with (
         TemporaryDirectory(prefix="vitals-bench-") as folder,

@@ -1,1 +1,1 @@
-"""What others do, to be measured beside: a published rule, and the loggers that are installed."""
+"""Peers to compare with: a published rule, and the installed loggers."""

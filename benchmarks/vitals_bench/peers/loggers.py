@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAMES = tuple(f"train/metric_{i}" for i in range(12))
-"""The twelve scalars that every logger is told at each step."""
+"""The twelve scalars that every logger gets at each step."""
 
 
 class Logger(NamedTuple):

@@ -1,7 +1,7 @@
 """OLMo-core's skip-step optimizer, written from its published description and not from its code.
 
-It keeps the last 128 losses and gradient norms. From the 64th step on, a step counts only where
-both lie within six standard deviations above their mean; the update is multiplied by 1 or by 0.
+It keeps the last 128 losses and gradient norms. From the 64th step on, a step counts only if both
+are below their mean plus six standard deviations; the update is multiplied by 1 or by 0.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _STEP_NS = 1_000_000_000
 _NUM_EVENTS = 100
 """Of each kind."""
 _WINDOWS = 200
-"""A spike stands alone in its window, so that no larger one beside it may be drawn instead."""
+"""Each window has one spike, so that no larger one may be drawn instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

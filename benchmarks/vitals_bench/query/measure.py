@@ -1,4 +1,4 @@
-"""Overview, full resolution and a post-mortem of a long run, beside SQL over wide rows."""
+"""Overview, full resolution and a post-mortem of a long run, compared with SQL over wide rows."""
 
 from __future__ import annotations
 

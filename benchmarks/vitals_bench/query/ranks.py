@@ -33,7 +33,7 @@ def measure_ranks(*, quick: bool) -> Iterator[Row]:
 
 
 def measure_case(case: Case) -> Iterator[Row]:
-    """Yield the rows for a run of so many ranks."""
+    """Yield the rows for a run with this many ranks."""
     fleet = Fleet(case)
     (run_id,) = fleet.run_ids
     step = StepQuestion(run_id=run_id, step=_NUM_COMMITS * case.num_rows // 2)

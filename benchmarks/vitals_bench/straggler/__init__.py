@@ -1,4 +1,4 @@
-"""How soon and how rightly a late rank is named, by what, and that none is where there is none."""
+"""Delay and accuracy of naming a late rank and its cause, and false reports."""
 
 from vitals_bench.straggler.measure import measure_cost, measure_stragglers
 

@@ -58,25 +58,25 @@ _LONGEST_SECONDS = 3 * 3600.0
 
 
 class Outcome(NamedTuple):
-    """What was told while a fault lasted."""
+    """Reports during a fault."""
 
     fault: Fault
     told: Finding | None
 
     @property
     def is_rank_right(self) -> bool:
-        """Whether it was told of the late rank."""
+        """Whether the late rank was reported."""
         return self.told is not None and self.told.rank == self.fault.rank
 
     @property
     def is_cause_right(self) -> bool:
-        """Whether it was told of the late rank, with the place where it is."""
+        """Whether the late rank was reported with the right cause."""
         cause = f"straggler_{PLACES.get(self.fault.place, '')}"
         return self.is_rank_right and self.told is not None and self.told.cause == cause
 
 
 def plan_of(strategy: str, *, quick: bool) -> list[Fault]:
-    """Return the faults of one training, in a random order, and what must not be told behind."""
+    """Return the faults of one training in random order, then periods without a fault."""
     rng = random.Random(strategy)
     drawn = [
         (place, share, seed)
@@ -168,7 +168,7 @@ class _Rows:
 def judged(
     steps: Sequence[MergedStep], plan: Sequence[Fault]
 ) -> tuple[list[Outcome], dict[str, int]]:
-    """Return what was told of each fault, and how often something was told without one."""
+    """Return the reports about each fault, and the number of reports without a fault."""
     watcher = StragglerWatcher()
     findings = [finding for step in steps for finding in watcher.update(step)]
     outcomes, false = [], {"clean": 0, "rotating": 0, "evaluation": 0, "pause": 0}
@@ -282,7 +282,7 @@ def _worst_sum(steps: Sequence[MergedStep]) -> float:
 
 
 def measure_cost(*, quick: bool) -> Iterator[Row | Grid]:
-    """Yield what placing costs a step, beside a step of a tenth of a second."""
+    """Yield the cost of attribution per step, compared with a step of 0.1 s."""
     times = 500 if quick else 5_000
     bare, placed = [], []
     for _ in range(5):

@@ -1,7 +1,8 @@
 """Links in messages that lead to a page with an acknowledge button.
 
-A link is signed, names one firing of one alert, and expires; once somebody acknowledged it, or it
-resolved, it does nothing more. The key lies in the store, so that any collector on it can answer.
+A link is signed, names one firing of one alert, and expires; after an acknowledgement, or when the
+alert is resolved, it has no effect. The key is in the store, so that any collector on it can verify
+links.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ class AckLinks:
         """Return the alert that a link is about, as it is now; changes nothing.
 
         Raises:
-            UsageError: the link is not one of ours, expired, or of an earlier firing.
+            UsageError: the link is invalid, expired, or of an earlier firing.
         """
         payload, _, signature = token.rpartition("-")
         if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
@@ -59,7 +60,7 @@ class AckLinks:
         return entry_of(row).view
 
     def acknowledge(self, token: str, by: str, inbox: Inbox) -> AlertView:
-        """Acknowledge the link's alert, unless somebody did or it is over.
+        """Acknowledge the link's alert, unless it was acknowledged or is resolved.
 
         Raises:
             UsageError: as ``alert_of``, or ``by`` is nobody's name.

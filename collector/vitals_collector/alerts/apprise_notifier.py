@@ -77,10 +77,10 @@ def _address_for(url: str, alert: AlertView) -> str:
 
 
 def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
-    """Return what the body is said to be: text, whose lines stay lines and whose "<" is escaped.
+    """Return the body's format: text, with line breaks kept and "<" escaped.
 
-    Telegram refuses a message for ever whose "<" begins no tag of its own. What takes Markdown only
-    gets the body as it is: escapes would end up in its links.
+    Telegram permanently refuses a message in which "<" does not start one of its tags. A service
+    that takes only Markdown gets the body unchanged: escapes would break its links.
     """
     is_markdown = all(s.notify_format == apprise.NotifyFormat.MARKDOWN for s in service)
     return None if is_markdown else apprise.NotifyFormat.TEXT

@@ -1,10 +1,10 @@
-"""Commands on their way to a run: checked, stored, handed out, and kept for ever.
+"""Commands to runs: validated, stored, delivered, and never deleted.
 
-A command is a proposal to the ladder inside the job. It arrives at most once: it has a number that
-only grows, it expires, and the training verifies both again. It comes here signed with a person's
-control key, which the collector does not hold: nothing in it can be changed here, and what is made
-up is refused by agent and run. In the mailbox the run's own key signs as well; that lies 0600
-beside the run. The agent there signs, or, where this collector watches the very folder, it does.
+A command is a proposal to the escalation policy inside the job. It is applied at most once: its
+number only grows, it expires, and the training verifies both again. It is signed with an operator's
+control key, which the collector does not have: it can change nothing in it, and agent and run
+refuse a forged one. In the mailbox the run's own key, a file with mode 0600 in the run directory,
+signs as well. The agent adds that signature, or this collector if it watches the directory itself.
 """
 
 import logging
@@ -26,7 +26,7 @@ from vitals_collector.storage.schema import audit, checkpoints, commands, runs, 
 from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
 
 CONFLICT = "V102"
-"""Error code: it is there, and in a state that does not allow this."""
+"""Error code: the command exists, in a state that does not allow this."""
 
 MAX_PENDING = 16
 MAX_LISTED = 1_000
@@ -49,7 +49,7 @@ def issue(
     Args:
         store: where to.
         run_id: the run it was sent for.
-        command: as a person signed it.
+        command: signed by an operator.
         keys: the folder of ``control.pub``.
         now_unix_ns: the time.
         folders: run directories that are watched.
@@ -124,7 +124,7 @@ def mark_delivered(
     now_unix_ns: int,
     incarnation: str | None = None,
 ) -> CommandView:
-    """Note that the command lies in the run's mailbox; a second time changes nothing.
+    """Record that the command is in the run's mailbox; repeating it has no effect.
 
     Args:
         store: where the command is.
@@ -132,8 +132,8 @@ def mark_delivered(
         number: the command's.
         by: who says so.
         now_unix_ns: the time.
-        incarnation: that of the run's rank 0 beside the agent that says so: the one agent that
-            holds the run knows it. None: this collector left it in the folder itself.
+        incarnation: of the run's rank 0 next to the reporting agent: only the agent that holds the
+            run knows it. None: this collector delivered it in the directory itself.
 
     Raises:
         UnauthorizedError: that is not the newest start of the run's rank 0.

@@ -15,7 +15,7 @@ from vitals_collector.storage.store import Store, insert
 
 
 class SqlLedger:
-    """The ledger over a store: any collector on it goes on where another one stopped."""
+    """Records deliveries in a store: any collector on it continues where another one stopped."""
 
     def __init__(self, store: Store, *, clock: Clock) -> None:
         self._store = store
@@ -26,9 +26,8 @@ class SqlLedger:
     ) -> Checked:
         """Say which of the alerts the receiver still needs.
 
-        Not one that it has had, that somebody acknowledged or silenced, or whose state is another
-        by now; nor the end of a firing that never came there. A receiver that is told again and
-        again needs all that fires.
+        Not if it was delivered already, was acknowledged or silenced, or has changed; nor the end
+        of a firing that was never delivered there. A receiver with reposts needs all firing alerts.
         """
         prints = [view.fingerprint for view in checked_alerts]
         with self._store.read_transaction() as connection:
@@ -44,8 +43,8 @@ class SqlLedger:
         for view in checked_alerts:
             row, last = present.get(view.fingerprint), had_ids.get(view.fingerprint)
             if row is None or row.state != view.state or quiet.of(view) is not None:
-                continue  # what it is now is handed out by itself
-            # Who had not this firing, such as for a silence, need not hear that it is over.
+                continue  # its current state is delivered separately
+            # A receiver that never got this firing, such as during a silence, need not get its end.
             as_fired = delivery_id(replace(view, state="firing"), receiver)
             is_needless = view.state == "resolved" and last != as_fired
             if not reposts and (is_needless or last == delivery_id(view, receiver)):

@@ -1,10 +1,10 @@
 """From the inbox to the receivers: each has its own queue and thread, and is tried until it has it.
 
-A state of an alert waits for a receiver until it was delivered, somebody acknowledged it, it was
-silenced, or the alert moved on; a refusal (4xx) is tried again too, ever more seldom. Its delivery
-id is the same on every try, also after a restart. Who has had what is written into the ledger
-(``deliveries.SqlLedger``), so another collector can go on from there: killed between a delivery
-and its record, a delivery repeats with the same id, and none is lost.
+An alert's state waits for a receiver until it was delivered, acknowledged, silenced, or replaced by
+a later state; a refusal (4xx) is retried too, at growing intervals. Its delivery id is the same for
+every try, also after a restart. Deliveries are recorded (``deliveries.SqlLedger``), so another
+collector can continue: after a kill between a delivery and its record, the delivery is repeated
+with the same id, and none is lost.
 """
 
 import logging
@@ -24,10 +24,10 @@ from vitals_collector.alerts.notifiers import DeliveryResult, Notifier, delivery
 from vitals_collector.storage.store import SteadyClock
 
 _ERROR_SECONDS = 5.0
-"""After an error of our own a receiver's thread goes on."""
+"""Pause of a receiver's thread after an internal error."""
 _LOG = logging.getLogger("vitals.collector.notify")
 _REMEMBERED = 10_000
-"""Deliveries that are remembered per receiver beside the ledger."""
+"""Deliveries remembered per receiver, in addition to the records."""
 _FAILING = "ReceiverFailing"
 _URGENCY = {"page": 0, "notify": 1, "log": 2}
 
@@ -37,26 +37,27 @@ class DispatchConfig:
     """How hard delivery is tried."""
 
     max_pending: int = 1_000
-    """Alerts waiting per receiver; beyond it the least urgent, oldest one leaves, and is counted.
-    It is handed out again from the store once there is room."""
+    """Alerts waiting per receiver; beyond it the least urgent, oldest one is dropped and counted.
+    It is read from the store again once there is room."""
     batch: int = 100
     """Alerts in one delivery."""
     first_retry_seconds: float = 1.0
     """Wait after the first failure; doubled each time."""
     max_retry_seconds: float = 60.0
-    """Longest wait between two tries, unless the receiver asked for a longer one."""
+    """Maximum wait between two tries, unless the receiver asked for a longer one."""
     max_retry_after_seconds: float = 900.0
     """Longest wait that a receiver may ask for: it may ask for it in error, and pages wait."""
     failing_after_seconds: float = 300.0
-    """A receiver is failing that has not taken an alert for so long: the others are told."""
+    """A receiver that has accepted no alert for this long is failing: the others get an alert about
+    it."""
     failing_after_refusals: int = 10
-    """So is one that refused so many deliveries in a row."""
+    """So is one that refused this many deliveries in a row."""
     repost_seconds: float = 60.0
-    """How often a firing alert is told again to a receiver that wants it."""
+    """Interval of reposts of a firing alert to a receiver that wants them."""
 
 
 class Checked(NamedTuple):
-    """What of the alerts that are due is still to be delivered."""
+    """Due alerts that still have to be delivered."""
 
     due: frozenset[str]
     """Fingerprints to deliver now."""
@@ -65,7 +66,7 @@ class Checked(NamedTuple):
 
 
 class Ledger(Protocol):
-    """Who has had what, and what has changed of the alerts meanwhile."""
+    """Records deliveries, and checks alerts for changes since they were queued."""
 
     def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> Checked:
         """Say which of the alerts the receiver still needs."""
@@ -93,14 +94,14 @@ class _PendingAlert:
 
 @dataclass(slots=True)
 class _ReceiverQueue:
-    """What waits for one receiver, and how it has answered lately."""
+    """Queue of one receiver, and its latest results."""
 
     notifier: Notifier
     waiting: dict[str, _PendingAlert] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)
     """The newest delivery id by fingerprint."""
     unrecorded: list[AlertView] = field(default_factory=list)
-    """Delivered, while the ledger took nothing."""
+    """Delivered, but not recorded because the store failed."""
     wake: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     not_before_ns: int = 0
@@ -133,10 +134,10 @@ class _ReceiverQueue:
 class Dispatcher:
     """Delivers alerts to receivers, each in its own thread; ``submit`` never waits for one.
 
-    One alert's newer state replaces its older one that still waits. ``on_settled`` is told when
-    every receiver has had an alert's state, so that the inbox need not hand it out again;
-    ``report`` is told that a receiver fails, or takes alerts again. Where ``is_pager`` says no,
-    another collector delivers: nothing is queued or sent here.
+    An alert's later state replaces a waiting earlier one. ``on_settled`` is called when every
+    receiver has an alert's state, so that the inbox does not submit it again; ``report`` is called
+    when a receiver fails, or accepts alerts again. If ``is_pager`` is false, another collector
+    delivers: nothing is queued or sent here.
     """
 
     def __init__(
@@ -165,11 +166,11 @@ class Dispatcher:
     # ---------------------------------------------------------------------------- what waits
 
     def submit(self, alert: AlertView) -> None:
-        """Queue the alert's present state for every receiver."""
+        """Queue the alert's current state for every receiver."""
         self._queue(alert, self._lines.values())
 
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
-        """Queue a state that was not settled, for the receivers it is not on its way to.
+        """Queue a state that was not settled, for the receivers that do not have it queued.
 
         Args:
             alert: the state.
@@ -191,7 +192,7 @@ class Dispatcher:
         self._queue(alert, lines, settled=True)
 
     def adopt(self, failing: Iterable[AlertView]) -> list[AlertView]:
-        """Go on from what an earlier process reported of receivers; return what is of none here."""
+        """Load failing receivers that an earlier process reported; return unknown ones' alerts."""
         by_receiver = {alert.labels.get("receiver", ""): alert for alert in failing}
         with self._lock:
             for name, line in self._lines.items():
@@ -199,18 +200,18 @@ class Dispatcher:
         return list(by_receiver.values())
 
     def forget(self) -> None:
-        """Forget all that waits: what is to be delivered is handed out anew."""
+        """Drop the queues: undelivered alerts are submitted again."""
         with self._lock:
             for line in self._lines.values():
                 line.waiting.clear()
                 line.unrecorded.clear()
 
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
-        """Forget what waits of an alert: it was silenced or acknowledged.
+        """Drop a queued alert: it was silenced or acknowledged.
 
         Args:
             fingerprint: of which alert.
-            keep_posting: leave it with receivers that are told again and again until it resolves.
+            keep_posting: keep it for receivers with reposts until it resolves.
         """
         with self._lock:
             for line in self._lines.values():
@@ -297,7 +298,7 @@ class Dispatcher:
             try:
                 wait = self._pump(line)
             except Exception:  # noqa: BLE001 - without this thread the receiver hears nothing more
-                with self._lock:  # what was taken is handed out again: it is not settled
+                with self._lock:  # popped alerts are submitted again, because they are not settled
                     self._outcomes[line.notifier.name, "retried"] += 1
                 _LOG.exception("delivery_failed receiver=%s", line.notifier.name)
             if self._stopping:
@@ -444,7 +445,7 @@ class Dispatcher:
     def _tell_others(self, alert: AlertView) -> None:
         try:
             self._report(alert)
-        except StorageError as error:  # told without a trace rather than not at all
+        except StorageError as error:  # deliver without a record rather than not at all
             _LOG.warning("alert %s of a receiver is not stored: %s", alert.fingerprint, error)
             self.submit(alert)
 
@@ -474,7 +475,7 @@ class Dispatcher:
             _LOG.warning("receiver %s: a delivery could not be recorded: %s", receiver, error)
 
     def _settle(self, alert: AlertView) -> None:
-        """Tell that every receiver has had the state, if so."""
+        """Call ``on_settled`` if every receiver has the state."""
         if self._on_settled is None:
             return
         with self._lock:
@@ -489,7 +490,7 @@ class Dispatcher:
                 open_lines -= self._ledger.heard_by(alert)
             if not open_lines:
                 self._on_settled(alert)
-        except StorageError as error:  # handed out again later, and found delivered then
+        except StorageError as error:  # submitted again later, and then found in the records
             _LOG.warning("alert %s stays open: %s", alert.fingerprint, error)
 
 

@@ -1,10 +1,10 @@
 """The inbox of alerts: dedupe, life cycle, acknowledge and silence; all of its state is stored.
 
-The same trouble of the same run is one alert, told once, whose step and summary move on. A *point*
-alert reports a decision: it fires at once and resolves after healthy steps. A *condition* alert
-reports the run's state: it may be pending until the state has held, and resolves when it ends. A
-change that no notifier has settled is handed out again, also after a restart: alerts arrive at
-least once.
+The same problem of the same run is one alert, delivered once, whose step and summary are updated. A
+*point* alert reports a decision: it fires at once and resolves after healthy steps. A *condition*
+alert reports the run's state: it may be pending until the state has lasted, and resolves when it
+ends. A change that no notifier has settled is submitted again, also after a restart: alerts are
+delivered at least once.
 """
 
 import threading
@@ -53,7 +53,7 @@ Tell = Callable[[AlertView], None]
 
 
 class Hush(Protocol):
-    """Is told that an alert was silenced, or acknowledged: then it may still be posted."""
+    """Called when an alert was silenced or acknowledged: reposts may continue."""
 
     def __call__(self, fingerprint: str, *, keep_posting: bool = False) -> None: ...
 
@@ -62,7 +62,7 @@ NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """What an alert's row keeps beside its view."""
+    """Stored state of an alert in addition to its view."""
 
     point: bool
     active_since: float | None = None
@@ -92,7 +92,7 @@ class InboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNow:
-    """What the inbox needs to know of a run's present."""
+    """Current state of a run, as the inbox needs it."""
 
     run_id: str
     state: RunState
@@ -105,8 +105,7 @@ class RunNow:
     since: Mapping[str, int] = field(default_factory=dict)
     """When some of them began, by the run's own clocks; by fingerprint. The others begin now."""
     lasting: frozenset[str] = frozenset()
-    """Fingerprints of alerts that are not over: what they are about began then and goes on, or
-    nobody knows yet whether it does."""
+    """Fingerprints of alerts that do not resolve yet: their condition lasts, or is unknown."""
 
 
 class Occurrence(NamedTuple):
@@ -145,7 +144,7 @@ def silences_listed(
 ) -> tuple[SilenceView, ...]:
     """Return the silences in force and to come, with how many alerts each silences now.
 
-    Of some runs, where there is a ``reach``: those that are about nothing else.
+    Only silences that concern these runs alone, if there is a ``reach``.
     """
     with store.read_transaction() as connection:
         views = listed_silences(connection, _open_views(connection), now_unix_ns)
@@ -153,7 +152,7 @@ def silences_listed(
 
 
 def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
-    """Refuse an alert that is of none of these runs, as one that is not there.
+    """Raise the error for an unknown alert if it belongs to none of these runs.
 
     Raises:
         UsageError: there is no such alert.
@@ -212,7 +211,7 @@ class Inbox:
     def raise_alerts(
         self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]
     ) -> frozenset[str]:
-        """Raise point alerts; remember in the same transaction how far events were consumed.
+        """Raise point alerts and move the events' cursors, in one transaction.
 
         Returns the fingerprints of those that began to fire.
         """
@@ -301,7 +300,7 @@ class Inbox:
             return _resolved(entry, now, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
         life = Life(point=False, active_since=moved.active_since)
-        # What a folder tells months later began months ago.
+        # A condition found in a directory months later also started months ago.
         started = min(now, run.since.get(alert.fingerprint) or now)
         return InboxAlert(_view(alert, run.run_id, state, started, now), life)
 
@@ -330,7 +329,7 @@ class Inbox:
         Args:
             fingerprint: of the alert.
             request: who, why, and for how long.
-            caller: whose token that was, for the audit: a name is only what somebody wrote.
+            caller: owner of the token, for the audit log: a name is free text.
 
         Raises:
             UsageError: no such alert, nobody's name, or a silence without reason or end.
@@ -396,7 +395,7 @@ class Inbox:
     def end_silence(
         self, silence_id: int, request: EndSilenceRequest, *, caller: str = ""
     ) -> SilenceView:
-        """End a silence now; what it hid and still fires is handed out within a minute.
+        """End a silence now; firing alerts that it hid are delivered within a minute.
 
         Raises:
             UsageError: it is over or there is none, or nobody's name.
@@ -429,8 +428,8 @@ class Inbox:
 
     # ---------------------------------------------------------------------------- for notifiers
 
-    def untold(self) -> tuple[list[InboxAlert], list[AlertView]]:
-        """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
+    def undelivered(self) -> tuple[list[InboxAlert], list[AlertView]]:
+        """Return undelivered alerts, and delivered ones that fire; neither silenced."""
         with self._store.read_transaction() as connection:
             quiet = silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
@@ -539,7 +538,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _resolved(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
-    # One that was only pending was never told; it ends without a word.
+    # An alert that was only pending was never delivered; its end is not either.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
     ended = max(ended, entry.view.started_unix_ns)
     view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=ended)
@@ -547,7 +546,7 @@ def _resolved(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
 
 
 def _merged(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
-    """Return ``after``, keeping an acknowledgement, and the start of what already goes on."""
+    """Return ``after`` with the acknowledgement, and the start of a lasting condition."""
     if present is None or present.view.state == "resolved":
         return after if after.view.state == "resolved" else _begun(present, after)
     view = replace(
@@ -561,8 +560,8 @@ def _merged(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
 def _begun(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
     """Return the new firing, begun after the last one of this alert was over.
 
-    Deliveries are known by the start: with the same one, receivers would take it for a repetition.
-    A run that is lost twice may have the same last row both times.
+    The start identifies deliveries: with an equal one, receivers would drop it as a duplicate. A
+    run that is lost twice may have the same last row both times.
     """
     if last is None:
         return entry
@@ -647,7 +646,7 @@ def _save(connection: Connection, entry: InboxAlert) -> None:
 
 
 def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
-    """Keep how far the events of a writer were consumed."""
+    """Store the cursor of a writer's events."""
     values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
     statement = insert(connection, engine_state).values(name=name, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))

@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 def details_of(alert: AlertView, links: Links) -> dict[str, str]:
-    """Return what programs are told of an alert beside its summary; what there is not is left out.
+    """Return the fields of an alert for programs; empty ones are omitted.
 
     The names are a promise: those of a webhook's body and of Alertmanager's annotations.
     """

@@ -8,8 +8,8 @@ The webhook's body, documented and versioned::
 
     {"version": 1, "alerts": [AlertView and more, ...]}
 
-AlertView is in ``trainvitals.views``; beside it are ``delivery_id``, ``ack_url`` where a link to
-acknowledge can be, and ``messages.details_of``.
+AlertView is in ``trainvitals.views``; other fields are ``delivery_id``, ``ack_url`` if a link to
+acknowledge is possible, and ``messages.details_of``.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from vitals_collector.alerts.messages import Links, details_of
 
 WEBHOOK_VERSION = 1
 UNREADABLE = 3
-"""What the process of ``apprise_notifier`` exits with where apprise cannot read an address."""
+"""Exit code of ``apprise_notifier`` if apprise cannot parse a URL."""
 _LOG = logging.getLogger("vitals.collector.notify")
 _METADATA = frozenset(
     ipaddress.ip_address(a) for a in ("169.254.169.254", "100.100.100.200", "fd00:ec2::254")
@@ -47,7 +47,7 @@ class DeliveryResult(NamedTuple):
     """What became of one delivery; an empty ``error`` is success."""
 
     recoverable: bool
-    """False where the receiver refuses, rather than is away: it needs somebody's attention."""
+    """False if the receiver refused rather than was unavailable: an operator has to fix it."""
     error: str
     retry_after: float = 0.0
     """Seconds that the receiver asked to be left alone for."""
@@ -57,7 +57,7 @@ DELIVERED = DeliveryResult(recoverable=False, error="")
 
 
 class Notifier(Protocol):
-    """One place that is told of alerts."""
+    """One destination of alerts."""
 
     name: str
     reposts: bool
@@ -241,7 +241,7 @@ def check_url(url: str) -> str:
 def redacted(url: str) -> str:
     """Return ``url`` without user, password, path and query: those are where secrets are.
 
-    Of another scheme than http(s) the scheme alone: a token may stand where a host would.
+    For schemes other than http(s) only the scheme: the host may be a token.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -306,7 +306,7 @@ class _PinnedTransport(httpx.HTTPTransport):
 
 
 class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
-    """Does so where others wait meanwhile."""
+    """Async version of the transport."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request to the first of its host's addresses that takes it."""

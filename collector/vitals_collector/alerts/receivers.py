@@ -1,4 +1,4 @@
-"""Who is told of alerts: the settings of receivers, from the environment and from a file.
+"""Settings of the receivers of alerts, from the environment and from a file.
 
 Never from a command line, which every user of the machine can read: addresses are secrets. For the
 same reason nobody else may be able to read the file::
@@ -59,7 +59,8 @@ class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     secret: str = ""
     """What a webhook's bodies are signed with; "" signs none."""
     after_minutes: float = 0.0
-    """It is told only of pages that nobody acknowledged for so long; 0 tells it at once of all."""
+    """It gets only pages that were not acknowledged for this long; 0 sends it everything at
+    once."""
 
     def __repr__(self) -> str:
         """Name the receiver, without what is secret."""
@@ -68,10 +69,10 @@ class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifierSettings:
-    """Where alerts go beside the log."""
+    """Destinations of alerts, in addition to the log."""
 
     receivers: tuple[ReceiverSettings, ...] = ()
-    """Those that are told. With an Alertmanager among them, it alone routes."""
+    """The receivers. With an Alertmanager among them, it alone routes."""
     links: Links = field(default_factory=Links)
     """Where messages lead."""
     remote_write: str = field(default="", repr=False)
@@ -137,7 +138,7 @@ def notifier_settings(
         runbook_url=content.runbook_url,
     )
     stored = content.remote_write
-    pushed_to = remote_write or _address("remote_write", stored.url, stored.env)
+    pushed_to = remote_write or _resolve_url("remote_write", stored.url, stored.env)
     return NotifierSettings(receivers=tuple(receivers), links=links, remote_write=pushed_to)
 
 
@@ -162,17 +163,17 @@ def _read(file: Path) -> _File:
 
 def _resolved(receiver: ReceiverSettings) -> ReceiverSettings:
     """Return the receiver with its address, where the environment has it."""
-    url = _address(f"receiver {receiver.name!r}", receiver.url, receiver.env)
+    url = _resolve_url(f"receiver {receiver.name!r}", receiver.url, receiver.env)
     return msgspec.structs.replace(receiver, url=url, env="")
 
 
-def _address(whose: str, url: str, env: str) -> str:
-    """Return the address that is written here, or that lies in the variable."""
+def _resolve_url(owner: str, url: str, env: str) -> str:
+    """Return the configured URL, or the value of its variable."""
     if not env:
         return url
     if url or not os.environ.get(env):
         raise ConfigError(
-            f"{whose}: env is {env!r}; it must name a variable that is set, and url must not be "
+            f"{owner}: env is {env!r}; it must name a variable that is set, and url must not be "
             "set as well"
         )
     return os.environ[env]

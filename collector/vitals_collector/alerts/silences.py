@@ -1,4 +1,4 @@
-"""Silences: of one alert by fingerprint, or of all that fit matchers; each has an end.
+"""Silences: of one alert by fingerprint, or of all that match; each has an end.
 
 A matcher is about ``name``, ``run``, ``severity`` or a label: equal, or by a pattern.
 """
@@ -18,7 +18,7 @@ from vitals_collector.storage.store import UNKNOWN
 
 _MAX_MATCHERS = 20
 _SLOW = re.compile(r"\)[*+{]|\\[0-9]")
-"""What a pattern has that may take exponential time: a repeated group, or a reference to one."""
+"""Parts of a pattern that may take exponential time: a repeated group, or a backreference."""
 _REPEATED = re.compile(r"[*+?{(]")
 """What may be tried in several ways, each doubling the time: a group may hold alternatives."""
 _MOST_REPEATED = 4
@@ -33,7 +33,7 @@ class Matcher:
     pattern: re.Pattern[str]
 
     def fits(self, view: AlertView) -> bool:
-        """Return whether the whole value matches; an alert of a person has two names."""
+        """Return whether the whole value matches; a user alert has two names."""
         if self.field == "name":
             values = {view.name, view.title}
         elif self.field in ("run", "severity"):

@@ -108,7 +108,7 @@ class WorkerNotifier:
         return DeliveryResult(recoverable=True, error="its process ended without an answer")
 
     def _ask(self, line: bytes) -> bytes:
-        """Return the answer, or nothing where the process is no more."""
+        """Return the response, or nothing if the process has ended."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         self._is_late = False
@@ -138,7 +138,7 @@ class WorkerNotifier:
             [sys.executable, "-P", "-m", "vitals_collector.alerts.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what a library prints may hold an address
+            stderr=subprocess.DEVNULL,  # a library's output may contain a URL with secrets
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for the collector, which still has to deliver
         )
@@ -165,7 +165,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not written is not wanted any more
+            with contextlib.suppress(OSError):  # unwritten data is no longer needed
                 pipe.close()
 
 

@@ -1,1 +1,1 @@
-"""What listens: the socket, who may ask, the routes, and ``/metrics``."""
+"""The server: socket, authentication, routes, and ``/metrics``."""

@@ -54,8 +54,8 @@ from vitals_collector.live.engine import Acting, EngineConfig, assemble
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
+from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store
 from vitals_collector.storage.tokens import KnownTokens
 
@@ -64,19 +64,19 @@ TOKENS_FILE = "tokens.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorSettings:
-    """What a collector needs to know before it starts."""
+    """Settings of a collector."""
 
     data: Path
     """Its own directory, 0700: database, tokens, address."""
     database: str = ""
     """SQLAlchemy URL; "" is an SQLite file in ``data``."""
     lake: str = ""
-    """Where the rows lie, a folder or ``s3://BUCKET/PREFIX``; "" is in ``data``. All collectors on
-    one PostgreSQL share it."""
+    """Location of the rows, a directory or ``s3://BUCKET/PREFIX``; "" is in ``data``. All
+    collectors on one PostgreSQL share it."""
     folders: tuple[Path, ...] = ()
     """Folders with run directories that are read as well."""
     folder_interval_seconds: float = 0.5
-    """How often they are looked at."""
+    """Interval of polling them."""
     bound: str = "127.0.0.1"
     """The address it listens on."""
     hosts: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class CollectorSettings:
     volumes: VolumeSettings = field(default_factory=VolumeSettings)
     """What is kept of runs, and for how long."""
     gpu_hour_price: float = 0.0
-    """What a GPU costs for an hour: lost work is told in money as well. 0: in GPU-hours alone."""
+    """Price of a GPU hour: lost work is also shown as money. 0: only in GPU-hours."""
 
 
 def create_app(
@@ -130,7 +130,7 @@ def create_app(
             store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port
         )
         ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
-        upkeep = _upkeep(store, settings, clock, lease)
+        upkeep = _maintenance_jobs(store, settings, clock, lease)
         goodput = GoodputCache(price=settings.gpu_hour_price)
         reader = GoodputReader(store, goodput)
         writer: _BackgroundService | None = None
@@ -189,13 +189,13 @@ def create_app(
 
 
 class _BackgroundService(Protocol):
-    """What works beside the requests, in threads of its own."""
+    """A part that works in its own threads, next to the requests."""
 
     def start(self) -> None:
         """Begin."""
 
     def close(self) -> None:
-        """End, with what is under way."""
+        """Stop, after finishing the current work."""
 
 
 def _owners(
@@ -209,11 +209,13 @@ def _owners(
     return [owners]
 
 
-def _upkeep(store: Store, settings: CollectorSettings, clock: Clock, lease: Lease) -> list[Upkeep]:
+def _maintenance_jobs(
+    store: Store, settings: CollectorSettings, clock: Clock, lease: Lease
+) -> list[LakeMaintenance]:
     """Return what maintains the lake; rows in memory need no maintenance."""
     if not isinstance(store.numbers, Lake):
         return []
-    upkeep = Upkeep(
+    upkeep = LakeMaintenance(
         store,
         settings.volumes,
         clock=clock,
@@ -340,10 +342,11 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     async def ingest_batches(request: Request) -> Response:
         """Store batches (``trainvitals.wire``), one after the other; durable when this answers 200.
 
-        One reply for each. Where all are refused, that is the answer; else each has its own words.
-        A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
+        One reply for each batch. If all are refused, the response is that error; otherwise each
+        reply has its own. A body has at most 16 MiB. 503 and 507 include when to retry
+        (``Retry-After``).
         """
-        # IngestApp serves this path without coming here; what is said above is for the document.
+        # IngestApp serves this path before it gets here; this documents it.
         return await ingest_app.answer(await request.body(), principal_of(request))
 
     health = HealthCheck(store)

@@ -1,9 +1,9 @@
 """Who may ask, and how is answered: the gate that every request passes before any route.
 
-A node is shared, so loopback is no proof of anything: every route but ``/healthz`` needs a bearer
-token with a scope. The gate stands in front of the router and denies by default; ``require`` then
-asks each route's scope. A browser cannot be made to pass: cookies mean nothing here, a foreign
-``Host`` (DNS rebinding) and ``Origin`` are refused on every method, and bodies are JSON or rows.
+A node is shared, so loopback proves nothing: every route except ``/healthz`` needs a bearer token
+with a scope. The middleware runs before the router and denies by default; ``require`` then checks
+each route's scope. A browser cannot be tricked into a request: cookies are ignored, a foreign
+``Host`` (DNS rebinding) or ``Origin`` is refused for every method, and bodies are JSON or rows.
 
 Views are answered as JSON, and errors as a :class:`Problem` with the status that fits.
 """
@@ -57,12 +57,12 @@ INGEST_PATH = "/v1/ingest"
 OTLP_PATH = "/v1/metrics"
 PROTOBUF = "application/x-protobuf"
 MAX_INGEST_BYTES = 16 << 20
-"""Of one request: several batches, each at most about 4 MB."""
+"""Per request: several batches, each at most about 4 MB."""
 MAX_JSON_BYTES = 65_536
 BODY_SECONDS = 30.0
 """A body that takes longer is a slow-loris, not a client."""
 STALL_SECONDS = 10.0
-"""So is one of which nothing comes for that long: it holds memory that others wait for."""
+"""Likewise if no data arrives for this long: it holds memory that others wait for."""
 HEAD_SECONDS = 10.0
 """From the connection, or from a request's first byte, to the end of the request's head."""
 MAX_CONNECTIONS = 10_000
@@ -203,7 +203,7 @@ def check_bind(host: str, *, allow_remote: bool) -> None:
     """Refuse to listen to the network by accident.
 
     Raises:
-        UsageError: ``host`` is not loopback and the flag does not say that this is meant.
+        UsageError: ``host`` is not loopback and the flag does not confirm it.
     """
     if not allow_remote and not is_loopback(host):
         raise UsageError(
@@ -229,15 +229,15 @@ def _bare(host: str) -> str:
 class AuthMiddleware:
     """Refuses a request with a :class:`Problem` before any route sees it, or lets it through.
 
-    In this order: Host, Origin, token, content type, size. Nothing of the body is read before the
-    token is known to be one of ours.
+    In this order: Host, Origin, token, content type, size. The body is not read before the token is
+    verified.
 
     Args:
-        app: what lies behind; bodies come to it in one piece.
+        app: the next ASGI app; it gets each body in one piece.
         ingest: takes what agents post past ``app``, whose routing and parsing cost more than
             storing it; reads and bounds the bodies itself.
         config: whom to let in.
-        count: is told the code of each refusal for want of a right.
+        count: called with the code of each refusal for missing rights.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class AuthMiddleware:
                 )
 
     def _principal(self, headers: Headers) -> Principal:
-        """Return whom the token stands for; nobody, where there is none of ours."""
+        """Return the identity of the token; without scopes if it is unknown."""
         values = headers.getlist("authorization")
         scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
@@ -393,7 +393,7 @@ def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope
 
 
 def beyond(store: Store, run_id: str) -> UsageError:
-    """Count that a token was used beyond its reach; return what is said of a run that is not."""
+    """Count the use of a token beyond its reach; return the error for an unknown run."""
     with store.read_transaction() as connection:
         is_there = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
     if is_there is not None:
@@ -569,9 +569,9 @@ def bug(path: str, error: Exception) -> Response:
 class PatientProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, with bounds to the time and the size of a request's head.
 
-    Uvicorn itself waits for ever for a request that never begins, or never ends its head, be it by
-    a byte every few seconds, or by headers without end. A body that comes too slowly is refused by
-    ``read_body``; a connection that rests between requests ends by uvicorn's keep-alive.
+    Uvicorn itself waits forever for a request that never starts, or whose head never ends, be it
+    one byte every few seconds or endless headers. A body that arrives too slowly is refused by
+    ``read_body``; an idle connection between requests ends by uvicorn's keep-alive timeout.
     """
 
     head_seconds = HEAD_SECONDS
@@ -590,7 +590,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Cancel the timeout."""
         self._disarm()
         super().connection_lost(exc)
 
@@ -600,7 +600,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing() or not self._in_head:
             return
-        # A whole request may come at once, its body with it: that is no head.
+        # A whole request may arrive at once, including its body, which is not part of the head.
         self._num_head_bytes += len(data) if was_in_head and not self._has_head else 0
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The request's head is too long.")
@@ -618,7 +618,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Wait no more: what follows has its own bounds."""
+        """Cancel the timeout: the body has its own limits."""
         self._disarm()
         self._in_head, self._has_head, self._num_head_bytes = False, True, 0
         super().on_headers_complete()

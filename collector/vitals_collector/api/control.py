@@ -68,7 +68,7 @@ def _add_commands(
         openapi_extra=takes(Command),
     )
     def send_command(run_id: str, body: Annotated[Command, Depends(body_of(Command))]) -> Response:
-        """Propose something to the run's ladder, signed; it is stored before this answers."""
+        """Send a signed command to the run's policy; it is stored before the response."""
         view = commands.issue(
             store, run_id, body, keys=keys, now_unix_ns=clock.time_ns(), folders=folders
         )
@@ -89,7 +89,7 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
         who: Annotated[str, Depends(caller)],
         body: Annotated[DeliveredRequest, Depends(body_of(DeliveredRequest))],
     ) -> Response:
-        """Note that a command lies in the run's mailbox; the agent that holds the run says so."""
+        """Record that a command is in the run's mailbox; called by the agent that holds the run."""
         view = commands.mark_delivered(
             store,
             run_id,

@@ -1,9 +1,10 @@
 """``/v1/sd/agents``: the agents that can be scraped, as Prometheus' ``http_sd_configs`` reads them.
 
-Each agent says its address with what it sends. Prometheus gives the read token to every target, so
-an address that means another machine to each one who reads it is told to nobody else: that of an
-agent on a loopback interface goes only to who asks from this machine, of agents on this machine. An
-address that is never an agent's (link-local, metadata), or that a name leads to, goes to nobody.
+Each agent sends its URL with its data. Prometheus sends the read token to every target, so a URL
+that means a different machine to each reader is not shown to others: the URL of an agent on a
+loopback interface is returned only to a client on this machine, for agents on this machine. A URL
+that is never an agent's (link-local, metadata), or a host name that resolves to one, is never
+returned.
 """
 
 import ipaddress
@@ -62,15 +63,15 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
 
     Args:
         store: says who ships, and from where.
-        liveness: tells a run that goes on from a lost one.
+        liveness: distinguishes a running run from a lost one.
     """
     permitted = [Depends(require("read")), Depends(unlimited)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/v1/sd/agents", responses=answers(tuple[TargetGroup, ...]))
     def agents(request: Request) -> Response:
-        """Return the agents of runs that go on, for Prometheus' ``http_sd_configs``."""
-        here = _this_node() if _asks_here(request) else ""
+        """Return the agents of running runs, for Prometheus' ``http_sd_configs``."""
+        here = _this_node() if _is_local_request(request) else ""
         with store.read_transaction() as connection:
             heard = scrapable(connection, liveness())
         return reply(target_groups(heard, this_node=here))
@@ -78,8 +79,8 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
     return router
 
 
-def _asks_here(request: Request) -> bool:
-    """Return whether a program of this machine asks, for itself: a proxy asks for anybody."""
+def _is_local_request(request: Request) -> bool:
+    """Return whether the client is a program on this machine and not a proxy."""
     if request.client is None or not _FORWARDED.isdisjoint(request.headers):
         return False
     return _is_loopback(request.client.host)
@@ -94,7 +95,7 @@ def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[Tar
         if parts is None:
             continue
         host = parts.hostname or ""
-        if _is_told(host, addresses.get(host, ()), is_here=agent.node == this_node):
+        if _is_visible(host, addresses.get(host, ()), is_here=agent.node == this_node):
             runs.setdefault((parts.netloc, agent.node), set()).add(agent.run_id)
     return [
         TargetGroup((address,), {"node": node} | ({"run": min(ids)} if len(ids) == 1 else {}))
@@ -103,10 +104,10 @@ def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[Tar
 
 
 def scrapable(connection: Connection, when: Liveness) -> list[AgentAddress]:
-    """Return the agents of runs that go on: those heard lately, and those whose silence tells.
+    """Return the agents of running runs, including those that became silent recently.
 
-    An agent that is gone while its run goes on stays a target that is down, until it is back, the
-    run is over, or a day has passed.
+    A lost agent of a running run stays a target that is down, until it is back, the run is over, or
+    a day has passed.
     """
     day_ago = when.now_unix_ns - int(_DAY_SECONDS * 1e9)
     of_agents = sources.c.source.like("node:%") & (sources.c.last_received_unix_ns >= day_ago)
@@ -134,7 +135,7 @@ def _agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddres
 
 
 def _parsed(url: str) -> SplitResult | None:
-    """Return an agent's address by its parts; None where it is none."""
+    """Return an agent's URL, parsed; None if it is invalid."""
     try:
         parts = urlsplit(url)
         has_port = parts.port is not None
@@ -165,8 +166,8 @@ def _lookup(host: str) -> tuple[str, ...]:
     return tuple(str(entry[4][0]) for entry in every)
 
 
-def _is_told(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether what a host leads to may be told to who asks."""
+def _is_visible(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
+    """Return whether the target of a host may be shown to the client."""
     addresses = tuple(addresses)
     try:
         for address in addresses:

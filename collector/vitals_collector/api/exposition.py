@@ -57,16 +57,16 @@ _OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
 MAX_ALERTS = 500
 """Series of alerts that page nobody. Those that page have no cap but that of their causes."""
 TOLD_AFTER_END_SECONDS = 86_400.0
-"""How long an alert that resolved is told as 0: rules believe an older 1 for as long, so that the
-death of this process resolves nothing."""
+"""How long a resolved alert is exported as 0: alert rules treat an older 1 as firing for the same
+time, so that the death of this process resolves nothing."""
 _REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 _REFUSALS = [(code,) for code in (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)]
 OUTCOMES = ("delivered", "retried", "failed", "dropped")
-"""Of messages to receivers, and of pushes by remote write."""
+"""Results of messages to receivers, and of pushes by remote write."""
 MAX_LABEL = 80
 MAX_CAUSES, OTHER_CAUSES = 32, "others"
-"""Of one alert in one run, each told by itself; what more there is, is told as one: names may be
-made by a training as it goes."""
+"""Causes per alert and run that are exported separately; the rest is exported as one, because a
+training may generate names without end."""
 
 Labels = tuple[str, ...]
 Samples = dict[Labels, float]
@@ -92,7 +92,7 @@ class StoreCollector(Collector):
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
         self._spent: Samples = {}
-        """What was told of where time went."""
+        """Exported values of the time spent."""
         self._fired: dict[Labels, int] = {}
         """What was told to fire, and when last: a run may be removed while an alert of it does."""
 
@@ -105,7 +105,7 @@ class StoreCollector(Collector):
         now = self._steady.time_ns()
         when = Liveness(
             now_unix_ns=now,
-            up_since_unix_ns=max(self._up_since_unix_ns, self._store.hearing.since(now)),
+            up_since_unix_ns=max(self._up_since_unix_ns, self._store.ingest_uptime.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
         with self._store.read_transaction() as connection:
@@ -134,14 +134,14 @@ class StoreCollector(Collector):
     def _buckets(self, shown: Sequence[RunSummary]) -> Samples:
         """Return the runs' time by bucket, as it was trained: a counter does not fall.
 
-        A run whose rows were not read yet is absent: 0 would be told as a fall.
+        A run whose rows were not read yet is absent: 0 would look like a decrease.
         """
         before, self._spent = self._spent, {}
         for view in self._goodput.known(shown):
             for bucket, taken in view.nanoseconds.items():
                 key = (view.run_id, bucket)
                 seconds = (taken + view.undone.get(bucket, 0)) / 1e9
-                # What a usual step is may change a little while a process is new.
+                # The usual duration of a step may change a little while a process is new.
                 self._spent[key] = max(seconds, before.get(key, 0.0))
         return self._spent
 
@@ -152,7 +152,7 @@ class StoreCollector(Collector):
         samples: Samples = {}
         with self._store.read_transaction() as connection:
             silences = silences_now(connection, now_unix_ns)
-            for row in connection.execute(_told_alerts(horizon)):
+            for row in connection.execute(_recent_alerts(horizon)):
                 view = entry_of(row).view
                 is_loud = row.state == "firing" and silences.of(view) is None
                 about: Labels = (row.run_id or "", row.name, row.severity)
@@ -179,13 +179,13 @@ def _cause_of(alert: AlertView) -> str:
 
 
 def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
-    """Yield the cause under which each is told; those that began first keep their own."""
+    """Yield the exported cause of each alert; the earliest ones keep their own."""
     first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
     shown_causes = set(list(first)[:MAX_CAUSES])
     return (cause if cause in shown_causes else OTHER_CAUSES for _, cause, _ in alerts_of_it)
 
 
-def _told_alerts(horizon_unix_ns: int) -> Select[Any]:
+def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
     """Return what fires, and what resolved since; the newest first."""
     is_new = alerts.c.updated_unix_ns >= horizon_unix_ns
     return (
@@ -240,7 +240,7 @@ def _family(metric: MetricSpec, samples: Samples) -> Metric:
 
 
 def _label(text: str) -> str:
-    """Return the text short and printable: a label is shown, joined on, and kept for ever."""
+    """Return the text shortened and printable: a label is shown, joined on, and stored forever."""
     cut = text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
     return "".join(c if c.isprintable() else "?" for c in cut)
 

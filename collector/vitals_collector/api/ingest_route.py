@@ -1,18 +1,17 @@
-"""Takes bodies off the network, has what waits stored together, and answers all.
+"""Receives bodies of rows, stores waiting ones together, and responds to all.
 
-This is where every agent comes by, many at once after an outage. So the path stands in front of
-FastAPI, whose routing and parsing cost more than storing a batch, and memory is given out before a
-body is read: what finds no room waits its turn in the kernel's buffers, for a while, and is then
-sent away with the word when to come back.
+Every agent uses this route, many at once after an outage. It therefore comes before FastAPI, whose
+routing and parsing cost more than storing a batch, and memory is reserved before a body is read: a
+request without memory waits in the kernel's buffers for a while, and is then refused with a time to
+retry.
 
-Two threads write. A commit of rows costs by the call, hardly by the row: so there is one a second,
-and who comes after a pause is stored at once. Events have a lane of their own, for people may be
-waiting for what they say: they are stored as they come, whatever rows wait for, such as a merge of
-files. The queue is bounded by bytes, by number and by time: what does not fit is refused at once,
-to be sent again, and nothing waits in memory that was not asked for. Where more comes than is
-written, senders would give up on answers that come late, and send all of it again: so no rows are
-taken behind such as have waited too long. A body is answered after the commits of all that is in
-it, never before.
+Two threads write. A commit costs per call, hardly per row: so there is one commit of rows per
+second, and a body that arrives after a pause is stored at once. Events have a separate lane,
+because users may be waiting for them: they are stored as they arrive, even while rows wait for a
+merge of files. The queue is bounded by bytes, number and time: a body that does not fit is refused
+at once and sent again later. If more arrives than is written, senders would time out and send
+everything again: so no rows are accepted while others have waited too long. The response to a body
+is sent after the commits of everything in it.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ from vitals_collector.storage.store import SteadyClock, Store
 from vitals_collector.storage.tokens import OWN, Principal
 
 _MAX_BYTES = 64 << 20
-"""Of bodies that are being read or stored."""
+"""Memory for bodies that are being read or stored."""
 _MAX_WAITING = 4_096
 _ASKS = ASK_HEADER.lower().encode()
 _WRITER_KEY = WRITER_KEY_HEADER.lower().encode()
@@ -63,7 +62,7 @@ BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
 _GROUP_BYTES = 16 << 20
-"""Taken into one transaction, beside a number of batches."""
+"""Maximum size of one transaction, in addition to a number of batches."""
 COMMIT_SECONDS = 1.0
 """From one commit of rows to the next: it costs by the commit, hardly by the row."""
 _LOG = logging.getLogger("vitals.collector.intake")
@@ -77,15 +76,15 @@ OnDone = Callable[[list[tuple["PendingBody", Outcome]]], None]
 
 @dataclass(eq=False, slots=True)
 class PendingBody:
-    """One body's batches, and the future of the asker's event loop that is told the outcome."""
+    """One body's batches, and the future in the request's event loop that gets the outcome."""
 
     raws: Sequence[bytes]
     num_bytes: int
     turn: "asyncio.Future[Outcome]"
-    asks: bool = False
+    accepts_resend: bool = False
     """Whether its sender would rather fill holes than have them counted as lost."""
     principal: Principal = OWN
-    """Who sent it."""
+    """The sender."""
     _stored: dict[int, Stored] = field(default_factory=dict)
     """By its place what became of a batch; the lanes take turns, each with its own."""
     _error: Exception | None = None
@@ -106,7 +105,7 @@ class PendingBody:
 
     @property
     def outcome(self) -> Outcome:
-        """What its asker is told."""
+        """The outcome for the sender."""
         if self._error is not None:
             return self._error
         return answer_of([self._stored[index] for index in range(len(self.raws))])
@@ -117,7 +116,7 @@ class CommitLimits:
     """How much may wait, and how much is written together."""
 
     max_bytes: int = 64 << 20
-    """Of bodies that wait or are being written; one body alone is always taken."""
+    """Size of waiting and running bodies; a single body is always accepted."""
     max_bodies: int = 4_096
     group_batches: int = 8_192
     """Taken into one transaction, about a second's work: after an outage everybody comes at once.
@@ -138,7 +137,7 @@ class _LaneBatches(NamedTuple):
 
 
 class _Lane:
-    """What waits to be written by one thread. All but ``pop_batches`` is called under ``lock``."""
+    """Queue of one writer thread. All methods except ``pop_batches`` are called under ``lock``."""
 
     def __init__(self, lock: threading.Lock, seconds: float, limits: CommitLimits) -> None:
         self.waiting: deque[_LaneBatches] = deque()
@@ -150,7 +149,7 @@ class _Lane:
 
     @property
     def waited_seconds(self) -> float:
-        """How long what waits longest has."""
+        """Waiting time of the oldest body."""
         return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
 
     def enqueue(self, part: _LaneBatches) -> None:
@@ -162,14 +161,14 @@ class _Lane:
             self._changed.notify()
 
     def close(self) -> None:
-        """Have what waits taken at once, and then nothing more."""
+        """Release the waiting bodies at once, and accept no further ones."""
         self._is_closed = True
         self._changed.notify()
 
     def pop_batches(self) -> list[_LaneBatches]:
         """Wait for something, and for others; then take what is there up to the bounds.
 
-        Nothing when closed. Who comes when nothing was written for a while waits for nobody.
+        Nothing if closed. A body that arrives after a pause does not wait.
         """
         with self._changed:
             while not self.waiting and not self._is_closed:
@@ -191,12 +190,12 @@ class _Lane:
             return group
 
     def _is_due(self) -> bool:
-        """Return whether what waits is to be written without waiting for more."""
+        """Return whether the waiting bodies are to be written without waiting for more."""
         return self._is_closed or self._num_bytes >= _GROUP_BYTES
 
 
 class CommitQueue:
-    """A queue of bodies and the threads that write them. ``close`` writes what waits first.
+    """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
     Args:
         store: where to.
@@ -275,7 +274,7 @@ class CommitQueue:
                     )
 
     def close(self) -> None:
-        """Take no more, store what waits, and end the threads."""
+        """Stop accepting, store waiting bodies, and stop the threads."""
         with self._lock:
             self._is_closed = True
             self._rows.close()
@@ -305,13 +304,13 @@ class CommitQueue:
     def _store_group(self, group: Sequence[_LaneBatches]) -> Sequence[Sequence[Stored] | Exception]:
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
-            asking, now = [part.body.asks for part in group], self._arrivals.time_ns()
+            asking, now = [part.body.accepts_resend for part in group], self._arrivals.time_ns()
             principals = [part.body.principal for part in group]
-            with self._store.hearing.storing(self._arrivals):
+            with self._store.ingest_uptime.storing(self._arrivals):
                 return store_bodies(self._store, raws, now, asking, principals)
         except VitalsError as error:
             return [error] * len(group)
-        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
+        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread continues
             self._store.counters.fail("ingest")
             _LOG.exception("ingest_failed num=%d", len(group))
             return [error] * len(group)
@@ -321,7 +320,7 @@ class CommitQueue:
 
 
 class ByteBudget:
-    """Gives out bytes of memory in the order of asking. Of one event loop.
+    """Reserves memory in order of request. For one event loop.
 
     Raises:
         StorageError: from ``acquire``: too many wait, or there was no room in time.
@@ -393,7 +392,7 @@ class IngestApp:
         self.commits.start()
 
     def close(self) -> None:
-        """Store what waits, and end."""
+        """Store waiting bodies, and stop."""
         self.commits.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -412,13 +411,15 @@ class IngestApp:
             response = bug(scope["path"], error)
         await response(scope, receive, hardened(send))
 
-    async def answer(self, body: bytes, principal: Principal, *, asks: bool = False) -> Response:
+    async def answer(
+        self, body: bytes, principal: Principal, *, accepts_resend: bool = False
+    ) -> Response:
         """Store a body's batches; return the answer once they are durable.
 
         Args:
             body: the batches.
             principal: who sent them.
-            asks: whether one behind a hole is answered by ``from_seq``, and not stored.
+            accepts_resend: whether one behind a hole is answered by ``from_seq``, and not stored.
 
         Raises:
             FormatError: no batch of it can be stored.
@@ -429,7 +430,7 @@ class IngestApp:
         except FormatError as error:
             self._store.counters.reject(error.code)
             raise
-        replies = await self._stored(raws, len(body), principal, asks=asks)
+        replies = await self._stored(raws, len(body), principal, accepts_resend=accepts_resend)
         # Replies have no number that is not whole: nothing is to be looked for in them.
         return Response(msgspec.json.encode(replies), media_type="application/json")
 
@@ -445,10 +446,15 @@ class IngestApp:
                 raise FormatError(reply.text, code=reply.code)
 
     async def _stored(
-        self, raws: Sequence[bytes], num_bytes: int, principal: Principal, *, asks: bool = False
+        self,
+        raws: Sequence[bytes],
+        num_bytes: int,
+        principal: Principal,
+        *,
+        accepts_resend: bool = False,
     ) -> tuple[IngestReply, ...]:
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.commits.enqueue(PendingBody(raws, num_bytes, turn, asks, principal))
+        self.commits.enqueue(PendingBody(raws, num_bytes, turn, accepts_resend, principal))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome
@@ -464,12 +470,12 @@ class IngestApp:
             raise
         try:
             body = await read_body(receive, MAX_INGEST_BYTES)
-            asks = (_ASKS, b"ask") in scope["headers"]
+            accepts_resend = (_ASKS, b"ask") in scope["headers"]
             principal: Principal = scope["state"]["principal"]
             for name, value in scope["headers"]:
                 if name == _WRITER_KEY:
                     principal = principal.with_writer_key(value)
-            return await self.answer(body, principal, asks=asks)
+            return await self.answer(body, principal, accepts_resend=accepts_resend)
         finally:
             self._room.release(num_bytes)
 

@@ -100,7 +100,7 @@ def ask_as(query: Query, principal: Principal, route: Route, question: Question[
 
 
 def _body_type(route: Route) -> type[Any]:
-    """Return what a body is decoded as: the question itself, or what of it is not in the path."""
+    """Return the type of a body: the query, or its fields that are not in the path."""
     if not route.in_path:
         return route.kind
     fields = [
@@ -126,7 +126,7 @@ def _body_type(route: Route) -> type[Any]:
 
 
 def _parameter(field: FieldInfo, location: Any) -> Parameter:
-    """Return a field as FastAPI wants it: its type, and its bounds beside it."""
+    """Return a field as FastAPI needs it: its type with its bounds."""
     kind, bounds = _without_meta(field.type)
     return Parameter(
         field.encode_name,

@@ -40,7 +40,7 @@ _SHUTDOWN_SECONDS = 3
 _BACKLOG = 2_048
 """Connections that wait to be accepted: all agents of a fleet, after an outage."""
 _TICKS = 50
-"""Of the server's, ten a second: how often the address is written where that failed."""
+"""Ticks of the server, ten per second, between retries of writing the address file."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than an agent is silent, so that it need not connect again for every body."""
 
@@ -56,10 +56,10 @@ class ListenSettings:
     port: int = 0
     """0 takes a free one."""
     tls_cert: Path | None = None
-    """PEM, with its key or beside ``tls_key``; None speaks plain HTTP at the port."""
+    """PEM, with its key inside or in ``tls_key``; None serves plain HTTP at the port."""
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    """PEM; who connects by TLS shows a certificate that one of these CAs signed."""
+    """PEM; TLS clients must show a certificate signed by one of these CAs."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -80,9 +80,9 @@ def parse_listen(text: str) -> tuple[str, int]:
 def only_one(data: Path) -> Iterator[str]:
     """Hold the data directory's lock; it ends with the process, however that ends.
 
-    Gives what names the lock: of two processes that are given the same, one is no more. A copy of
-    the directory has another one, and so has the same directory after a reboot, or seen from
-    another machine; "" where this system does not tell.
+    Identifies the lock: of two processes with the same value, one has ended. A copy of the
+    directory has another value, and so has the same directory after a reboot, or seen from another
+    machine; "" if the system provides none.
 
     Raises:
         StorageError: another collector has it.
@@ -178,8 +178,9 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
         ) from error
     url = url_of(bound, listen)
     _allow_many_files()
-    (data / COLLECTOR_FILE).unlink(missing_ok=True)  # of one that was killed: nobody is there
-    # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
+    (data / COLLECTOR_FILE).unlink(missing_ok=True)  # of a killed process: no one listens
+    # uvicorn raises the signal again after its shutdown: without a handler, that would kill this
+    # process here.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         _Server(config, data, url).run(sockets=[bound])
@@ -195,7 +196,7 @@ def bind_unix(data: Path) -> socket.socket | None:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with socket_in_own_folder(path.absolute()) as name:
-            path.unlink(missing_ok=True)  # of one that was killed
+            path.unlink(missing_ok=True)  # of a killed process
             bound.bind(name)
         path.chmod(0o600)
         bound.listen(_BACKLOG)
@@ -234,7 +235,7 @@ class _Server(uvicorn.Server):
         self._is_told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then tell where: nobody reads an address that does not answer yet."""
+        """Start, then write the address file: an address must respond when it is read."""
         await super().startup(sockets=[])
         if self.should_exit:
             return
@@ -278,7 +279,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _write_address(self) -> None:
-        """Write the address file; on a full disk it is tried again, and what is stored is read."""
+        """Write the address file; on a full disk, retry later and serve stored data."""
         body = msgspec.json.encode(
             CollectorFile(
                 url=self._url,

@@ -363,11 +363,11 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
 
 def _answer(read: "StateRead") -> tuple[str, str]:
     """Return what became of a question: asked as recorded, or what a log cannot answer."""
-    from trainvitals.judged_log import question
+    from trainvitals.judged_log import describe_query
     from trainvitals.policy.evidence import of_reading
 
     is_answered = read.ratio is not None
-    return ("asked", of_reading(read)) if is_answered else ("would be asked", question(read))
+    return ("asked", of_reading(read)) if is_answered else ("would be asked", describe_query(read))
 
 
 def _need(decision: "Decision") -> str:

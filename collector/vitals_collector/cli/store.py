@@ -151,13 +151,13 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     from trainvitals.clock import SystemClock
     from vitals_collector.api.serve import only_one
     from vitals_collector.retention.checkup import store_size
+    from vitals_collector.retention.maintenance import LakeMaintenance
     from vitals_collector.retention.settings import VolumeSettings
-    from vitals_collector.retention.upkeep import Upkeep
 
     with only_one(data_dir(data)), _store(data, database) as store:
         before = store_size(store)
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
-        num_rows = Upkeep(store, settings, clock=SystemClock(), pause=0.0).do_all()
+        num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()
         after = store_size(store)
     _say(f"{num_rows} rows thinned; {before.num_bytes} bytes before, {after.num_bytes} now")
 

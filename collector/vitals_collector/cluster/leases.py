@@ -5,8 +5,9 @@ could not renew stops some seconds before that, by its own monotonic clock, coun
 asked. One that was stopped in the middle of a transaction is held up by ``fence``. On SQLite there
 is one collector on a store: it holds everything, and no row is written.
 
-Who takes the lease of a process that was killed waits for its end, unless the two are of one
-place: the lock of a data folder, which one process has at a time. Then the former one is no more.
+A collector that takes over the lease of a killed process waits until it expires, unless both have
+the same location: the lock of a data directory, which one process holds at a time. Then the former
+one has ended.
 """
 
 import logging
@@ -89,7 +90,7 @@ class Lease:
         return self.epoch() is not None
 
     def renew_or_acquire(self) -> None:
-        """Renew the lease, or take it where nobody holds it any more.
+        """Renew the lease, or acquire it if it is free.
 
         Raises:
             StorageError: the database refused; what is held is held until it ends.
@@ -101,8 +102,8 @@ class Lease:
         with self._store.write() as connection:
             taken = acquire(connection, [self.name], self.holder, is_held=is_held)
             epoch = taken.get(self.name)
-        # Where it ended while the database was slow, some of us may have seen that: it is taken
-        # anew next time, with a new number.
+        # If it expired while the database was slow, a part of this process may have noticed: it is
+        # acquired again next time, with a new number.
         if epoch is None or (is_held and self.epoch() is None):
             self._until_ns = 0
             return
@@ -199,9 +200,9 @@ def acquire(
 
 
 def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
-    """Return leases that ended in the last seconds: their holder died, or was away.
+    """Return leases that expired in the last seconds: their holder died, or was offline.
 
-    Not all, but the share of this collector beside all others that hold one now.
+    Not all, but this collector's share among all current holders.
     """
     names = select(leases.c.name).where(
         leases.c.name.startswith(prefix, autoescape=True),
@@ -277,10 +278,10 @@ def _bound(connection: Connection) -> None:
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
 
-# A commit of the lake says under which epochs of the runs it is (``numbers.lake_engine.Engine``).
-# It locks those for the moment that it takes, so that who takes one of the runs does so before the
-# commit, which is refused then, or behind it, and reads its marks. A process that is stopped in
-# between loses the transaction, so nobody waits for it. What a commit said is not kept.
+# A commit of the lake names the epochs of its runs' leases (``numbers.lake_engine.LakeEngine``). It
+# locks those rows for its duration, so that another owner acquires a run either before the commit,
+# which then fails, or after it, and reads its marks. A process that is paused in between loses the
+# transaction, so it blocks no one. The names of a commit are not stored.
 _REFUSE = f"""
 CREATE OR REPLACE FUNCTION vitals_fence() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -312,10 +313,10 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def fence(connection: Connection) -> None:
-    """Have the lake's catalogue refuse what former owners of runs commit, from here on.
+    """Make the lake's catalogue refuse commits of former owners, from now on.
 
     Args:
-        connection: to the database that has leases and catalogue, inside a transaction.
+        connection: to the database with leases and catalogue, inside a transaction.
     """
     take_turns(connection)
     connection.execute(text(_REFUSE))

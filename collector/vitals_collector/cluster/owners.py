@@ -1,8 +1,8 @@
 """Which collector takes which run's rows: of several on one store, each run has one owner.
 
-A run that nobody owns belongs to the first collector that is sent rows of it; agents of a run that
-another one owns are told where to go. An owner that dies is replaced once its lease has ended; what
-one that was paused commits afterwards is refused, by the database that has leases and catalogue.
+A run without an owner is acquired by the first collector that receives its rows; agents of a run
+with another owner are redirected. A dead owner is replaced once its lease has expired; a later
+commit by a paused owner is refused by the database with leases and catalogue.
 """
 
 import logging
@@ -34,7 +34,7 @@ from vitals_collector.storage.store import OwnedElsewhere, Store
 
 _RENEW_SECONDS = 2.0
 _IDLE_SECONDS = 600.0
-"""After which a run that no rows come of is let go."""
+"""Release a run after this time without rows."""
 _NAMES_AT_ONCE = 1_000
 _ENDED_SECONDS = 60.0
 """How long after its lease a run is taken over with another: what stopped long ago stays."""
@@ -70,9 +70,9 @@ class RunOwners:
         self._store, self._lake, self._clock = store, store.numbers, clock
         self._holder = f"{url or socket.gethostname()} /{process_place or uuid.uuid4().hex[:16]}"
         self._taking = threading.Lock()
-        """Of what changes which leases are held; it may be had for seconds."""
+        """Guards changes of the held leases; may be held for seconds."""
         self._lock = threading.Lock()
-        """Of the two below; what is renewed waits for nobody."""
+        """Guards the two dicts below; renewals do not wait for ``_taking``."""
         self._owned: dict[str, _Owned] = {}
         self._elsewhere: dict[str, tuple[NotOwnerError, int]] = {}
         """Runs of others, and until when they are thought to be."""
@@ -121,7 +121,7 @@ class RunOwners:
     def _acquire(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         now_ns = self._clock.monotonic_ns()
         with self._store.write() as connection:
-            # What an owner that died had comes soon as well: to take a run over costs by the time.
+            # Rows of a dead owner's other runs arrive soon too, and each takeover costs time.
             more = ended(connection, RUN, _ENDED_SECONDS)
             lease_names = {RUN + run_id for run_id in run_ids}
             names = {name: name.removeprefix(RUN) for name in (*lease_names, *more)}
@@ -181,7 +181,7 @@ class RunOwners:
                 _LOG.warning("leases_not_renewed num=%d: %s", len(self._owned), error)
 
     def renew(self) -> None:
-        """Renew what is owned, and let go what no rows came of for long.
+        """Renew the leases of owned runs, and release runs without rows for long.
 
         Raises:
             StorageError: the database refused; what is owned is until its lease ends.
@@ -205,7 +205,8 @@ class RunOwners:
                 owned = self._owned.get(run_id)
                 if owned is None:
                     continue
-                # What ended while the database was slow is taken anew, with a new number.
+                # A lease that expired while the database was slow is acquired again, with a new
+                # number.
                 if renewed.get(RUN + run_id) == owned.epoch and owned.until_ns > later_ns:
                     owned.until_ns = _until(now_ns)
                 else:
@@ -214,7 +215,8 @@ class RunOwners:
     def _release_idle(self, before_ns: int) -> None:
         with self._lock:
             idle = [run for run, owned in self._owned.items() if owned.used_ns < before_ns]
-            for run_id in idle:  # at once: rows that come now are of a run to be taken anew
+            # at once: rows that arrive now belong to a run that has to be acquired again
+            for run_id in idle:
                 del self._owned[run_id]
         self._release(idle)
 

@@ -1,4 +1,4 @@
-"""What the owners of runs write down for the collector that pages, and its look at all of them.
+"""Reports of run owners in the database, and their reading by the pager.
 
 An owner's report is one row for each run, in the owner's words: bytes, here. It counts while the
 lease does under which it was written: the pager takes none of a former owner.

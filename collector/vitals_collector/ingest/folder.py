@@ -85,7 +85,7 @@ class FolderIngest:
                 except Exception as error:  # noqa: BLE001 - counted, reported, and retried
                     refused(run_dir, where, error)
         finally:
-            self._store.is_reading_in = False
+            self._store.is_importing = False
         return num_new
 
     def _run_dirs(self) -> Iterator[RunDir]:
@@ -106,8 +106,8 @@ class FolderIngest:
     def _store_spool(self, spool: Path, stop: threading.Event) -> int:
         position, now = self._position(spool), time.time()
         if position == SpoolPosition():
-            self._store.is_reading_in = True
-        promised = self._tail_loss.read(spool)
+            self._store.is_importing = True
+        promised = self._tail_loss.read_if_changed(spool)
 
         def damaged(begin: SpoolPosition, end: SpoolPosition) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"

@@ -46,9 +46,9 @@ class TailLoss:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._kept: dict[Path, Version] = {}  # a few numbers per existing spool
+        self._compared: dict[Path, Version] = {}  # a few numbers per existing spool
 
-    def read(self, spool: Path) -> tuple[Version, State | None] | None:
+    def read_if_changed(self, spool: Path) -> tuple[Version, State | None] | None:
         """Return the spool's state, None in it if it is damaged; None if there is nothing new.
 
         Call before the spool is read: the rows in the state are then already in the files.
@@ -57,7 +57,7 @@ class TailLoss:
         try:
             file_stat = path.stat()
             version = (file_stat.st_mtime_ns, file_stat.st_size, file_stat.st_ino)
-            return None if self._kept.get(spool) == version else (version, read_state(path))
+            return None if self._compared.get(spool) == version else (version, read_state(path))
         except FileNotFoundError:
             return None
 
@@ -80,7 +80,7 @@ class TailLoss:
             return  # maybe another node's spool has introduced the run
         if lost:
             self._note(spool, promised)
-        self._kept[spool] = version
+        self._compared[spool] = version
 
     def _note(self, spool: Path, promised: dict[StreamKey, int]) -> None:
         with self._store.write() as connection:

@@ -1,1 +1,1 @@
-"""What goes on: every run followed live, judged by the watchers, told as alerts."""
+"""Live processing of every run: fleet detectors, run states and alerts."""

@@ -1,14 +1,14 @@
 """Turns what was stored into alerts: decisions and findings once, runs' states as they change.
 
-The ladder inside the job decided, and its decisions arrive as events; the detectors there found,
-and so do their findings. What shows only in the steps of all ranks, and in the nodes' samples, the
-engine has looked at by ``watching``, whose findings lie beside the others. What the job cannot say
-(that it is gone) comes from the run's state. It works from the store alone, with a cursor per
-writer kept beside the alerts, so a collector that died between storing and alerting goes on where
-it was.
+Decisions of the policy inside the job and findings of its detectors arrive as events. Findings that
+need the steps of all ranks or samples of nodes come from ``live_monitor`` and are stored in the
+same table. Conditions that the job cannot report (that it died) come from the run's state. The
+engine works from the store alone, with a cursor per writer in the alerts' transaction, so a
+collector that died between storing and alerting continues where it was.
 
-Of several collectors each does so for the runs that it owns, up to the alerts: one of them, the
-pager, raises those of all runs, from what is stored and from what owners report (``reports``).
+With several collectors, each does this for the runs that it owns, except for the alerts: one of
+them, the pager, raises those of all runs, from the stored events and the owners' reports
+(``reports``).
 """
 
 import logging
@@ -74,7 +74,7 @@ _MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
 _Record = TypeVar("_Record")
 _AWAITED = (DecisionMade, FindingRaised)
-"""Events of which people may be told."""
+"""Events that may raise alerts."""
 _NOTED = CheckpointChanged | NamesDefined | RanksStill | TrainingPaused
 """Events that change how a run is watched."""
 _MOST_CAME = 8
@@ -82,8 +82,8 @@ _MOST_CAME = 8
 _PAUSE_SECONDS = 0.2
 """Time between two looks at rows that just arrived: those of a large run arrive all the time."""
 _RESEND_SECONDS = 60.0
-"""How often a change that no notifier has settled is handed out again: the end of a silence, and
-the start of this process."""
+"""Interval at which a change that no notifier has settled is delivered again: after a silence ends
+or this process starts."""
 _LEFT_SECONDS = 10.0
 """After which the pager owns what an owner that is gone left unwatched, where no other did."""
 _LOG = logging.getLogger("vitals.collector.engine")
@@ -101,7 +101,7 @@ class EngineConfig:
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
     interval_seconds: float = 2.0
-    """How often all runs that go on are looked at; silence tells too."""
+    """Interval of the checks of running runs; silence is a condition too."""
 
 
 class AlertEngine:
@@ -140,7 +140,7 @@ class AlertEngine:
         """What other owners report of their runs."""
         self._elsewhere: set[str] = set()
         """The runs that others own."""
-        self._left: dict[str, int] | None = None
+        self._ownerless_since: dict[str, int] | None = None
         """Runs that nobody owns, by when that was seen, until it is known that nobody need; None:
         nobody has looked since this collector pages."""
         self._settled: set[str] = set()
@@ -154,7 +154,7 @@ class AlertEngine:
         self._resend_ns: int | None = None
         self._logged: set[str] = set()
         self._gone: dict[str, set[str]] = {}
-        """By run the alerts that held, or may, when it was last seen to go on."""
+        """By run, the alerts that applied, or may have, when it was last running."""
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
@@ -199,10 +199,11 @@ class AlertEngine:
                 self._dirty |= dirty
 
     def poll(self, *, only_new: bool = False) -> None:
-        """Follow own runs: watch them and their states; report them, or tell what is to be told.
+        """Process owned runs: run their detectors and states; report them, or raise alerts.
 
-        Of several collectors the pager tells, of its own runs and of all others: decisions and
-        findings, what holds, what was not told. Commands that nobody took in time expire.
+        With several collectors, the pager raises alerts for its own runs and all others: new
+        decisions and findings, lasting conditions, and undelivered alerts. Commands that were not
+        delivered in time expire.
 
         Args:
             only_new: look only at what arrived since the last look, which costs little.
@@ -261,16 +262,18 @@ class AlertEngine:
 
     def _become_pager(self, epoch: int) -> None:
         """Become the one that delivers, from what is stored: as after a restart."""
-        if self._epoch is not None:  # others did so meanwhile: what we remember is of before
+        # other pagers did so in the meantime: the cached state is outdated
+        if self._epoch is not None:
             self._runs = RunStatusCache(is_shared=self._lease.is_shared)
             self._resend_ns = None
             if self._dispatcher is not None:
                 self._dispatcher.forget()
-        self._others, self._left, self._settled = {}, None, set()
+        self._others, self._ownerless_since, self._settled = {}, None, set()
         owned = self._store.claims.owned()
         if owned is not None:
             self._reporter.withdraw(owned)
-        self._epoch = epoch  # before reading what is stored: what is committed from now on is told
+        # before reading what is stored: events committed from now on are noticed
+        self._epoch = epoch
         try:
             self._mark_unread()
             self._adopt_receivers()
@@ -279,7 +282,7 @@ class AlertEngine:
             raise
 
     def _adopt_receivers(self) -> None:
-        """Go on from what was reported of receivers before; one that is no more has no alert."""
+        """Load the state of receivers from their stored alerts; a removed receiver has no alert."""
         if self._dispatcher is not None:
             for alert in self._dispatcher.adopt(self._inbox.reported()):
                 self._inbox.report(ended(alert, self._clock.time_ns()))
@@ -287,7 +290,7 @@ class AlertEngine:
     # ------------------------------------------------------------------ runs that others own
 
     def _look_at_others(self, epoch: int, *, only_new: bool) -> None:
-        """Take up what other owners report, in a number of queries that is that of one run."""
+        """Read other owners' reports, with as many queries as for one run."""
         if epoch != self._epoch:
             self._become_pager(epoch)
         elif only_new:
@@ -300,7 +303,7 @@ class AlertEngine:
             self._others,
             {run.run_id: report for run in elsewhere if (report := report_of(run)) is not None},
         )
-        # Who reports nothing, as the owner that died, may have stored what nobody was told of.
+        # An owner that reports nothing, such as a dead one, may have stored events without alerts.
         quiet = {run.run_id for run in elsewhere} | before.keys()
         with_news = {
             run_id
@@ -315,24 +318,34 @@ class AlertEngine:
         self._elsewhere = {run.run_id for run in elsewhere}
 
     def _claim_orphaned_runs(self) -> None:
-        """Own runs that nobody does, and that go on or have rows that no watcher has seen.
+        """Acquire runs without an owner that are running or have unprocessed rows.
 
-        Of those whose owner is gone, words that people may be told of are marked at once.
+        For runs without an owner, mark their unprocessed events at once.
         """
-        now, before = self._clock.monotonic_ns(), self._left or {}
+        now, before = self._clock.monotonic_ns(), self._ownerless_since or {}
         owned = self._store.claims.owned()
         if owned is None:
             return
         nobodys = {run.run_id for run in self._runs.statuses()} - self._elsewhere - owned.keys()
         self._settled &= nobodys
-        let_go = nobodys - self._settled - before.keys() if self._left is not None else set[str]()
-        # What the owner stored last it may not have reported: what they were before may be over.
+        let_go = (
+            nobodys - self._settled - before.keys()
+            if self._ownerless_since is not None
+            else set[str]()
+        )
+        # The owner may not have reported its last events: the state before may be outdated.
         self._mark_unread(let_go)
         self._runs.touch(let_go, at_once=True)
-        self._left = {run_id: before.get(run_id, now) for run_id in nobodys - self._settled}
+        self._ownerless_since = {
+            run_id: before.get(run_id, now) for run_id in nobodys - self._settled
+        }
         # Its agents may be on their way to any collector, and choose better.
         since = now - int(_LEFT_SECONDS * 1e9) if self._elsewhere else now
-        due = [run_id for run_id, at in self._left.items() if at <= since and run_id not in let_go]
+        due = [
+            run_id
+            for run_id, at in self._ownerless_since.items()
+            if at <= since and run_id not in let_go
+        ]
         if not due:
             return
         with self._store.read_transaction() as connection:
@@ -358,10 +371,10 @@ class AlertEngine:
         others = [run.now for run_id, run in self._others.items() if not self._is_own(run_id)]
         finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
         finished |= {run.run_id for run in others if run.state == "finished"}
-        # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
-        # steps that are stored already must not resolve what is told only now.
+        # Before the runs' states, which resolve alerts: a renewed condition is not over. And stored
+        # steps must not resolve an alert that is raised only now.
         fired = self._consume_findings(sorted(dirty), finished)
-        # Of a run that goes on and that nobody owns nobody knows what holds; it is owned soon.
+        # The conditions of a running run without an owner are unknown; it gets an owner soon.
         runs = [
             self._run_now(run)
             for run in present
@@ -411,7 +424,7 @@ class AlertEngine:
         interval = int(self._config.interval_seconds * 1e9)
         due = self._clock.monotonic_ns()
         while not self._stopping.is_set():
-            self._wake.clear()  # before: what comes from here on is looked at next time
+            self._wake.clear()  # before: events from now on are for the next poll
             self._urgent.clear()
             is_due = self._clock.monotonic_ns() >= due
             if is_due:
@@ -430,7 +443,7 @@ class AlertEngine:
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
 
     def _log_error(self, error: Exception) -> None:
-        """Log what stopped a look; of an error that is ours, once, where it happened."""
+        """Log the error that ended a poll; log a bug once, with its traceback."""
         if isinstance(error, VitalsError):
             _LOG.warning("engine: %s", error)
             return
@@ -571,22 +584,26 @@ class AlertEngine:
     # -------------------------------------------------------------------------------------- runs
 
     def _refresh_runs(self, *, only_new: bool, is_pager: bool) -> set[str]:
-        """Ask after own runs; the pager also after those of which nobody else reports."""
+        """Refresh owned runs; the pager also refreshes runs that no other collector reports."""
         now = self._steady.time_ns()
-        hearing = self._store.hearing
+        hearing = self._store.ingest_uptime
         if self._store.no_room is not None:
             hearing.restart(now)
         when = Liveness(
             now_unix_ns=now,
             up_since_unix_ns=max(self._up_since_unix_ns, hearing.since(now)),
             lost_after_seconds=self._config.lost_after_seconds,
-            is_reading_in=self._store.is_reading_in,
+            is_reading_in=self._store.is_importing,
         )
         owned_runs = None if is_pager or self._owned is None else self._owned.keys()
         others = {run_id for run_id in self._others if not self._is_own(run_id)}
         with self._store.read_transaction() as connection:
             refreshed = self._runs.refresh(
-                connection, when, only_new=only_new, of=owned_runs, but=others if is_pager else ()
+                connection,
+                when,
+                only_new=only_new,
+                of=owned_runs,
+                exclude=others if is_pager else (),
             )
         if not only_new:
             hearing.looked(now)
@@ -615,7 +632,9 @@ class AlertEngine:
                     hang = self._hang_of(run)
                 if finding.kind == "stalled" and (
                     hang or any(alert.severity == "page" for alert in absences)
-                ):  # that is why it stalls, and it was told; where it was told before, it holds
+                    # this explains the stall, and was reported; if it was reported before, it still
+                    # applies
+                ):
                     lasting.update(alert.fingerprint for alert in named)
                     continue
                 conditions += named
@@ -694,7 +713,7 @@ class AlertEngine:
         if self._resend_ns is not None and now < self._resend_ns:
             return
         self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
-        new, posted = self._inbox.untold()
+        new, posted = self._inbox.undelivered()
         for view, life in new:
             self._dispatcher.resume(view, active_since=life.active_since)
         for view in posted:
@@ -718,7 +737,7 @@ class Acting(NamedTuple):
         self.engine.start()
 
     def close(self) -> None:
-        """Stop them; what was not delivered is handed out again at the next start."""
+        """Stop the threads; undelivered alerts are delivered at the next start."""
         self.engine.close()
         self.dispatcher.close()
         self.lease.close()
@@ -784,7 +803,7 @@ _MOST_NAMED = 16
 
 
 def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
-    """Return what a finding that holds raises; of a stall, with the ranks that are behind."""
+    """Return the alerts of a lasting finding; for a stall, with the ranks that are behind."""
     raised = alerts_for_finding(finding, run_id=run.run_id)
     if finding.kind != "stalled" or not run.behind:
         return raised
@@ -821,7 +840,7 @@ def _cursor(connection: Connection, name: str) -> int:
 
 
 def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None) -> dict[str, int]:
-    """Return how far what was said is consumed; of all writers, or of some."""
+    """Return the cursors of one kind, for all or some writers."""
     name = engine_state.c.name
     if writers is None:
         filters = [name.startswith(f"{what}/")]

@@ -1,11 +1,11 @@
 """Has the watchers look at every run's merged steps, and stores what they tell as findings.
 
-They only tell: what may act is judged inside the job. A finding of theirs lies beside those of the
-ranks, under an incarnation of the collector's own, and raises alerts as these do.
+Fleet detectors only report: actions are decided inside the job. Their findings are stored with
+those of the ranks, under an incarnation of the collector, and raise alerts like these.
 
-How far a run's rows were read, what the watchers remember and what they told are stored in one
-transaction. So a collector that died at any time goes on where it was: nothing is told twice, and
-rows that were held while their step was not whole are read again.
+The position in a run's rows, the detectors' state and their findings are stored in one transaction.
+A collector that died at any time therefore continues where it was: no finding is repeated, and rows
+of incomplete steps are read again.
 """
 
 import logging
@@ -128,7 +128,7 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
 
 
 def suspend_watching(connection: Connection, run_id: str) -> None:
-    """Note that watching a run fails again and again: its rows wait for nobody any more."""
+    """Record that watching a run fails repeatedly: its rows can be rolled up without it."""
     statement = insert(connection, engine_state).values(name=_ASIDE + run_id, body=b"")
     connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
 
@@ -145,7 +145,7 @@ def runs_aside(connection: Connection) -> set[str]:
 
 
 def forget_progress(connection: Connection, run_id: str) -> None:
-    """Forget how far a run was watched: it is removed."""
+    """Delete a removed run's progress."""
     names = (state_name(run_id), _ASIDE + run_id)
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
@@ -155,7 +155,7 @@ def forget_progress(connection: Connection, run_id: str) -> None:
 
 _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _LOOK_NS = 30_000_000_000
-"""How often the store is asked for rows that nobody told of: another process may write there."""
+"""Interval of reading the store for rows of other processes."""
 _FEW_ROWS = 64
 _SAVED_STATES = ("verified", "healthy", "retired")
 
@@ -169,7 +169,7 @@ class TimedFinding(NamedTuple):
 
 
 class RunWatchState(msgspec.Struct, kw_only=True):
-    """What is kept of a run beside its findings."""
+    """State of a run's detectors, without its findings."""
 
     done: dict[str, int] = {}
     """By ``incarnation/stream``: the sequence number up to which rows are done with."""
@@ -178,17 +178,17 @@ class RunWatchState(msgspec.Struct, kw_only=True):
     next_seq: int = 0
     """Number of the next finding."""
     checkpoint: Key = BEFORE_ALL
-    """The newest checkpoint that the watchers were told of."""
+    """The latest checkpoint that the detectors have processed."""
     last: tuple[int, int, int] = (0, -1, 0)
     """Attempt, step and time of the newest merged step."""
     open: list[Finding] = []
-    """What was told and still holds: a stalled step, a checkpoint that is overdue."""
+    """Reported conditions that still apply: a stalled step, an overdue checkpoint."""
     onsets: list[Onset] | None = None
     """When series left their course, as it was seen then; None: nobody looked."""
     judged_from: Key = (2**63 - 1, 0)
     """From where on this process could tell."""
     lasting: list[Finding] = []
-    """What the watchers told as it began, and say goes on: a straggler, a fall of throughput."""
+    """Findings whose condition lasts: a straggler, a drop of throughput."""
 
 
 # ------------------------------------------------- ranks on several nodes that make no progress
@@ -207,9 +207,9 @@ class _Word(NamedTuple):
 
 @dataclass(slots=True)
 class StillNodes:
-    """What the agents of one run last said of ranks that stand still.
+    """Latest reports of the agents of one run about stalled ranks.
 
-    Who is waited for shows only where all are seen. A job on one node its agent judges itself.
+    The blocking rank is visible only if all nodes are. A job on one node is judged by its agent.
     """
 
     _words: dict[str, _Word] = field(default_factory=dict)
@@ -234,12 +234,12 @@ class StillNodes:
             self._words[incarnation] = _Word(seq, now_ns, event)
 
     def findings_due(self, now_ns: int) -> tuple[Finding, ...]:
-        """Return what is to be reported now; ``now_ns`` is of the clock of ``load_events``."""
+        """Return the findings that are due; ``now_ns`` is of the clock of ``load_events``."""
         present = [word for word in self._words.values() if now_ns - word.came_ns <= FORGET_NS]
         present = [word for word in present if word.event.ranks]
         if not present and self._follower.verdict is None:
             return ()
-        # As they were told, and not for longer: a node that says nothing more may move again.
+        # As in the latest reports, and not for longer: a silent node may be running again.
         ranks = {rank.rank: rank for word in present for rank in word.event.ranks}
         world_size = max((word.event.world_size for word in present), default=1)
         limits = _longest(word.event.limits for word in present)
@@ -308,7 +308,7 @@ class FollowedRun:
         return num
 
     def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
-        """Say whether ``read_stored`` is to be called: not all that there is was taken."""
+        """Return whether ``read_stored`` is needed: the committed rows are not all there are."""
         return taken.has_more or not self.is_read or self._is_due(now_ns)
 
     def read_stored(
@@ -374,7 +374,7 @@ class FollowedRun:
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
         origin = block.origin
-        # What rank 0 has beside is decoded of few others as well: twice the calls would cost more.
+        # For few writers rank 0's extra columns are decoded for all: two calls would cost more.
         if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
             self._add_steps(block.schema, block.rows, origin, now_ns, is_rank0=True)
             return
@@ -429,7 +429,7 @@ class FollowedRun:
         ]
 
     def _look_for_pause(self, connection: Connection, now_ns: int) -> None:
-        """Learn whether the newest attempt stands still since a person wants it so."""
+        """Check whether the latest attempt is paused by a command."""
         newest = connection.execute(
             select(events.c.attempt, events.c.body)
             .where(events.c.run_id == self.run_id, events.c.kind == TrainingPaused.__name__)
@@ -438,15 +438,15 @@ class FollowedRun:
         ).first()
         was_paused, self._is_paused = self._is_paused, False
         if newest is not None and newest.attempt == self.saved.last[0]:
-            with suppress(*UNREADABLE):  # a damaged one is none
+            with suppress(*UNREADABLE):  # skip a damaged one
                 self._is_paused = _decode_pause(newest.body).is_paused
-        if was_paused and not self._is_paused:  # the next step is waited for from now on
+        if was_paused and not self._is_paused:  # the stall timeout starts again now
             self.watchers.resumed(self._now_of_run(now_ns))
 
     # ------------------------------------------------------------------------------- watching
 
     def advance(self, now_ns: int, *, is_running: bool) -> list[TimedFinding]:
-        """Merge what was read, and return what the watchers tell of it."""
+        """Merge the rows that were read, and return the detectors' findings."""
         if self.heard_ns is None:
             self.heard_ns = now_ns
         gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
@@ -474,7 +474,7 @@ class FollowedRun:
         return records
 
     def _keep_lasting(self, records: list[TimedFinding]) -> None:
-        """Keep the newest finding of each cause for as long as its watcher says it goes on."""
+        """Keep the latest finding of each cause while its detector reports that it lasts."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
             (record.finding.kind, record.finding.cause): record.finding for record in records
@@ -540,7 +540,7 @@ class FollowedRun:
     # ------------------------------------------------------------------------- over restarts
 
     def saved_with(self, num_findings: int) -> RunWatchState:
-        """Return what to store beside so many more findings. It holds once it is committed."""
+        """Return the state to store with this many more findings. Valid after the commit."""
         done = {"/".join(writer): seq for writer, seq in self._done().items() if seq >= 0}
         return msgspec.structs.replace(
             self.saved,
@@ -573,7 +573,8 @@ def open_run(
         try:
             watchers.load_state_dict(saved.watchers)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            # Another version's memory: they learn anew, and what was told stays told.
+            # State of another version: the detectors start without it; reported findings stay
+            # reported.
             _LOG.warning("watchers_start_anew run=%s reason=%r", run_id, error)
             watchers = FleetDetectors(watch)
     return FollowedRun(run_id, saved, watchers, steps)
@@ -587,8 +588,8 @@ COLLECTOR = "collector"
 _PAUSE_SECONDS = 10.0
 """How long a run is left alone after watching it met an error of our own; doubled each time."""
 _LONGEST_PAUSE_SECONDS = 600.0
-"""The longest of these pauses; a run that comes to it is set aside: its old rows are thinned though
-no watcher has seen them, and it is tried again all the same."""
+"""The longest of these pauses; when a run reaches it, watching is suspended: its old rows are
+rolled up although no detector has processed them. Retries continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -596,12 +597,11 @@ class LiveMonitorConfig:
     """How runs are watched."""
 
     rows_at_once: int = 50_000
-    """Rows read in one look; a collector that has years to catch up still tells of a halt now."""
+    """Rows per poll, so that a collector that has to catch up still reports a halt at once."""
     live_bytes: int = 64 << 20
-    """Rows of all runs that are kept in memory until they are looked at; beyond, they are read
-    from the store."""
+    """Memory for rows of all runs until the next poll; beyond it, rows are read from the store."""
     save_seconds: float = 5.0
-    """How often memory is stored where nothing is told; what came since is read again."""
+    """Interval of storing the state if there is no finding; later rows are read again."""
     save_bytes_a_second: int = 1 << 16
     """A large memory, of thousands of ranks, is stored so much less often."""
     watch: FleetConfig = field(default_factory=FleetConfig)
@@ -609,10 +609,10 @@ class LiveMonitorConfig:
 
 
 class Polled(NamedTuple):
-    """What one poll came to."""
+    """Result of one poll."""
 
     runs_with_findings: frozenset[str]
-    """Of which something new was found."""
+    """Runs with new findings."""
     has_more: bool
     """Rows are left: look again at once."""
 
@@ -639,8 +639,8 @@ class _StateToStore(NamedTuple):
 class LiveMonitor:
     """Follows the runs that have new rows or are running. ``add`` and ``note`` are for any thread.
 
-    Of several collectors each follows the runs that it owns; what it stores of one that another has
-    taken meanwhile is refused. ``now_ns`` is a monotonic clock throughout.
+    With several collectors, each processes the runs that it owns; storing results of a run that
+    another one has acquired in the meantime fails. ``now_ns`` is a monotonic clock throughout.
     """
 
     def __init__(self, store: Store, config: LiveMonitorConfig | None = None) -> None:
@@ -651,12 +651,12 @@ class LiveMonitor:
         self._save_ns: dict[str, int] = {}
         self._pauses: dict[str, _Pause] = {}
         self._aside: set[str] = set()
-        """Runs whose watching failed so often that their rows wait for it no more."""
+        """Runs for which watching is suspended: their rows do not wait for it."""
         self._is_first = True
         self.num_unmerged = 0
         """Rows of ranks that steps were merged without."""
         self.num_dropped_samples = 0
-        """Samples of GPUs that had to be let go before their node's own row was there."""
+        """GPU samples that were dropped before their node's own row arrived."""
 
     @property
     def num_left_to_store(self) -> int:
@@ -664,7 +664,7 @@ class LiveMonitor:
         return self._live.num_dropped
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Take in batches that were committed; they are looked at by the next ``poll``."""
+        """Add committed batches; the next ``poll`` processes them."""
         self._live.add(batches)
 
     def note(self, run_id: str) -> None:
@@ -672,7 +672,7 @@ class LiveMonitor:
         self._live.note(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
-        """Go on with runs where others stored that they were.
+        """Load the stored state of runs that this collector has acquired.
 
         Raises:
             StorageError: the store refused; call again.
@@ -699,13 +699,13 @@ class LiveMonitor:
         only_new: bool = False,
         owned: Collection[str] | None = None,
     ) -> Polled:
-        """Take in new rows of all runs, and store what the watchers tell of them.
+        """Process new rows of all runs, and store the detectors' findings.
 
         Args:
             now_ns: a monotonic clock.
-            running: the runs that go on.
+            running: runs that are running.
             only_new: look only at those that have new rows.
-            owned: the runs to look at, of those that ``take_over`` was told of; None: all.
+            owned: runs to process, among those given to ``take_over``; None: all.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -744,12 +744,12 @@ class LiveMonitor:
         return Polled(frozenset(k.followed.run_id for k in states if k.findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
-        """Return what was told of a followed run and still holds."""
+        """Return a run's reported findings that still apply."""
         followed = self._open.get(run_id)
         return () if followed is None else tuple(followed.saved.open)
 
     def lasting(self, run_id: str) -> tuple[Finding, ...]:
-        """Return what was told of a followed run as it began, and goes on."""
+        """Return a run's findings whose condition lasts."""
         followed = self._open.get(run_id)
         return () if followed is None else tuple(followed.saved.lasting)
 
@@ -809,7 +809,7 @@ class LiveMonitor:
             return 0, []
         if num:
             self._pauses.pop(run_id, None)
-            self._set_aside(run_id, is_aside=False)
+            self._set_suspended(run_id, is_aside=False)
         if is_over and not states:
             self._forget(run_id)
         return num, states
@@ -820,7 +820,7 @@ class LiveMonitor:
         return followed
 
     def _begin_again(self, run_id: str) -> None:
-        """Go on from what is stored, of which memory is ahead."""
+        """Reload the stored state, because memory is ahead of it."""
         self._forget(run_id)
         self.note(run_id)
 
@@ -835,7 +835,7 @@ class LiveMonitor:
         self._store.counters.fail("watching")
         _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
         if seconds >= _LONGEST_PAUSE_SECONDS:
-            self._set_aside(run_id, is_aside=True)
+            self._set_suspended(run_id, is_aside=True)
 
     def _pause(self, run_id: str, now_ns: int) -> float:
         """Leave a run alone for longer each time; return for how many seconds."""
@@ -845,7 +845,7 @@ class LiveMonitor:
         self._pauses[run_id] = _Pause(now_ns + int(seconds * 1e9), seconds)
         return seconds
 
-    def _set_aside(self, run_id: str, *, is_aside: bool) -> None:
+    def _set_suspended(self, run_id: str, *, is_aside: bool) -> None:
         if is_aside == (run_id in self._aside):
             return
         with self._store.write() as connection:

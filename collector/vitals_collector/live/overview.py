@@ -22,7 +22,7 @@ _LAST_STEPS = 5
 """A run that ended so few steps after a step was skipped ended in trouble."""
 _NONFINITE_STATE, _UNGUARDED = "nonfinite_state", "unguarded"
 _SAID_AGAIN_STEPS = 600
-"""While a state is not finite that is told every 50 steps, or at each snapshot if that is later."""
+"""A non-finite state is reported every 50 steps, or at each snapshot if that is later."""
 _UNGUARDED_STEPS = 100
 """While steps are not measured, that is reported every 50 steps."""
 

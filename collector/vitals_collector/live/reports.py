@@ -1,8 +1,8 @@
-"""What an owner tells the pager of its runs, in one row each, instead of having it look at them.
+"""Reports of the run owners to the pager: one row per owner and run.
 
-Of several collectors each watches the runs that it owns and stores what it finds. What else alerts
-follow from, the state of a run and what holds of it, it reports. The pager reads the reports of all
-runs at once.
+With several collectors, each watches the runs that it owns and stores their findings. It reports
+the rest that alerts depend on: the state of a run and its lasting conditions. The pager reads the
+reports of all runs at once.
 """
 
 import logging
@@ -20,17 +20,18 @@ _LOG = logging.getLogger("vitals.collector.engine")
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the owner of a run says of it."""
+    """Report of a run by its owner."""
 
     epoch: int
     """The number of its lease."""
     num_told: int
-    """Decisions and findings since then of which people may be told: those are in the database."""
+    """Number of decisions and findings in this epoch that may raise alerts; they are in the
+    database."""
     now: RunNow
 
     @property
     def news(self) -> tuple[object, ...]:
-        """Return what cannot wait: all but how far the run is."""
+        """Return the urgent part: everything except the current step."""
         now = self.now
         holds = (now.state, now.conditions, now.lasting, now.last_unhealthy_step)
         return (self.epoch, self.num_told, *holds)
@@ -59,7 +60,7 @@ class Reporter:
 
         Args:
             owned: the number of each run's lease.
-            reported_runs: runs of which something came that people may be told of, once for each.
+            reported_runs: runs with new events that may raise alerts, one entry per event.
             present: runs as they are now.
             only_new: only what cannot wait.
 
@@ -98,7 +99,7 @@ class Reporter:
 
 
 def report_of(run: OwnedElsewhere) -> RunReport | None:
-    """Return what a run's present owner reported; None where it has not, or in another version."""
+    """Return the report of a run's current owner; None if there is none in this version."""
     if not run.report:
         return None
     try:

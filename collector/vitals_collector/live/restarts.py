@@ -1,7 +1,7 @@
 """Restarts of a run: the steps that each of them repeats, and its first step.
 
-A restart is an attempt that no rollback began. Its lost steps are those of the lineage before it
-that are not in the lineage after it, so they are the steps that ``goodput`` counts as undone.
+A restart is an attempt that was not started by a rollback. Its lost steps are those of the lineage
+before it that are not in the lineage after it, as ``goodput`` counts them.
 """
 
 import math

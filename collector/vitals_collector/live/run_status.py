@@ -1,8 +1,8 @@
-"""What every run is doing, from what was last heard of its sources; asked again if it may change.
+"""State of every run, from the times its sources last reported; refreshed if it may change.
 
-A run that ended stays what it was until something of it comes. A run that goes on is asked after at
-intervals, for silence tells too; its decisions only when one came. What its sources say it is, is
-decided by pure functions: ``now`` is handed in.
+An ended run keeps its state until new data arrives. A running run is refreshed at intervals,
+because silence changes its state; its decisions are read only after a new one. Pure functions
+derive the state from the sources; ``now`` is passed in.
 """
 
 import threading
@@ -32,7 +32,7 @@ class Liveness:
 
     now_unix_ns: int
     up_since_unix_ns: int = 0
-    """When this collector started: silence while it was away says nothing."""
+    """When this collector started: silence before that means nothing."""
     lost_after_seconds: float = 60.0
     """Neither a rank's row nor its agent's for longer than this: the run is lost."""
     is_reading_in: bool = False
@@ -40,8 +40,8 @@ class Liveness:
 
 
 GUEST = "otlp."
-"""Begins the name of a node that is none: of what sends OpenTelemetry metrics about a run. That it
-goes on says nothing of the run."""
+"""Prefix of the name of a pseudo-node: a program that sends OpenTelemetry metrics about a run. It
+does not show that the run is alive."""
 
 
 class SourceState(NamedTuple):
@@ -63,7 +63,7 @@ _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 
 def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
-    """Return the incarnation of each source that was heard of last."""
+    """Return the latest incarnation of each source."""
     newest: dict[str, SourceState] = {}
     again: dict[str, list[SourceState]] = {}
     for source in sources:  # of thousands, mostly started once
@@ -74,10 +74,10 @@ def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
 
 
 def _heard_last(incarnations: Sequence[_Incarnation]) -> _Incarnation:
-    """Return the incarnation that was heard of last.
+    """Return the incarnation that reported last.
 
-    Not the one started last: it may be on another node, whose clock is behind. Of those that ended,
-    the one that ended last: what another left behind may have come after its end.
+    Not the one started last: it may be on another node, whose clock is behind. Among ended ones,
+    the one that ended last: rows of another may have arrived after its end.
     """
     last = max(incarnations, key=lambda one: (one.last_received_unix_ns, one.started_unix_ns))
     if not last.ended_state:
@@ -95,19 +95,19 @@ def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
 
 @lru_cache(maxsize=4 * MOST_RANKS)
 def _number_of(source: str) -> int:
-    """Return the rank that a source is; -1 where it is none."""
+    """Return the rank of a source; -1 if it is not a rank."""
     kind, _, number = source.partition(":")
     return int(number) if kind == "rank" else -1
 
 
 def last_seen(sources: Iterable[SourceState]) -> int:
-    """Return when the run's own sources were heard of last: what sends beside it is none."""
+    """Return when one of the run's own sources last reported; pseudo-nodes do not count."""
     reporting = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
     return max((one.last_seen_unix_ns for one in reporting), default=0)
 
 
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
-    """Return the run's state from the incarnation of each source that was heard of last.
+    """Return the run's state from the latest incarnation of each source.
 
     A run that said goodbye is what it said. One whose agents say that all its processes are gone is
     lost at once: an agent says so after the last row of the rank. A silent one is lost only when
@@ -134,9 +134,9 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
 
 
 def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
-    """Return whether a rank was gone, without a word, before the first of the others was ended.
+    """Return whether a rank was lost before the first of the others ended.
 
-    One that outlives the launcher's grace is killed after it: that is no fault.
+    A rank that exceeds the launcher's grace period is killed: that is not a fault.
     """
     goodbyes = [source.last_seen_unix_ns for source in ranks if source.ended_state]
     lost = [
@@ -157,12 +157,12 @@ def health(
     is_unguarded: bool = False,
     is_partial: bool = False,
 ) -> Health:
-    """Return the one word a list of runs shows beside the state.
+    """Return the health that a list of runs shows next to the state.
 
-    A run that ended while its last steps were being skipped is not healthy for having ended; nor is
-    a broken one, whose last loss is not finite: critical, unless it is being acted on. A run whose
-    latest steps nobody could measure is unguarded, whatever else holds: its page alone says less.
-    Where a part is not heard of, nobody knows.
+    A run that ended during skipped steps is not healthy; nor is a broken one, whose last loss is
+    non-finite: critical, unless Vitals is acting on it. A run whose latest steps nobody could
+    measure is unguarded regardless of other conditions. If some sources are silent, the health is
+    unknown.
     """
     if is_unguarded and not is_broken and state in ("running", "finished", "interrupted"):
         return "unguarded"
@@ -187,14 +187,13 @@ def _is_silent(source: SourceState, when: Liveness) -> bool:
 
 # ------------------------------------------------------------------------------------- who is gone
 #
-# A node whose agent and ranks are all silent is lost, unless the others passed steps together with
-# its ranks since: then the ranks live, and only the agent is gone. A rank is lost where its agent
-# said that its process is gone, also when that agent falls silent afterwards. Of a rank that is
-# silent beside a living agent nothing is said: it evaluates, or it waits for others, and then a
-# stall tells.
+# A node whose agent and ranks are all silent is lost, unless the others have since completed steps
+# together with its ranks: then only the agent is lost. A rank is lost if its agent reported the end
+# of its process, even if that agent is silent later. A silent rank with a live agent is not lost:
+# it evaluates, or it waits for others, which a stall shows.
 #
-# All times are the collector's own: the clocks of nodes may differ by minutes. What was heard
-# before the newest launch of any rank belongs to an earlier one, and is no loss of this.
+# All times are the collector's own: clocks of nodes may differ by minutes. Data from before the
+# latest launch of any rank belongs to an earlier launch, and does not count as a loss.
 
 
 _MARGIN = 0.25
@@ -204,14 +203,14 @@ rows on their way when a node dies arrive a few seconds after those of the other
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Who is gone."""
+    """Lost or silent parts of a run."""
 
     ranks: tuple[int, ...] = ()
     """Ranks whose process is gone without a goodbye, on nodes that speak."""
     nodes: tuple[str, ...] = ()
     """Nodes of which nothing is heard, while no step passed without them."""
     agents: tuple[str, ...] = ()
-    """Nodes of which nothing is heard, though their ranks go on."""
+    """Nodes whose agent is silent, although their ranks are running."""
     never_heard: tuple[int, ...] = ()
     """Ranks of this launch that never reported, while several others did."""
 
@@ -230,7 +229,7 @@ class _Heard(NamedTuple):
 
 
 def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
-    """Return who is gone of a run that goes on; nobody while a folder is being read in."""
+    """Return the lost parts of a running run; none during the import of a directory."""
     newest = _latest(sources)
     head = newest.get("rank:0")
     if when.is_reading_in or head is None:
@@ -268,8 +267,8 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
 def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absent:
     """Return the nodes of a failed run that fell silent before the first rank said that it failed.
 
-    That is why it failed: the connections to a machine that died break. A node that was heard of
-    later was ended by its launcher, for the others had failed.
+    This explains the failure: connections to a dead machine break. A node that reported later was
+    ended by its launcher, because the others had failed.
     """
     newest = _latest(sources).values()
     failed = [source.last_received_unix_ns for source in newest if source.ended_state == "failed"]
@@ -305,7 +304,7 @@ def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
 
 def _heard(source: SourceState, when: Liveness) -> _Heard:
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
-    # Both of one clock, the sender's: how long after its newest step it was last heard of.
+    # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
     return _Heard(
         _number_of(source.source), source, last, source.last_received_unix_ns - since_step
@@ -318,7 +317,7 @@ def _silence(when: Liveness) -> Callable[[int], bool]:
 
 
 def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, int]:
-    """Return when each node was last heard of, where an agent ever spoke for it."""
+    """Return when each node last reported, for nodes that ever had an agent."""
     last: dict[str, int] = {}
     spoke: set[str] = set()
     for source in sources:
@@ -360,7 +359,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What one run is doing."""
+    """State of one run."""
 
     run_id: str
     state: RunState
@@ -372,19 +371,19 @@ class RunStatus:
     last_trouble: int = -1
     """The step of its newest skip or rollback."""
     last_seen_unix_ns: int = 0
-    """When it was last heard of, by its own clocks."""
+    """When it last reported, by its own clocks."""
     ended_unix_ns: int = 0
-    """When it halted, or its ranks were last heard of; by its own clocks."""
+    """When it halted, or its ranks last reported; by its own clocks."""
     absent: Absent = NOBODY
-    """Who is gone of a run that goes on, or was gone before it failed."""
+    """Lost parts of a running run, or parts lost before it failed."""
     unheard: Absent = NOBODY
-    """Who would be gone, had this collector been there all the time: nobody knows yet."""
+    """Parts that would be lost if this collector had been running all the time: not known yet."""
     is_unheard: bool = False
     """The run would be lost, had this collector been there all the time: nobody knows yet."""
     behind: tuple[int, ...] = ()
-    """The ranks that have not passed the newest step; of a run that goes on."""
+    """Ranks of a running run that have not reached the latest step."""
     hang: str = ""
-    """Who hung before ranks were lost, where no step was made since."""
+    """Ranks that hung before ranks were lost, if no step followed."""
 
 
 class _Decided(NamedTuple):
@@ -397,14 +396,15 @@ class RunStatusCache:
     """What runs are doing. ``touch`` is for any thread.
 
     Args:
-        is_shared: other collectors may have heard of a run before this one asks after it first:
-            its silence counts from then on, for who told them may not have found this one yet.
+        is_shared: other collectors may have received data of a run before this one first checked
+            it: its silence counts from then on, because its senders may not have found this one
+            yet.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
         self._since: dict[str, int] = {}
-        """When runs were first asked after, where there are other collectors."""
+        """When runs were first checked, with other collectors."""
         self._lock = threading.Lock()
         self._touched: dict[str, bool] = {}
         self._statuses: dict[str, RunStatus] = {}
@@ -413,7 +413,7 @@ class RunStatusCache:
         """By run and incarnation of a folder: its last word by its own clock, and when that was
         first seen by ours."""
         self._rest_until: dict[str, int] = {}
-        """Until when large runs are not asked after again, by our clock."""
+        """Until when large runs are not checked again, by this process's clock."""
         self._failed_at: dict[str, int] = {}
         """When runs were first seen to have failed, by our clock: who was gone shows later."""
 
@@ -425,7 +425,7 @@ class RunStatusCache:
 
     @property
     def running(self) -> set[str]:
-        """The runs that go on."""
+        """The running runs."""
         return {status.run_id for status in self._statuses.values() if status.state == "running"}
 
     def statuses(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
@@ -435,7 +435,7 @@ class RunStatusCache:
         return [self._statuses[run_id] for run_id in run_ids if run_id in self._statuses]
 
     def drop(self, run_ids: Iterable[str]) -> None:
-        """Forget what was seen of runs; those that are still asked after begin anew."""
+        """Drop the state of runs; those that are still refreshed start without one."""
         for run_id in run_ids:
             for cache in (
                 *(self._statuses, self._decided, self._moved),
@@ -450,16 +450,16 @@ class RunStatusCache:
         *,
         only_new: bool,
         of: Collection[str] | None = None,
-        but: Collection[str] = (),
+        exclude: Collection[str] = (),
     ) -> set[str]:
-        """Ask after runs and return which.
+        """Refresh the states of runs and return the refreshed runs.
 
         Args:
             connection: of a ``Store.read``.
             when: when a silent run counts as lost.
-            only_new: ask after those of which that cannot wait; else after all that may change.
-            of: these runs and no others; None: all that there are.
-            but: runs that others ask after.
+            only_new: refresh only runs with urgent news, otherwise all that may change.
+            of: only these runs; None: all.
+            exclude: runs that other collectors refresh.
         """
         with self._lock:
             touched = self._touched
@@ -471,7 +471,7 @@ class RunStatusCache:
             if not only_new:
                 query = select(runs.c.run_id)
                 query = query if of is None else query.where(runs.c.run_id.in_(of))
-                every = set(connection.execute(query).scalars()).difference(but)
+                every = set(connection.execute(query).scalars()).difference(exclude)
                 self.drop(self._statuses.keys() - every)
                 since = when.now_unix_ns - int(2 * when.lost_after_seconds * 1e9)
                 failed = {run_id for run_id, at in self._failed_at.items() if at >= since}
@@ -537,7 +537,7 @@ class RunStatusCache:
         of_run: Sequence[tuple[str, SourceState]],
         when: Liveness,
     ) -> RunStatus:
-        """Add who is gone, and who was not heard of since this collector started."""
+        """Add the lost parts, and those that were silent since this collector started."""
         if status.state == "failed":
             parts, gone = [state for _, state in of_run], lost_before_the_end
         else:
@@ -556,7 +556,7 @@ class RunStatusCache:
     def _heard(
         self, run_id: str, of_run: Iterable[tuple[str, SourceState]], when: Liveness
     ) -> list[SourceState]:
-        """Return the sources; of those in a folder, when this process saw their last word."""
+        """Return the sources; for those in a directory, with the time of the last change seen."""
         before, moved = self._moved.get(run_id, {}), {}
         parts = []
         for incarnation, state in of_run:
@@ -578,7 +578,7 @@ _LONGEST_REST = 1 / 6
 
 
 def _rest_ns(num_sources: int, when: Liveness) -> int:
-    """Return how long a run that goes on is not asked after again, unless its state may change.
+    """Return how long a running run is not checked again, unless its state may change.
 
     4,096 ranks are 50 ms of work: so it is a millisecond for each source where there are many.
     """
@@ -638,7 +638,7 @@ def _status_of(
         started = _heard_last(starts).started_unix_ns if starts else 0
         why = _why(connection, run_id, state, started)
         if hang := hang_of(connection, run_id, last_step):
-            # Who is gone first when a job that hung is ended says nothing.
+            # The first lost rank when a hung job is ended means nothing.
             why = f"{hang}; then: {why or 'the run stopped reporting'}"
         if state == "lost" and parts:
             why = f"{why or 'the run stopped reporting'}; {_last_word(parts)}"
@@ -675,7 +675,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         )
         .order_by(events.c.time_unix_ns)
     )
-    # An agent may tell of the death before a relaunch only after the relaunch began.
+    # An agent may report a death before a relaunch only after the relaunch started.
     replaced = _replaced(connection, run_id)
     for note in connection.execute(notes).scalars():
         if not any(process in note for process in replaced):
@@ -720,7 +720,7 @@ def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
         return ""
     try:
         return msgspec.msgpack.decode(body, type=Finding).reason
-    except UNREADABLE:  # of a newer version
+    except UNREADABLE:  # of a later version
         return ""
 
 
@@ -742,7 +742,7 @@ def _process(rank: Row[Any]) -> str:
 
 
 def _last_word(parts: Sequence[SourceState]) -> str:
-    """Return when something was last heard of a run, and where its ranks were."""
+    """Return when a run last reported, and where its ranks were."""
     newest = _latest(parts)
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
@@ -759,9 +759,10 @@ _PROCESS = (
     *("source", "pid", "node"),
     *("started_unix_ns", "last_seen_unix_ns", "last_received_unix_ns", "ended_state"),
 )
-"""A rank's process, and what says which of several was heard of last."""
+"""A rank's process, and the columns that show which incarnation reported last."""
 _TOLD_NS = 2_000_000_000
-"""So long after a process's end its agent may tell of it; a failure of others is told at once."""
+"""An agent may report the end of a process this late; other ranks' failures are reported at
+once."""
 _GONE = " [rank_gone]"
 """How a line about an agent's note of that code ends."""
 
@@ -796,7 +797,7 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
         return _Decided(last_trouble)
     try:
         return _Decided(last_trouble, _decision(halt.body), halt.time_unix_ns)
-    except UNREADABLE:  # of a newer version; its ranks say themselves that they ended
+    except UNREADABLE:  # of a later version; its ranks report their end themselves
         return _Decided(last_trouble)
 
 

@@ -1,9 +1,10 @@
 """Joins rows that belong together: of all ranks to a step, of a node's GPUs to a sample. Pure.
 
-Ranks' rows arrive in batches, each rank's in order and none in step with another's. A step is
-merged once every awaited rank has come past it. A rank that stays away is waited for so long, and
-then no more until it speaks again: its values are missing from what is merged, and are counted.
-Steps are ordered by (attempt, step), for attempts' ids grow with time and a newer one may go back.
+Ranks' rows arrive in batches, each rank's in order, but not in step with the others'. A step is
+merged as soon as every awaited rank has passed it. A rank that is late is awaited for a limited
+time, then no more until it sends again: its values are missing from the merged steps, and are
+counted. Steps are ordered by (attempt, step), because ids of attempts grow with time and a later
+attempt may start at an earlier step.
 """
 
 from collections import deque
@@ -54,7 +55,7 @@ _NO_TIME = np.int64(-(2**63))
 
 
 class RowWriters(NamedTuple):
-    """Who wrote each of some rows."""
+    """Writers of some rows."""
 
     rank: Ints
     world_size: Ints
@@ -90,7 +91,7 @@ class WriterRows:
         )
 
     def until(self, key: Key) -> Mask:
-        """Return which rows lie at or before a key."""
+        """Return which rows are at or before a key."""
         attempt, step = key
         mask: Mask = (self.attempt < attempt) | ((self.attempt == attempt) & (self.step <= step))
         return mask
@@ -112,13 +113,13 @@ def decode(
     there = [(name, schema.index[name]) for name in names if name in schema.index]
     places = np.array([i for _, i in there], dtype=np.uint64)
     bits = np.uint64(1) << (places % np.uint64(64))
-    # Of all columns at once: a call costs more than what it does for a small run's rows.
+    # All columns at once: a call costs more than its work for a small run's rows.
     valid = (rows["validity"][:, (places // np.uint64(64)).astype(np.intp)] & bits) != 0
     columns: dict[str, Column] = {}
     for (name, i), measured in zip(there, valid.T, strict=True):
         values = rows[f"c{i}"]
         if values.dtype.kind in "fi":
-            columns[name] = (values.copy(), measured)  # the batch's bytes are let go
+            columns[name] = (values.copy(), measured)  # release the batch's bytes
     seq = rows["seq"].astype(np.int64)
     return WriterRows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
 
@@ -149,7 +150,7 @@ class Merged(NamedTuple):
 
 
 def merge(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> Merged:
-    """Return one row for each (attempt, step) that any rank wrote; of one written twice the last.
+    """Return one row for each (attempt, step) that any rank wrote; of one written twice, the last.
 
     A layer's rows of a step that no rank wrote are left out.
     """
@@ -228,7 +229,7 @@ def _merge_block(
 def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
     """Yield what rank 0 measured for all, of each of its rows; what is missing is absent."""
     run_columns = {name: c for name, c in rows.columns.items() if name not in RANK_COLUMNS}
-    if len(root) == 1:  # mostly; an array for each number would cost more than all else
+    if len(root) == 1:  # the usual case; an array per number would dominate the cost
         at = int(root[0])
         yield {name: v.item(at) for name, (v, ok) in run_columns.items() if ok.item(at)}
         return
@@ -290,7 +291,7 @@ MOST_RANKS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeConfig:
-    """How long a rank is waited for."""
+    """How long to wait for a rank."""
 
     patience_seconds: float = 20.0
     """Agents ship every second or two; one that is further behind is not waited for."""
@@ -307,7 +308,7 @@ class _Held:
     since_ns: int
     rows: WriterRows
     names: Mapping[int, str] | None = None
-    """Of rows of layers, what their numbers are called."""
+    """For rows of layers, the names of their numbers."""
 
 
 @dataclass(slots=True)
@@ -332,16 +333,16 @@ class _Positions:
         self.absent = np.zeros(0, dtype=np.bool_)
 
     def reach(self, num: int) -> None:
-        """Have a place for so many ranks."""
+        """Grow to this number of ranks."""
         more = num - len(self.absent)
         if more > 0:
             self.keys = np.pad(self.keys, ((0, more), (0, 0)), constant_values=BEFORE_ALL[0])
             self.absent = np.pad(self.absent, (0, more))
 
     def move(self, rows: WriterRows, merged: Key) -> None:
-        """Take in which rows there are; who writes beyond what is merged is waited for again."""
-        # The newest key of each rank by one sort: a loop over thousands of ranks would cost more
-        # than all that is done with their rows.
+        """Record each rank's latest key; a rank ahead of the merged steps is awaited again."""
+        # The latest key of each rank by one sort: a loop over thousands of ranks would cost more
+        # than all other work on their rows.
         ranks, attempt, step = rows.origin.rank, rows.attempt, rows.step
         if not (ranks[1:] > ranks[:-1]).all():  # else each has one row, in their order
             order = np.lexsort((step, attempt, ranks))
@@ -381,8 +382,8 @@ def _is_after(keys: Ints, others: Ints) -> Mask:
 class StepMerger:
     """Holds rows until their step is whole. Steps come out in order, each once.
 
-    ``world_size`` is that of the newest start of rank 0; set it when that changes. Rows name their
-    writers by the number that ``number_of`` gives.
+    ``world_size`` is that of the latest start of rank 0; set it when that changes. Rows name their
+    writers by the number from ``number_of``.
     """
 
     config: MergeConfig = field(default_factory=MergeConfig)
@@ -464,14 +465,14 @@ class StepMerger:
         return len(pending.rows)
 
     def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
-        """Return the steps that are whole or waited for long enough, and hold their rows no more.
+        """Return and drop the steps that are complete or have waited long enough.
 
         Args:
             now_ns: the clock by which rows were added.
-            gate: rows at and before this key have all been added; None: all that there are have.
+            gate: rows up to this key have all been added; None: all existing rows have.
         """
-        # Asked several times a second of every run, mostly for nothing: numbers of ranks come from
-        # arrays, and no row is touched before a step is known to be whole.
+        # Called several times a second for every run, mostly without result: ranks' positions come
+        # from arrays, and no row is touched before a step is known to be complete.
         until = max(self._whole(), self._overdue(now_ns), self._too_many())
         if gate is not None:
             until = min(until, gate)
@@ -490,7 +491,7 @@ class StepMerger:
         return merged.steps
 
     def _taken(self, until: Key) -> tuple[list[WriterRows], list[LayerPart]]:
-        """Hold the rows up to a key no more, and return them."""
+        """Return and drop the rows up to a key."""
         taken: list[WriterRows] = []
         layers: list[LayerPart] = []
         pending_later: list[_Held] = []
@@ -559,7 +560,7 @@ class StepMerger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the merger that gave ``state``; what it held must be added again."""
+        """Continue as the merger that returned ``state``; rows that it held must be added again."""
         attempt, step = state["merged"]
         self.merged = (int(attempt), int(step))
         absent = [int(rank) for rank in state["absent"]]
@@ -601,7 +602,7 @@ class HostRow(NamedTuple):
 
 
 class NodeSamples(NamedTuple):
-    """What an agent sampled at one time: a ``NodeSample`` without a step."""
+    """Samples of an agent at one time: a ``NodeSample`` without a step."""
 
     node: str
     time_unix_ns: int
@@ -649,7 +650,7 @@ class NodeMerger:
             del node_rows.gpus[:excess]
 
     def take_ready(self, gates: Mapping[str, int]) -> list[NodeSamples]:
-        """Return the rounds that are whole, by time, and hold their rows no more.
+        """Return and drop the complete rounds of samples, by time.
 
         Args:
             gates: of a node that has rows which were not added yet, the monotonic time up to which

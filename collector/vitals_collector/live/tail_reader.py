@@ -4,8 +4,8 @@ What was just committed is kept in bounded memory until the watchers look, so th
 the store. The store stays the truth: what does not fit is forgotten, and read there; a writer's
 rows are numbered, so whoever takes them sees the gap.
 
-Rows of many writers come as one block, for what is done with them costs little by the row and much
-by the call. Of each writer every row comes once and in its order.
+Rows of many writers come as one block, because the cost is mostly per call. Each writer's rows come
+once and in order.
 """
 
 import threading
@@ -27,7 +27,7 @@ from vitals_collector.numbers.interface import Columns, NumbersReader, RowSpan
 from vitals_collector.storage.schema import names, sources, streams
 
 _BATCH_BYTES = 512
-"""What a batch costs beside its rows."""
+"""Memory of a batch in addition to its rows."""
 
 
 class CommittedRows(NamedTuple):
@@ -48,7 +48,7 @@ class _BufferedRows:
 class RecentRows:
     """The newest rows of each run, in bounded memory. For any thread.
 
-    Of the run that has most the oldest are dropped, and counted.
+    The oldest rows of the run with most rows are dropped, and counted.
     """
 
     def __init__(self, *, most_bytes: int) -> None:
@@ -79,12 +79,12 @@ class RecentRows:
             self._runs.setdefault(run_id, _BufferedRows()).has_more = True
 
     def waiting(self) -> list[str]:
-        """Return the runs that have something; who came first comes first."""
+        """Return the runs with rows, in order of their oldest."""
         with self._lock:
             return list(self._runs)
 
     def pop(self, run_id: str) -> CommittedRows:
-        """Return what is kept of a run, and keep it no more."""
+        """Return and drop the rows of a run."""
         with self._lock:
             buffered = self._runs.pop(run_id, None)
             if buffered is None:
@@ -115,7 +115,7 @@ _LEAST_WINDOW = 128
 
 @dataclass(slots=True, eq=False)
 class StreamProgress:
-    """One writer's stream, how far it is read, and how far it is known to be stored."""
+    """One writer's stream, its read position, and the last number known to be stored."""
 
     writer: Writer
     source: str
@@ -128,7 +128,8 @@ class StreamProgress:
     read_seq: int
     last_seq: int = -1
     position: Key = BEFORE_ALL
-    """Of steps and layers the key, of hosts the monotonic time, that the store was read to."""
+    """For steps and layers the key, for hosts the monotonic time, up to which the store was
+    read."""
 
 
 class RowBlock(NamedTuple):
@@ -141,7 +142,7 @@ class RowBlock(NamedTuple):
 
     @property
     def origin(self) -> RowWriters:
-        """Who wrote each row."""
+        """Writer of each row."""
         of = [(s.rank, s.world_size, s.number) for s in self.streams]
         rank, world_size, writer = np.repeat(np.array(of, dtype=np.int64), self.counts, axis=0).T
         return RowWriters(rank, world_size.copy(), writer)
@@ -201,7 +202,7 @@ class _Blocks:
 
 
 class TailReader:
-    """What of a run's streams was given out, and what comes next.
+    """Read position in a run's streams, and the rows to read next.
 
     Args:
         run_id: of which run.
@@ -238,7 +239,7 @@ class TailReader:
 
     @property
     def is_read(self) -> bool:
-        """Whether all that is known to be stored was given out."""
+        """Whether all rows known to be stored were returned."""
         return not self._behind
 
     # --------------------------------------------------------------------------------- from memory
@@ -312,7 +313,7 @@ class TailReader:
     # ------------------------------------------------------------------------------ from the store
 
     def find_streams(self, connection: Connection) -> None:
-        """Learn who writes, and how far each is stored."""
+        """Find the writers and the last stored number of each."""
         at = (streams.c.run_id == sources.c.run_id) & (
             streams.c.incarnation == sources.c.incarnation
         )
@@ -420,7 +421,7 @@ class TailReader:
     def _pass_over(
         self, numbers: NumbersReader, kind: str, stream: StreamProgress, until: int
     ) -> None:
-        """Go on where the next rows are, for what lay before is not in the store any more."""
+        """Continue at the next existing row: the rows before it are no longer in the store."""
         seqs = {stream.writer[0]: (until + 1, stream.last_seq + 1)}
         remaining_seqs = numbers.scan(RowSpan(self._run_id, kind, seqs=seqs), ["seq"])["seq"].values
         stream.read_seq = int(remaining_seqs.min()) - 1 if len(remaining_seqs) else stream.last_seq

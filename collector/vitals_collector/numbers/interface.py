@@ -1,7 +1,8 @@
-"""What a store of numbers does, and the shapes it speaks in: rows as columns, curves as points.
+"""Interface of a store of rows, and its data types: rows as columns, curves as points.
 
-It appends, once; says how far; and gives back rows, exactly as they were. Nothing here does more
-than arrays can: the lake and plain memory answer with the same functions.
+A store appends each row once, reports its last sequence number, and returns rows exactly as they
+were. Everything else is computed from arrays, so the lake and the in-memory store share the
+functions here.
 """
 
 import math
@@ -23,17 +24,18 @@ from trainvitals.wire import Batch
 FULL = "V302"
 """Error code: there is no room left."""
 TAKEN = "another collector has taken run "
-"""How the catalogue's database refuses a commit of a run's former owner; the run's id follows."""
+"""Error with which the catalogue's database refuses a commit of a run's former owner; the run's id
+follows."""
 
 
 def is_full(text: str) -> bool:
-    """Return whether a library's error says that there is no room."""
+    """Return whether a library's error means that the disk is full."""
     low = text.lower()
     return any(word in low for word in ("disk is full", "no space left", "disk quota"))
 
 
 def is_damaged(text: str) -> bool:
-    """Return whether SQLite's error says that its file is damaged."""
+    """Return whether SQLite's error means that its file is damaged."""
     low = text.lower()
     return "malformed" in low or "not a database" in low
 
@@ -49,7 +51,7 @@ def damaged_error(where: object, text: str) -> StorageError:
 
 
 def full_error(where: object, text: str) -> StorageError:
-    """Return the error that says so."""
+    """Return the error for a full disk."""
     return StorageError(
         f"{where} has no disk space left: {text}",
         hint="free space there; agents keep their spools and retry by themselves",
@@ -97,7 +99,7 @@ def join(parts: Sequence[Points]) -> Points:
 
 
 class AttemptRow(NamedTuple):
-    """What stitching needs to know of an attempt."""
+    """Part of an attempt that ``stitch`` needs."""
 
     id: int
     parent: int | None
@@ -105,10 +107,11 @@ class AttemptRow(NamedTuple):
 
 
 def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
-    """Return the present attempt and its ancestors, each with the step its rows end before.
+    """Return the current attempt and its ancestors, each with the step before which its rows end.
 
-    The present attempt is the newest that nothing forked from. An ancestor counts only below the
-    lowest fork on the way to it: a fork behind the parent's own beginning leaves nothing of it.
+    The current attempt is the latest that nothing forked from. An ancestor counts only below the
+    lowest fork on the way to it: if a fork is after the start of the parent, the parent has no rows
+    in the lineage.
     """
     by_id = {attempt.id: attempt for attempt in attempts}
     leaves = by_id.keys() - {attempt.parent for attempt in by_id.values()}
@@ -123,9 +126,9 @@ def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
 
 
 def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
-    """Return what gives for any attempt the step before which its rows are of the lineage.
+    """Return a function: for an attempt, the step before which its rows are in the lineage.
 
-    An attempt that no event told of yet (rows can arrive before events) is part of it.
+    An attempt without an event (rows can arrive before events) is in the lineage.
     """
     attempts = list(attempts)
     ids, bounds = {attempt.id for attempt in attempts}, lineage(attempts)
@@ -133,7 +136,7 @@ def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
 
 
 def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
-    """Return the branch's points by step, then attempt; of a step written twice the newest row."""
+    """Return the branch's points by step, then attempt; of a step written twice, the latest row."""
     if not _is_rising(points.step):
         order = np.lexsort((points.time_unix_ns, points.attempt, points.step))
         points = points.take(order)
@@ -149,7 +152,7 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
 
 
 def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
-    """Return which rows are of the lineage; all others were rolled back. ``end_of``: ``ends``."""
+    """Return which rows are in the lineage; others were rolled back. ``end_of``: ``ends``."""
     is_kept = np.zeros(len(step), dtype=np.bool_)
     for attempt_id in _distinct(attempt):
         is_kept |= (attempt == attempt_id) & (step < end_of(attempt_id))
@@ -157,7 +160,7 @@ def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> 
 
 
 def _distinct(values: Ints) -> list[int]:
-    """Return which values there are; quick where the same ones lie side by side."""
+    """Return the distinct values; fast if equal values are adjacent."""
     is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
     distinct: list[int] = np.unique(values[is_new]).tolist()
     return distinct
@@ -170,7 +173,8 @@ def _is_rising(values: Ints) -> bool:
 def by_time(points: Points) -> Points:
     """Return points that have no step (GPUs, hosts, processes) in the order of their time.
 
-    Of points of one time the order is that of attempts and values: the same wherever they lay.
+    Points with equal time are sorted by attempt and value, so that the order does not depend on how
+    they are stored.
     """
     times = points.time_unix_ns
     if not _is_rising(times):
@@ -188,23 +192,22 @@ def _last_of_each(*keys: Ints) -> Mask:
 
 # ------------------------------------------------------------------------------------ what is drawn
 
-# A curve of more points than are wanted is cut into columns, each a power of two steps wide
-# (nanoseconds where rows have no step) and counted from 0: they stay where they are while a run
-# grows. Of each column the least and the greatest value are drawn, and that there was one that is
-# not finite.
+# A curve with too many points is cut into columns, each a power of two steps wide (nanoseconds if
+# rows have no step) and counted from 0: the columns do not move while a run grows. From each column
+# come the minimum and the maximum, and whether a value was non-finite.
 
 
 def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> Points:
-    """Return at least ``num_points`` points where there are as many, and about twice that at most.
+    """Return between ``num_points`` and about twice as many points, or all if there are fewer.
 
-    Of each column the first of its least values, the last of its greatest ones and the first that
-    is not finite, and both ends of the curve. Branches that were left have columns of their own,
-    and come one after the other.
+    From each column: the first of its least values, the last of its greatest ones and the first
+    non-finite one; also both ends of the curve. Discarded attempts have separate columns, in
+    sequence.
 
     Args:
-        points: in the order of their steps, or of their times where they have none.
-        num_points: how many are wanted.
-        branch: which they are.
+        points: in the order of their steps, or of their times if they have no step.
+        num_points: wanted number of points.
+        branch: branch of the points.
     """
     points, attempt = _by_branch(points, branch)
     if len(points) <= num_points:
@@ -220,9 +223,9 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
 
 
 def column_power(points: Points, num_points: int, branch: Branch = "lineage") -> int | None:
-    """Return how wide columns may be, as a power of two, and have so many points together.
+    """Return the largest column width, as a power of two, that gives this many points.
 
-    None: even columns of one step have fewer.
+    None: even columns of one step give fewer.
     """
     points, attempt = _by_branch(points, branch)
     if not len(points):
@@ -244,12 +247,12 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
 
 
 def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
-    """Return the debiased exponential mean over all points; what is not finite stays as it is.
+    """Return the debiased exponential mean over all points; non-finite values are unchanged.
 
     Args:
-        points: as ``downsample`` takes them; branches that were left each have a mean of their own.
-        weight: of what was before, 0 to below 1.
-        branch: which they are.
+        points: as for ``downsample``; each discarded attempt has a separate mean.
+        weight: weight of the previous mean, 0 to below 1.
+        branch: branch of the points.
     """
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
@@ -283,7 +286,7 @@ def _decayed(values: Floats, weight: float) -> Floats:
 
 
 def _by_branch(points: Points, branch: Branch) -> tuple[Points, Ints]:
-    """Return the points, and which branch each is of; of the lineage all are of one."""
+    """Return the points and the branch of each; in the lineage there is only one."""
     if branch == "lineage" or not len(points) or points.step[-1] < 0:
         return points, np.zeros(len(points), np.int64)
     if np.any(np.diff(points.attempt) < 0):
@@ -303,12 +306,12 @@ def _columns(attempt: Ints, along: Ints, power: int) -> Ints:
 
 
 def _starts(column: Ints) -> Ints:
-    """Return where another column begins; numbers are 0 or more."""
+    """Return the first index of each column; numbers are 0 or more."""
     return np.flatnonzero(np.diff(column, prepend=-1))
 
 
 def _extremes(column: Ints, value: Floats, at: Ints) -> list[Ints]:
-    """Return where each column has its least value first, and its greatest last."""
+    """Return for each column the index of its first minimum and of its last maximum."""
     starts = _starts(column)
     group = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(column)))
     is_low = np.flatnonzero(value == np.minimum.reduceat(value, starts)[group])
@@ -334,16 +337,16 @@ HOST_STREAMS = ("gpu", "node", "process")
 
 
 class SeriesKey(NamedTuple):
-    """Rows that a column names, such as those of one scalar: each start numbers its names anew."""
+    """Rows with one value of a key column, such as one scalar. Each start numbers its names."""
 
     column: str
-    """The stream's own, even where it is called as what is known of a writer is (``rank``)."""
+    """Column of the stream, even if a writer's column has the same name (``rank``)."""
     number_of: Mapping[str, int] | int
-    """By incarnation; an incarnation that is not there has no such rows. Or one for all."""
+    """By incarnation, or one number for all. An incarnation that is missing has no such rows."""
 
 
 class RowSpan(NamedTuple):
-    """Rows of one stream of a run. None leaves a side open, and no sources are all of them."""
+    """Rows of one stream of a run. None is an open side; no sources means all."""
 
     run_id: str
     stream: str
@@ -356,7 +359,7 @@ class RowSpan(NamedTuple):
     to_unix_ns: int | None = None
     """Times before it."""
     seqs: Mapping[str, tuple[int, int]] | None = None
-    """Of these incarnations only, each with its first number and the one behind its last."""
+    """Only these incarnations, each with its first sequence number and the one after its last."""
     keyed: SeriesKey | None = None
 
 
@@ -366,24 +369,25 @@ class CurveRequest(NamedTuple):
     span: RowSpan
     column: str
     num_points: int | None = None
-    """None: every one."""
+    """None: all points."""
 
 
 class DownsampledCurve(NamedTuple):
-    """A curve, stitched: by step, or by time in streams whose rows have no step."""
+    """A stitched curve: by step, or by time in streams whose rows have no step."""
 
     points: Points
-    """All, or what ``downsample`` needs to draw as many as were wanted: of each of its
-    columns the least and the greatest value, the curve's ends, and all that is not finite."""
+    """All, or as many as ``downsample`` needs for the wanted number: minimum and maximum of each
+    column, both ends of the curve, and all non-finite values."""
     num_values: int
-    """How many the branch has within the span; what was written twice counts as often."""
+    """Number of values of the branch within the span; values that were written twice count
+    twice."""
 
 
 class ColumnValues(NamedTuple):
     """Values in parallel to those of the other columns."""
 
     values: npt.NDArray[Any]
-    """float64, int64, or str objects; what stands where a value is missing is nothing to go by."""
+    """float64, int64, or str objects; a missing value's content is undefined."""
     is_missing: npt.NDArray[np.bool_]
     """NaN is a value, and not missing. The sign of a zero may be lost."""
 
@@ -395,7 +399,7 @@ class ColumnValues(NamedTuple):
 Columns = dict[str, ColumnValues]
 
 ORDER = ("step", "rank", "time_unix_ns", "seq")
-"""What decides which row comes first."""
+"""Sort keys of rows."""
 
 
 def in_order(columns: Columns, names: Sequence[str]) -> Columns:
@@ -411,11 +415,11 @@ def in_order(columns: Columns, names: Sequence[str]) -> Columns:
 
 
 def none_of(num: int) -> ColumnValues:
-    """Return so many missing values."""
+    """Return this many missing values."""
     return ColumnValues(np.zeros(num), np.ones(num, np.bool_))
 
 
-@lru_cache(maxsize=1 << 16)  # asked of every writer at each commit
+@lru_cache(maxsize=1 << 16)  # called for every writer at each commit
 def rank_of(source: str) -> int:
     """Return the rank that writes, or NOT_A_RANK."""
     kind, _, key = source.partition(":")
@@ -424,7 +428,7 @@ def rank_of(source: str) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def type_of(column: RowColumn) -> str:
-    """Return ``f8``, ``i8`` or ``S``: names of any size are of one type."""
+    """Return ``f8``, ``i8`` or ``S``; texts of any fixed size have the type ``S``."""
     return column.kind if column.kind in ("f8", "i8") else "S"
 
 
@@ -435,14 +439,14 @@ def common_type(kinds: Iterable[str]) -> str:
 
 
 def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
-    """Return fixed-size names as text; what is no UTF-8 is shown as such, and refuses nothing."""
+    """Return fixed-size texts as str; invalid UTF-8 is shown escaped and raises no error."""
     distinct, index = np.unique(raw, return_inverse=True)
     texts = np.array([name.decode(errors="replace") for name in distinct.tolist()], object)
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
 def joined(columns: Sequence[ColumnValues]) -> ColumnValues:
-    """Return one column after the other; where types differ as ``scan`` says."""
+    """Return the columns concatenated; if types differ, converted as in ``scan``."""
     if len(columns) == 1:
         return columns[0]
     there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
@@ -467,7 +471,7 @@ def joined(columns: Sequence[ColumnValues]) -> ColumnValues:
 # ------------------------------------------------------------------------------- curves out of rows
 
 POINT = ("step", "attempt", "time_unix_ns")
-"""What a point has of its row, beside the value."""
+"""Columns of a point's row that it keeps, in addition to the value."""
 
 
 def points_of(columns: Columns, name: str) -> Points:
@@ -489,7 +493,7 @@ def points_of(columns: Columns, name: str) -> Points:
 def on_branch(
     points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
-    """Return those of the branch, as they lie; of streams whose rows have no step, all."""
+    """Return the points of the branch, in their order; all, for streams whose rows have no step."""
     if stream in HOST_STREAMS or branch == "all":
         return points
     is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
@@ -499,14 +503,14 @@ def on_branch(
 
 
 def arranged(points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
-    """Return the curve: by step and stitched, or by time where the rows have no step."""
+    """Return the curve: stitched and by step, or by time if the rows have no step."""
     return by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
 
 
 def whole_curve(
     columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
 ) -> DownsampledCurve:
-    """Return every point of a curve whose rows lie in order.
+    """Return every point of a curve whose rows are sorted.
 
     Raises:
         FormatError: the column is text.
@@ -518,7 +522,7 @@ def whole_curve(
 # -------------------------------------------------------------------------------- what a store does
 
 Reason = Literal["age", "size"]
-"""Why rows were taken away: they were old, or their run above its cap."""
+"""Why rows were deleted: their age, or the size of their run."""
 
 
 class StepWindow(NamedTuple):
@@ -527,63 +531,64 @@ class StepWindow(NamedTuple):
     attempt: int
     first_step: int
     end_step: int
-    """The step behind the last; both are multiples of a stretch of outlines."""
+    """The step after the last; both are multiples of ``chunk_stats.CHUNK_STEPS``."""
 
 
 class Due(NamedTuple):
-    """The oldest window of which nothing was taken away yet."""
+    """The oldest window from which nothing was deleted yet."""
 
     window: StepWindow
-    """Of streams whose rows have no step, nanoseconds stand for steps."""
+    """For streams whose rows have no step, in nanoseconds."""
     newest_unix_ns: int
-    """When its newest row was written."""
+    """Time of the window's latest row."""
     last_seqs: Mapping[str, int]
     """The number of the last row in it, by incarnation."""
 
 
-class Thinned(NamedTuple):
-    """What was taken away of a stream of a run."""
+class DeletedRows(NamedTuple):
+    """Number of rows deleted from a stream of a run."""
 
     stream: str
     reason: Reason
     num_rows: int
     to_step: int
-    """The last step of the newest window; -1 where rows have no step."""
+    """The last step of the latest window; -1 if rows have no step."""
     to_unix_ns: int
-    """Its end, where rows have no step; else 0."""
+    """End of the latest window if rows have no step, otherwise 0."""
 
 
-class Levelled(NamedTuple):
-    """What became of a window."""
+class RollUpResult(NamedTuple):
+    """Result of rolling up a window."""
 
     num_rows: int
-    """Taken away."""
+    """Deleted rows."""
     kept: tuple[str, ...]
-    """The sources whose rows stay, beside rank 0: all, or the worst ranks."""
+    """Sources whose rows remain, in addition to rank 0: all, or the worst ranks."""
 
 
 class NumbersReader(Protocol):
-    """What of a store of rows can be asked. Any thread may call."""
+    """Read access to a store of rows. Thread-safe."""
 
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns that the run's rows of the stream may have, each with its type.
 
-        ``f8``, ``i8`` or ``S``; the columns of every row (``ROW_COLUMNS``) are among them. Where
-        writers gave one name two types it is what ``scan`` gives. Of a stream without rows: none.
+        ``f8``, ``i8`` or ``S``; includes the columns of every row (``ROW_COLUMNS``). If writers
+        gave one name two types, the result is the type that ``scan`` returns. Empty for a stream
+        without rows.
         """
 
     def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the stream, in the order of their names."""
+        """Return the writers of the stream's rows, sorted by name."""
 
     def num_rows(self, span: RowSpan) -> int:
-        """Return how many rows a scan would look at, or somewhat more; costs little."""
+        """Return an upper estimate of the rows that a scan would read; cheap."""
 
     def scan(self, span: RowSpan, names: Sequence[str]) -> dict[str, ColumnValues]:
         """Return columns of the rows in the span, by step, then rank, then time.
 
-        Any of the stream's columns, and ``rank``, ``source``, ``incarnation`` and ``seq``. One that
-        the stream does not have is missing in every row; where writers gave one name numbers of two
-        types, all are floats; where they gave it texts as well, the numbers are missing.
+        Any of the stream's columns, and ``rank``, ``source``, ``incarnation`` and ``seq``. A column
+        that the stream lacks is missing in every row. If writers gave one name two numeric types,
+        all values are floats; if some are texts, the numbers are missing.
         """
 
     def curves(
@@ -592,9 +597,9 @@ class NumbersReader(Protocol):
         """Return each curve's measured values on the branch; many cost little more than one.
 
         Args:
-            curves: of any streams of one run.
+            curves: in any streams of one run.
             attempts: the run's.
-            branch: of streams whose rows have no step, all rows are taken.
+            branch: ignored for streams whose rows have no step.
 
         Raises:
             FormatError: a column is text.
@@ -605,60 +610,62 @@ class NumbersReader(Protocol):
 
 
 class Numbers(NumbersReader, Protocol):
-    """A store of rows. Any thread may call; what is told to be stored survives a kill."""
+    """A store of rows. Thread-safe; rows reported as stored survive a kill."""
 
     def check_place(self) -> None:
         """Raise StorageError if rows that were stored cannot be read; costs little."""
 
     def write_lock(self) -> AbstractContextManager[object]:
-        """Wait for the turn to change the store, and hold it: a merge may have it for seconds.
+        """Hold the store's write lock: a merge may hold it for seconds.
 
-        To be taken before the database's own turn, for which others wait.
+        Acquire it before the database's write lock, so that no one waits for the database during a
+        merge.
         """
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
-        """Store the rows that are new, all or none; return each batch's number of them.
+        """Store the new rows, all or none; return the number of new rows of each batch.
 
-        A row is new if its sequence number is above all that its stream has stored.
+        A row is new if its sequence number is above all stored ones of its stream.
 
         Raises:
             StorageError: nothing was stored; send it again.
         """
 
     def mark(self, key: StreamKey) -> int:
-        """Return the number of the last row that the stream has stored; -1 where it has none."""
+        """Return the sequence number of the stream's last stored row; -1 if there is none."""
 
     def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
         """Return by run the marks of its streams by incarnation and stream."""
 
     def has_holes(self, run_id: str) -> bool:
-        """Return whether damage took rows of the run."""
+        """Return whether rows of the run were lost to damage."""
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
-        """Return what damage took from a stream: first numbers, each with the one behind the last.
+        """Return what a stream lost to damage: first numbers, each with the one after the last.
 
-        ``mark`` stays above them, and they are taken when they come again.
+        ``mark`` stays above them, and they are accepted when they are sent again.
         """
 
     def wanted(self, key: StreamKey, before: int) -> int:
-        """Return the first number below one that damage took and nobody was asked for; else -1.
+        """Return the first lost number below ``before`` that was not requested yet, or -1.
 
-        It counts as asked for now: who does not have it any more is asked again much later.
+        It counts as requested from now on: an agent that no longer has it is asked again much
+        later.
         """
 
     def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
-        """Return the oldest steps that are no level yet.
+        """Return the oldest steps that are not rolled up yet.
 
-        None where the attempt has no such rows of ranks other than 0. What comes later than the
-        level of its steps stays as it came.
+        None if the attempt has no such rows of ranks other than 0. Rows that arrive after their
+        steps were rolled up stay unchanged.
 
         Args:
             run_id: the run.
             attempt: the attempt.
-            size: steps of a window, a multiple of ``outlines.STRETCH``.
+            size: steps of a window, a multiple of ``chunk_stats.CHUNK_STEPS``.
         """
 
-    def level(
+    def roll_up(
         self,
         run_id: str,
         window: StepWindow,
@@ -666,43 +673,43 @@ class Numbers(NumbersReader, Protocol):
         *,
         is_whole: bool = False,
         reason: Reason = "age",
-    ) -> Levelled:
-        """Put numbers over the ranks in the place of most ranks' rows of some steps, all or none.
+    ) -> RollUpResult:
+        """Replace most ranks' rows of some steps by statistics over the ranks, all or none.
 
-        The rows of rank 0 and of the worst ranks stay. Of each column of numbers the stream
-        ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` of them and
+        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
+        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
         ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
 
         Args:
             run_id: the run.
-            window: as ``next_window`` gives it.
-            num_worst: how many ranks' rows stay.
-            is_whole: let every row stay, beside the numbers.
-            reason: what ``thinned`` says of it.
+            window: from ``next_window``.
+            num_worst: number of worst ranks whose rows stay.
+            is_whole: keep all rows in addition to the statistics.
+            reason: reason that ``deleted_rows`` reports.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
 
-    def thinned(self, run_id: str) -> list[Thinned]:
-        """Return what was taken away of the run, by stream and reason."""
+    def deleted_rows(self, run_id: str) -> list[DeletedRows]:
+        """Return the numbers of deleted rows of the run, by stream and reason."""
 
-    def delete(self, run_id: str, but: Collection[str] = ()) -> None:
-        """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
+    def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
+        """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
         Args:
             run_id: the run.
-            but: incarnations that began after the removal: their rows stay.
+            exclude: incarnations that started after the removal: their rows stay.
 
         Raises:
             StorageError: nothing was removed.
         """
 
     def num_bytes(self, run_id: str) -> int:
-        """Return about how many bytes the run's rows take."""
+        """Return the approximate size of the run's rows."""
 
     def merge(self, max_seconds: float = 60.0) -> bool:
         """Tidy up for so long; return whether all was done."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close files and connections."""

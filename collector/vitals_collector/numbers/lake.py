@@ -1,8 +1,8 @@
-"""Numbers in DuckLake: Parquet in a folder, with a transactional catalogue in SQLite or PostgreSQL.
+"""Rows in DuckLake: Parquet in a directory, with a transactional catalogue in SQLite or PostgreSQL.
 
-One table a stream, whose columns only grow. A commit holds the rows of any number of writers, and
-how far each writer's stream is stored: what is told to be durable is there once, whatever dies
-when.
+One table per stream, whose columns only grow. A commit holds the rows of any number of writers and
+the last sequence number of each stream: a row reported as durable is stored once, whichever process
+dies.
 """
 
 import time
@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
-from vitals_collector.numbers import lake_damage, lake_thinning, lake_upkeep
+from vitals_collector.numbers import lake_damage, lake_maintenance, lake_rollup
 from vitals_collector.numbers.interface import (
     RANKS,
+    DeletedRows,
     Due,
-    Levelled,
     Reason,
+    RollUpResult,
     StepWindow,
     StreamKey,
-    Thinned,
     type_of,
 )
 from vitals_collector.numbers.lake_catalogue import (
@@ -43,13 +43,13 @@ from vitals_collector.numbers.lake_catalogue import (
 from vitals_collector.numbers.lake_damage import DamagedFile
 from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import OpenLake
-from vitals_collector.numbers.levels import ranks_batch
+from vitals_collector.numbers.rank_rollup import ranks_batch
 
 _OPTIONS = {
     "parquet_compression": "zstd",
     # Split bytes and deltas: a fifth smaller, and a curve is read in two thirds of the time.
     "parquet_version": "2",
-    # What is skipped at once where a window or a rank is asked for.
+    # Rows that a query for a window or a rank skips at once.
     "parquet_row_group_size": "32768",
     # A commit waits while so much is merged into one file.
     "target_file_size": "16MB",
@@ -57,11 +57,11 @@ _OPTIONS = {
 
 
 _ASK_SECONDS = 600.0
-"""An answer may be lost; and an agent that has not the rows looks for them each time."""
+"""A response may be lost, and an agent without the rows searches for them each time."""
 
 
 class Lake(OpenLake):
-    """One process's way to a lake. Any number may append to one, each its own writers' streams."""
+    """A lake opened by one process. Any number may append to one, each for different streams."""
 
     def __init__(
         self, folder: Path, catalogue: str = "", *, bucket: str = "", memory_limit: str = "192MB"
@@ -69,16 +69,16 @@ class Lake(OpenLake):
         """Open the lake, or make it.
 
         Args:
-            folder: where the Parquet files lie, unless they lie in a bucket.
-            catalogue: of PostgreSQL, as ``dbname=... host=...``; "" is a SQLite file in the folder.
-            bucket: where they lie on S3, as ``s3://BUCKET/PREFIX``, with keys from the environment;
-                "" is in the folder, or where a SQLite catalogue there says.
-            memory_limit: what DuckDB may take, such as ``1GB``; beyond it, it writes to disk.
+            folder: directory of the Parquet files, unless they are in a bucket.
+            catalogue: PostgreSQL, as ``dbname=... host=...``; "" is a SQLite file in the directory.
+            bucket: S3 location as ``s3://BUCKET/PREFIX``, with keys from the environment; "" is the
+                directory, or the bucket that an existing SQLite catalogue there names.
+            memory_limit: maximum of DuckDB's memory, such as ``1GB``; beyond it, it writes to disk.
 
         Raises:
             MissingDependencyError: DuckDB's extensions are not installed.
             StorageError: the lake cannot be opened.
-            UsageError: the bucket's address or keys are none.
+            UsageError: the bucket's URL or keys are invalid.
         """
         engine = LakeEngine(folder, catalogue, memory_limit, bucket)
         options = engine.ask("SELECT option_name FROM ducklake_options('lake')")
@@ -86,12 +86,12 @@ class Lake(OpenLake):
             for name, value in _OPTIONS.items():
                 engine.execute(f"CALL lake.set_option('{name}', '{value}')")
         super().__init__(engine, Catalogue(engine, is_shared=bool(catalogue)))
-        lake_upkeep.prepare(self.engine, self.catalogue.tables)
+        lake_maintenance.create_chunk_stats_table(self.engine, self.catalogue.tables)
         self._asked: dict[tuple[StreamKey, int], float] = {}
-        """Which holes agents were asked to fill, and when they may be asked again."""
+        """Holes that agents were asked to fill, and when they may be asked again."""
 
     def close(self) -> None:
-        """End what is under way and let the catalogue go."""
+        """Finish the current operation and close the catalogue."""
         self.engine.close()
 
     # --------------------------------------------------------------------------------- writing
@@ -101,7 +101,7 @@ class Lake(OpenLake):
         self.engine.check_place()
 
     def write_lock(self) -> AbstractContextManager[object]:
-        """Wait for the turn to change the lake, and hold it."""
+        """Hold the lake's write lock."""
         return self.engine.lock
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
@@ -167,7 +167,7 @@ class Lake(OpenLake):
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def become_owner(self, epochs: Mapping[str, int]) -> None:
-        """Take runs over: what is appended of them from here on is under these leases.
+        """Take over runs: later appends to them are made under these leases.
 
         Args:
             epochs: the number of each run's lease.
@@ -175,10 +175,10 @@ class Lake(OpenLake):
         Raises:
             StorageError: it is to be called again.
         """
-        lake_upkeep.become_owner(self.engine, self.catalogue, epochs)
+        lake_maintenance.become_owner(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
-        """Return the number of the last row that the stream has stored; -1 where it has none."""
+        """Return the sequence number of the stream's last stored row; -1 if there is none."""
         return self.catalogue.run(key[0]).marks.get(key[1:], -1)
 
     def marks(self, run_ids: Collection[str]) -> Mapping[str, Mapping[tuple[str, str], int]]:
@@ -186,7 +186,7 @@ class Lake(OpenLake):
         return {run_id: run.marks for run_id, run in self.catalogue.known(run_ids).items()}
 
     def has_holes(self, run_id: str) -> bool:
-        """Return whether damage took rows of the run."""
+        """Return whether rows of the run were lost to damage."""
         return any(self.catalogue.holes(run_id).values())
 
     def _new(
@@ -221,12 +221,12 @@ class Lake(OpenLake):
         return num_new, parts, taken
 
     def _ensure_columns(self, schema: Schema) -> None:
-        """Let the stream's table have a place for each column; it keeps it for good."""
+        """Add missing columns to the stream's table; columns are never removed."""
         places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         if not added:
             return
-        self.catalogue.look_again()  # another collector may have made them
+        self.catalogue.look_again()  # another collector may have added them
         places = self.catalogue.places.get(schema.stream, {})
         added = places_for(schema, places)
         typed = {lake_column: TYPES[kind] for (_, kind), lake_column in added.items()}
@@ -245,38 +245,38 @@ class Lake(OpenLake):
     # ----------------------------------------------------------------------------- maintenance
 
     def merge(self, max_seconds: float = 60.0) -> bool:
-        """Outline new rows, make few sorted files of many small ones, forget the states before.
+        """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
-        For one collector at a time. Rows that come meanwhile wait for one merged file at most: two
-        that change a SQLite catalogue at once would refuse each other.
+        For one collector at a time. Appends wait for at most one merged file: two concurrent
+        changes of a SQLite catalogue would make one of them fail.
 
         Args:
             max_seconds: after which nothing more is begun.
 
         Returns:
-            Whether all was done; if not, the next call goes on with it.
+            Whether everything was done; if not, the next call continues.
 
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
         """
-        return lake_upkeep.merge(self.engine, self.catalogue, max_seconds)
+        return lake_maintenance.merge(self.engine, self.catalogue, max_seconds)
 
     def give_back_memory(self) -> None:
-        """Let go of what is remembered and not used; each process that has the lake open does."""
+        """Free caches that are not in use; called by each process that has the lake open."""
         self.catalogue.forget_idle()
         self.engine.give_back_memory()
 
     def sizes(self) -> dict[str, int]:
         """Return about how many bytes of the files are each run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.catalogue)
+        return lake_maintenance.sizes(self.engine, self.catalogue)
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> Due | None:
-        """Return the oldest steps of which nothing was taken away; of hosts, nanoseconds."""
-        return lake_thinning.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
+        """Return the oldest steps from which nothing was deleted; for hosts, nanoseconds."""
+        return lake_rollup.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
-    def level(
+    def roll_up(
         self,
         run_id: str,
         window: StepWindow,
@@ -284,29 +284,29 @@ class Lake(OpenLake):
         *,
         is_whole: bool = False,
         reason: Reason = "age",
-    ) -> Levelled:
-        """Put numbers over the ranks in the place of most ranks' rows, in one commit.
+    ) -> RollUpResult:
+        """Replace most ranks' rows by statistics over the ranks, in one commit.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        planned = lake_thinning.plan(
+        planned = lake_rollup.plan(
             self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
         )
         if planned is None:
-            return Levelled(0, ())
+            return RollUpResult(0, ())
         with self.engine.lock:
             self._reload_if_stale()
             self.catalogue.look_again()
-            self.catalogue.forget_run(run_id)  # another process may have made levels of it
+            self.catalogue.forget_run(run_id)  # another process may have rolled it up
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
             batch = ranks_batch(run_id, window.attempt, planned.names, planned.numbers, first_seq)
             _, parts, taken = self._new([batch])
             self._store(
                 parts,
                 taken,
-                {},  # maintenance writes levels, whoever owns the run
-                lambda: lake_thinning.delete_rows(self.engine, planned),
+                {},  # maintenance rolls up runs of any owner
+                lambda: lake_rollup.delete_rows(self.engine, planned),
             )
         return planned.result
 
@@ -320,7 +320,7 @@ class Lake(OpenLake):
         is_whole: bool = False,
         reason: Reason = "age",
     ) -> int:
-        """Thin a window of layers or of a host's samples, in one commit; return the rows that went.
+        """Downsample a window of layers or host samples in one commit; return the deleted rows.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.
@@ -331,7 +331,7 @@ class Lake(OpenLake):
         with self.engine.lock:
             self._reload_if_stale()
             self.catalogue.look_again()
-            return lake_thinning.thin(
+            return lake_rollup.thin(
                 self.engine,
                 self.catalogue,
                 run_id,
@@ -342,39 +342,39 @@ class Lake(OpenLake):
                 reason=reason,
             )
 
-    def thinned(self, run_id: str) -> list[Thinned]:
-        """Return what was taken away of the run, by stream and reason."""
-        return lake_thinning.thinned(self.engine, self.catalogue, run_id)
+    def deleted_rows(self, run_id: str) -> list[DeletedRows]:
+        """Return the numbers of deleted rows of the run, by stream and reason."""
+        return lake_rollup.deleted_rows(self.engine, self.catalogue, run_id)
 
     def num_bytes(self, run_id: str) -> int:
         """Return about how many bytes of the files are a run's: by its share of the rows."""
-        return lake_upkeep.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
+        return lake_maintenance.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
-        return lake_upkeep.size(self.engine)
+        return lake_maintenance.size(self.engine)
 
     def check(self) -> list[DamagedFile]:
-        """Read every file; return those whose bytes are not what was written, or that are gone."""
+        """Read every file; return those that are missing or differ from what was written."""
         return lake_damage.check(self.engine, self.catalogue)
 
-    def forget_damaged(self) -> list[DamagedFile]:
-        """Take damaged files out; what they held is taken when it is sent again, once.
+    def drop_damaged_files(self) -> list[DamagedFile]:
+        """Remove damaged files; their rows are accepted once when they are sent again.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        return lake_damage.forget_damaged(self.engine, self.catalogue)
+        return lake_damage.drop_damaged_files(self.engine, self.catalogue)
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
-        """Return what damage took from a stream: first numbers, each with the one behind the last.
+        """Return what a stream lost to damage: first numbers, each with the one after the last.
 
         ``mark`` stays above them.
         """
         return list(self.catalogue.holes(key[0]).get(key[1:], ()))
 
     def wanted(self, key: StreamKey, before: int) -> int:
-        """Return the first number below one that damage took and nobody was asked for; else -1."""
+        """Return the first lost number below ``before`` that was not requested yet, or -1."""
         now = time.monotonic()
         for low, _ in self.missing(key):
             if low < before and now >= self._asked.get((key, low), now):
@@ -382,15 +382,15 @@ class Lake(OpenLake):
                 return low
         return -1
 
-    def delete(self, run_id: str, but: Collection[str] = ()) -> None:
-        """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
+    def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
+        """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
         The bytes go with the next ``merge``.
 
         Raises:
             StorageError: nothing was removed.
         """
-        lake_upkeep.delete(self.engine, self.catalogue, run_id, but)
+        lake_maintenance.delete(self.engine, self.catalogue, run_id, exclude)
 
 
 def _key(batch: Batch) -> StreamKey:
@@ -405,7 +405,7 @@ class _Taken(NamedTuple):
     mark: int
     holes: list[tuple[int, int]]
     filled: int | None = None
-    """The first number that was taken into a hole."""
+    """The first number that was stored in a hole."""
 
     def in_holes(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return which of these numbers are missing."""

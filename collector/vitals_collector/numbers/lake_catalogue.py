@@ -1,11 +1,11 @@
-"""What a lake holds: how rows lie in its tables, and what is remembered of its catalogue.
+"""Content of a lake: layout of rows in its tables, and a cache of its catalogue.
 
 One table a stream, whose columns only grow. A name that DuckDB could not tell from another one (it
 folds case), or that another type has taken, gets a column of its own whose name spells it in hex.
 
-Of a run the catalogue is read when the run is first asked for, so that a start costs the same after
-ten runs and after ten thousand. What this process has written itself is always up to date; what
-another collector may have added to is read again after a second.
+The catalogue of a run is read when it is first needed, so that a start costs the same with ten runs
+and with ten thousand. Changes by this process are always current; those of other collectors are
+read again after a second.
 """
 
 import threading
@@ -43,12 +43,13 @@ KEYS = {
     "rank": "INTEGER",
     "seq": "BIGINT",
 }
-"""The columns that every stream's table has beside those of its rows."""
+"""Columns of every stream's table in addition to those of its rows."""
 FORMER_KEY = "$epoch"
-"""A column that lakes have which an earlier version made; nothing is written there any more."""
+"""A column in lakes of earlier versions; no longer written."""
 TYPES = {"f8": "DOUBLE", "i8": "BIGINT", "S": "VARCHAR"}
 SORTED_BY = "run ASC, step // 64 ASC, rank ASC, step ASC"
-"""Of merged files: one rank's steps lie together, and one step of all ranks in few groups of rows.
+"""Order in merged files: one rank's steps are adjacent, and one step of all ranks is in few row
+groups.
 """
 _SPELLED = "$hex$"
 """In the name of a column's place, before the column's name in hex."""
@@ -168,8 +169,8 @@ def to_column(values: pa.ChunkedArray) -> ColumnValues:
 def number_for(run_id: str, taken: Iterable[int]) -> int:
     """Return a number for a run, in the order of the runs' beginnings.
 
-    Rows are found by a number in half the time of a name. 48 bits are a ULID's milliseconds and 15
-    are of its random ones; where another run has the number, the next is taken.
+    A lookup by number takes half the time of one by name. 48 bits are the ULID's milliseconds and
+    15 are random; if another run has the number, the next is used.
     """
     bits = 0
     for character in run_id:
@@ -200,17 +201,17 @@ def unspelled(lake_column: str) -> str:
 
 RUNS, KINDS = "runs", "kinds"
 NEW_MARKS, MARKS = "new_marks", "marks"
-"""How far each stream was stored by the commits since the last upkeep, and before it: one row of
-each writer."""
+"""Last stored number of each stream, by commits since the last maintenance and before it: one row
+per writer."""
 HOLES = "holes"
-"""Numbers of rows that were stored and then lost by damage: they are taken when they come again."""
+"""Sequence numbers of rows that were stored and then lost to damage: they are accepted again."""
 NUMBERED = "numbered"
-"""How often runs were given numbers: one row, changed each time. Of two processes that do it at
-once, and might give the same number, one is refused."""
+"""Counts assignments of run numbers: one row, changed each time, so that one of two concurrent
+assignments fails instead of using the same number."""
 LEVELLED = "levelled"
 """Which rows of which writers became levels or were thinned, by windows: they are not missing."""
 OUTLINES = "outlines"
-"""What stands in place of rows in overviews (``outlines``)."""
+"""Statistics that replace rows in overviews (``chunk_stats``)."""
 MARK_COLUMNS = ("run", "incarnation", "source", "stream", "seq")
 LEVELLED_COLUMNS = (
     *("run", "stream", "attempt", "first_at", "end_at", "incarnation"),
@@ -228,7 +229,7 @@ _TABLES = {
     KINDS: "run BIGINT, stream VARCHAR, name VARCHAR, kind VARCHAR",
 }
 _INLINED = (CHECKSUMS, RUNS, KINDS, HOLES, NUMBERED)
-"""These lie in the catalogue itself; 4,096 marks there would cost 90 ms more."""
+"""These are stored in the catalogue itself; 4,096 marks there would cost 90 ms more."""
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
 """How long nobody is thought to have taken over a run that this process writes."""
@@ -270,7 +271,7 @@ class RunState:
         self.holes: dict[Writer, list[tuple[int, int]]] = {}
         """Numbers below the mark that are missing: a first one, and the one behind the last."""
         self.sources: dict[Writer, str] = {}
-        """Who writes; none where its rows were deleted."""
+        """Sources of the writers; missing if their rows were deleted."""
         self.kinds: dict[str, dict[str, set[str]]] = defaultdict(dict)
         """By stream and column."""
 
@@ -281,7 +282,7 @@ class RunState:
         return {name: common_type(kinds) for name, kinds in self.kinds[stream].items()}
 
     def stored(self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]) -> None:
-        """Note how far a writer's stream is stored."""
+        """Record that a writer's stream is stored up to this number."""
         self.is_mine = True
         self.marks[writer] = seq
         self.sources[writer] = source
@@ -292,7 +293,7 @@ class RunState:
 def name_key(name: str) -> int:
     """Return what a column's name is among outlines: other numbers than these are skipped in files.
 
-    Of 64 bits: that two names of a run share one is as good as impossible.
+    64 bits: two names of one run practically never collide.
     """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
@@ -310,7 +311,7 @@ def newest_marks(runs: Iterable[int]) -> str:
 
 
 class Catalogue:
-    """What is remembered of the catalogue. For any thread."""
+    """Cache of the catalogue. Thread-safe."""
 
     def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
         """Make the tables that are missing, and read what there is.
@@ -322,13 +323,13 @@ class Catalogue:
         self._engine = engine
         self._is_shared = is_shared
         self.lock = threading.RLock()
-        """Of what is remembered; never held while the lake is changed, so that readers go on."""
+        """Guards the cache; not held while the lake is changed, so that readers continue."""
         self.runs: dict[str, int] = {}
         self.places: dict[str, Places] = {}
         self.tables: frozenset[str] = frozenset()
         """Names of all tables of the lake, as last read."""
         self.epochs: dict[str, int] = {}
-        """Of the runs that this process has taken over; of all others 0."""
+        """Lease epochs of the runs that this process owns; 0 for all others."""
         self._states: dict[str, RunState] = {}
         with engine.transaction():
             for name, columns in _TABLES.items():
@@ -365,12 +366,12 @@ class Catalogue:
 
     @locked
     def forget_run(self, run_id: str) -> None:
-        """Read what there is of the run again when it is next asked for."""
+        """Drop the run from the cache, so that it is read again when needed."""
         self._states.pop(run_id, None)
 
     @locked
     def forget_idle(self) -> None:
-        """Free the room of runs that nobody has asked for in an hour."""
+        """Drop runs from the cache that were not used for an hour."""
         before = time.monotonic() - _IDLE_SECONDS
         for run_id, state in list(self._states.items()):
             if state.used_at < before:
@@ -385,7 +386,7 @@ class Catalogue:
 
     @locked
     def changed(self) -> list[str]:
-        """Return the runs of which rows came since the last upkeep."""
+        """Return the runs that got rows since the last maintenance."""
         runs = set(self._engine.ask(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist())
         if not runs.issubset(self.runs.values()):
             self.look_again()
@@ -460,7 +461,7 @@ class Catalogue:
         holes = self._holes(there) if there else {}
         for run, state in there.items():
             state.holes = holes.get(run, {})
-        for state in states.values():  # of one without rows as well, or it is asked for each time
+        for state in states.values():  # also of a run without rows, or it is read each time
             state.holes_read_at = now
 
     def _fresh_seconds(self, state: RunState) -> float:
@@ -508,7 +509,7 @@ class Catalogue:
     def new_kinds(
         self, written: Mapping[str, Mapping[str, Iterable[tuple[str, str]]]]
     ) -> list[tuple[str, str, str, str]]:
-        """Return run, stream, name and type of the columns that the catalogue has not yet.
+        """Return run, stream, name and type of the columns that the catalogue lacks.
 
         Args:
             written: by run and stream, the columns with their types.
@@ -553,7 +554,7 @@ class Catalogue:
 
     @locked
     def marks(self, run_id: str, stream: str) -> dict[str, tuple[int, str]]:
-        """Return by incarnation how far the run's stream is stored, and its source."""
+        """Return by incarnation the run's last stored number of the stream, and its source."""
         state = self.run(run_id, is_fresh=True)
         return {
             incarnation: (state.marks[incarnation, key], source)

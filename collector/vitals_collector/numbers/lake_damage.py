@@ -1,4 +1,4 @@
-"""Damaged files of a lake: told, and taken out so that what they held can be sent again."""
+"""Damaged files of a lake: found, and removed so that their rows can be sent again."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,7 +24,7 @@ _Hole = tuple[int, str, str, int, int]
 
 
 class DamagedFile(NamedTuple):
-    """A file whose bytes are not those that were written, and what it held by the catalogue."""
+    """A file that differs from what was written, and its content according to the catalogue."""
 
     path: str
     """Table and file."""
@@ -32,16 +32,16 @@ class DamagedFile(NamedTuple):
     run_ids: tuple[str, ...]
     """Runs that it may have rows of."""
     bounds: dict[str, tuple[int, int]]
-    """Least and greatest ``run``, ``step`` and ``seq``, where the table has them."""
+    """Minimum and maximum of ``run``, ``step`` and ``seq``, if the table has them."""
 
     @property
     def table(self) -> str:
-        """The stream, or what else lay in it."""
+        """Table of the file: a stream, or one of the lake's own tables."""
         return self.path.partition("/")[0]
 
 
 def check(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
-    """Read every file; return those that are damaged, or gone."""
+    """Read every file; return those that are damaged or missing."""
     catalogue.look_again()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_described(engine, catalogue, path) for path in paths]
@@ -73,8 +73,8 @@ _DATA_FILE = (
 )
 
 
-def unsummed(engine: LakeEngine) -> list[str]:
-    """Return the files of the newest state without a checksum: nobody could read them."""
+def files_without_checksum(engine: LakeEngine) -> list[str]:
+    """Return the files of the current snapshot without a checksum, which cannot be verified."""
     live = " UNION ALL ".join(
         f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
         f" JOIN {META}_table t USING (table_id)"
@@ -85,19 +85,19 @@ def unsummed(engine: LakeEngine) -> list[str]:
     return sorted(paths - engine.files.summed())
 
 
-def forget_damaged(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
-    """Take the damaged files out of the lake, and open holes where their rows were.
+def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
+    """Remove the damaged files from the lake, and record holes for their rows.
 
-    A writer's rows that are whole stay; those that were in the file are taken when they are sent
-    again, once. Of deleted runs nothing is known any more where their marks were damaged.
+    A writer's undamaged rows stay; those in the file are accepted once when they are sent again. If
+    the marks of deleted runs were damaged, these runs are unknown afterwards.
 
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = check(engine, catalogue)  # reads every file, so rows are stored meanwhile
+    damaged = check(engine, catalogue)  # reads every file, so appends continue in the meantime
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
-        damaged = [file for file in damaged if file.path in live]  # nobody else took them out
+        damaged = [file for file in damaged if file.path in live]  # not removed by another process
         if not damaged:
             return []
         _end_files(engine, [file.path.partition("/")[2] for file in damaged])
@@ -106,15 +106,15 @@ def forget_damaged(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile
         numbers = [catalogue.runs[run_id] for run_id in run_ids]
         if numbers:
             streams = {file.table for file in damaged} & set(STORED_STREAMS)
-            _mend(engine, catalogue, numbers, damaged, streams)
+            _recompute_metadata(engine, catalogue, numbers, damaged, streams)
         catalogue.forget()
         return damaged
 
 
 def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
-    """Make a state of the lake that has not these files: what they hold cannot be deleted by row.
+    """Create a snapshot without these files: damaged content cannot be deleted by row.
 
-    It is done as DuckLake ends a file of which every row was deleted.
+    Same changes as DuckLake's when every row of a file was deleted.
     """
     ids = engine.ask(
         f"SELECT data_file_id AS id, table_id FROM {META}_data_file WHERE data_file_id IN"
@@ -146,14 +146,14 @@ def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _mend(
+def _recompute_metadata(
     engine: LakeEngine,
     catalogue: Catalogue,
     numbers: Sequence[int],
     damaged: Iterable[DamagedFile],
     streams: set[str],
 ) -> None:
-    """Make marks, holes and outlines of these runs agree with the rows that are left."""
+    """Make marks, holes and chunk statistics of these runs match the remaining rows."""
     listed = ", ".join(map(str, numbers))
     with engine.transaction():
         marks: dict[tuple[int, str, str], tuple[str, int]] = {}
@@ -174,7 +174,7 @@ def _mend(
             (run, incarnation, source, stream, seq)
             for (run, incarnation, stream), (source, seq) in marks.items()
         ]
-        if rows:  # among the new ones: upkeep looks at these runs again
+        if rows:  # among the new ones: maintenance checks these runs again
             engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, rows))
         engine.execute(f"DELETE FROM {OUTLINES} WHERE run IN ({listed})")
         for stream in streams:
@@ -203,7 +203,7 @@ def _holes(
 ) -> list[_Hole]:
     """Return the numbers between two that no row has although the mark is above them.
 
-    Those of rows that became levels, or were thinned, are not missing.
+    Numbers of rows that were rolled up or downsampled are not missing.
     """
     listed = ", ".join(map(str, numbers))
     stored_seqs = engine.query_in_transaction(
@@ -214,7 +214,7 @@ def _holes(
         (row["run"], row["incarnation"]): np.sort(np.array(row["seqs"], np.int64))
         for row in stored_seqs.to_pylist()
     }
-    levelled = _levelled(engine, stream, listed, first, last)
+    levelled = _rolled_up_spans(engine, stream, listed, first, last)
     holes = []
     for (run, incarnation, of_stream), (source, mark) in marks.items():
         if of_stream != stream or not source:
@@ -230,10 +230,10 @@ def _holes(
     return holes
 
 
-def _levelled(
+def _rolled_up_spans(
     engine: LakeEngine, stream: str, runs: str, first: int, last: int
 ) -> dict[tuple[int, str], list[tuple[int, int]]]:
-    """Return by writer the numbers between two that were thinned, as a first and an end."""
+    """Return by writer the ranges of downsampled rows, each with its first number and its end."""
     ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
     levels = engine.query_in_transaction(
         f"SELECT run, incarnation, greatest(first_seq, {first}) AS low,"
@@ -267,7 +267,7 @@ def fill(
 ) -> None:
     """Note, in a commit, which holes a writer has left, and that rows from ``first`` on are new.
 
-    What was outlined behind them is outlined again: that is known by one number for each writer.
+    Rows after them get their statistics again: progress is one number per writer.
     """
     of_writer = "WHERE run = ? AND incarnation = ? AND stream = ?"
     engine.execute(f"DELETE FROM {HOLES} {of_writer}", [run, *writer])

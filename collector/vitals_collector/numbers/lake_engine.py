@@ -1,11 +1,10 @@
 """DuckDB with a DuckLake attached: connections, transactions, questions, and the files below them.
 
 DuckDB's SQLite catalogue is synced at each commit; its Parquet files are not, so a transaction
-syncs them itself before it ends (seen with strace). On S3 what was written is there.
+syncs them itself before it ends (seen with strace). On S3 a completed write is durable.
 
-Three things, one on top of the other: the *place* where files lie, a folder of this machine or of
-several, or a bucket; the *checksums* of the files, held against them before first use; and the
-*engine* that runs SQL over them.
+Three layers: the *store* of the files, a local or shared directory or a bucket; the *checksums* of
+the files, verified before first use; and the *engine* that runs SQL over them.
 """
 
 import ctypes
@@ -55,7 +54,7 @@ Ask = Callable[..., pa.Table]
 
 
 class FileStore(Protocol):
-    """Where the files lie. A file is named by its table and its own name: ``steps/NAME``."""
+    """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
 
     root: str
     """As DuckLake takes it."""
@@ -69,7 +68,7 @@ class FileStore(Protocol):
         """Have everything there that has to be, and know what is."""
 
     def on_transaction_start(self) -> None:
-        """Be told that a transaction begins."""
+        """Prepare for a transaction."""
 
     def check_place(self) -> None:
         """Raise StorageError if rows that were stored there cannot be read."""
@@ -89,20 +88,20 @@ class FileStore(Protocol):
     def paths(self, table: str) -> set[str]:
         """Return the table's files, also those that are gone soon or not committed yet."""
 
-    def set_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Keep checksums beside the files."""
+    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
+        """Store checksums in separate files next to the data files."""
 
-    def aside(self) -> list[tuple[str, int]]:
+    def deferred_checksums(self) -> list[tuple[str, int]]:
         """Return the checksums that were set aside."""
 
-    def clear_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
+    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Remove such checksums."""
 
 
 _RESTORE = "stop the collector, restore the directory or a backup, and start it again"
 
 
-class Folder:
+class LocalFileStore:
     """A folder: what is written there is synced, file by file and name by name."""
 
     def __init__(self, folder: Path) -> None:
@@ -186,10 +185,10 @@ class Folder:
             return None
 
     def paths(self, table: str) -> set[str]:
-        """Return what lies in the table's folder."""
+        """Return the files in the table's directory."""
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
-    def set_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
+    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Keep each checksum in a file of its own."""
         for path, crc in checksums:
             file = self._aside / path.replace("/", _SLASH)
@@ -197,21 +196,21 @@ class Folder:
             sync_path(file)
         sync_path(self._aside)
 
-    def aside(self) -> list[tuple[str, int]]:
-        """Return the checksums that lie in files of their own."""
+    def deferred_checksums(self) -> list[tuple[str, int]]:
+        """Return the checksums in separate files."""
         checksums = []
         for file in self._aside.iterdir():
             with suppress(OSError, ValueError):  # torn before its commit was made
                 checksums.append((file.name.replace(_SLASH, "/"), int(file.read_text())))
         return checksums
 
-    def clear_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
+    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Remove such files."""
         for path, _ in checksums:
             (self._aside / path.replace("/", _SLASH)).unlink(missing_ok=True)
 
 
-class Bucket:
+class S3FileStore:
     """A bucket on S3, or a prefix in one: a file that was written there is whole, and kept."""
 
     def __init__(self, url: str, ask: Ask) -> None:
@@ -255,7 +254,7 @@ class Bucket:
         """Do nothing: each commit reports a bucket that does not respond."""
 
     def prepare(self) -> None:
-        """Look whether the bucket answers."""
+        """Check that the bucket responds."""
         self._ask(f"SELECT file FROM glob('{self.root}main/runs/*') LIMIT 1")
 
     def on_transaction_start(self) -> None:
@@ -269,7 +268,7 @@ class Bucket:
             return []
         began, monotonic = self._began
         now, took = time.time() * 1000, time.monotonic() * 1000 - monotonic
-        # However the clock was set meanwhile: the time that a file was begun lies between these.
+        # Even if the clock was set in the meantime, the file was started between these times.
         first, last = min(began, now - took) - _MARGIN_MS, max(now, began + took) + _MARGIN_MS
         low, high = f"{int(first):012x}", f"{int(last):012x}"
         num_equal = next((i for i in range(12) if low[i] != high[i]), 12)
@@ -301,24 +300,24 @@ class Bucket:
         return int(newest["newest"][0].as_py())
 
     def paths(self, table: str) -> set[str]:
-        """Return the table's files that the catalogue names."""
+        """Return the table's files in the catalogue."""
         kinds = " UNION ALL ".join(_PATHS.format(kind=k, table=table) for k in ("data", "delete"))
         return {f"{table}/{name}" for name in _texts(self._ask(kinds))}
 
-    def set_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
+    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Keep each checksum in an object of its own."""
         for path, crc in checksums:
             self._ask(f"COPY (SELECT {crc}) TO '{self._of(path)}/crc' (FORMAT csv, HEADER false)")
 
-    def aside(self) -> list[tuple[str, int]]:
-        """Return the checksums that lie in objects of their own."""
+    def deferred_checksums(self) -> list[tuple[str, int]]:
+        """Return the checksums in separate objects."""
         read = self._ask(f"SELECT filename, content FROM read_text('{self._url}/checksums/*/crc')")
         return [
             (name.split("/")[-2].replace(_SLASH, "/"), int(content))
             for name, content in zip(*read.to_pydict().values(), strict=True)
         ]
 
-    def clear_aside(self, checksums: Iterable[tuple[str, int]]) -> None:
+    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Remove such objects: DuckDB does it before it writes a folder, here of nothing."""
         for path, _ in checksums:
             self._ask(
@@ -370,7 +369,7 @@ def _is_tls() -> bool:
 
 
 def without_keys(text: str) -> str:
-    """Return a message without what of S3's keys is in it."""
+    """Return a message without the S3 keys."""
     for name in (_ID, _SECRET, _TOKEN):
         if value := os.environ.get(name):
             text = text.replace(value, "***")
@@ -394,7 +393,7 @@ def s3_hint(text: str) -> str:
 
 
 def known_bucket(catalogue: Path) -> str:
-    """Return the bucket that a SQLite catalogue is of; "" where it is of a folder, or not there."""
+    """Return the bucket in a SQLite catalogue; "" if it names a directory or does not exist."""
     if not catalogue.is_file():
         return ""
     try:
@@ -407,7 +406,7 @@ def known_bucket(catalogue: Path) -> str:
 
 
 def bucket_of(root: str) -> str:
-    """Return the bucket of a lake's path in its catalogue; "" for a folder."""
+    """Return the bucket of a lake's path in its catalogue; "" for a directory."""
     return root.removesuffix("/").removesuffix("/data") if root.startswith(S3) else ""
 
 
@@ -456,21 +455,21 @@ class Files:
         """Know nothing yet.
 
         Args:
-            file_store: where they lie, and checksums that the lake does not have yet.
+            file_store: store of the files, and of checksums that the lake does not have yet.
             ask: puts a question to the lake.
         """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
-        """Of what is known; never held while a file is read, so that commits go on."""
+        """Guards the caches; not held while a file is read, so that commits continue."""
         self._reading = threading.Lock()
         """Held by a question whose files are read: another that needs them waits for that."""
         self._whole: set[str] = set()
         self._damaged: dict[str, _Unchecked] = {}
         self._unchecked: dict[str, _Unchecked] = {}
         self._dead: set[str] = set()
-        """Merged away, and still there for who reads them."""
+        """Merged files that running queries may still read."""
         self._seen_at: dict[str, int] = {}
-        """By table, the state of its place when it was looked at."""
+        """By table, the state of its directory when it was last listed."""
 
     def written(self, path: str) -> tuple[str, int]:
         """Return a new file's path and checksum; it is believed from now on."""
@@ -490,7 +489,7 @@ class Files:
         )
 
     def need_small(self, table: str, num_bytes: int) -> None:
-        """Check the files of a table that are no larger.
+        """Verify the table's files up to this size.
 
         Raises:
             StorageError: one is damaged.
@@ -527,7 +526,7 @@ class Files:
             )
 
     def check(self, tables: Iterable[str]) -> list[str]:
-        """Read every live file again; return those that are damaged. All else goes on meanwhile."""
+        """Read every live file again; return the damaged ones. Other work continues."""
         live = {
             path: bounds
             for table in tables
@@ -539,7 +538,7 @@ class Files:
             return sorted(self._damaged.keys() & live.keys())
 
     def live(self, paths: Iterable[str]) -> set[str]:
-        """Return which of these files the catalogue still names."""
+        """Return which of these files are in the catalogue."""
         listed = set(paths)
         tables = {path.partition("/")[0] for path in listed}
         return {
@@ -550,9 +549,9 @@ class Files:
         }
 
     def summed(self) -> set[str]:
-        """Return the files whose checksums are known, in the lake or beside it."""
+        """Return the files whose checksums are known, in the lake or in separate files."""
         stored = self._ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
-        return {*stored, *(path for path, _ in self._place.aside())}
+        return {*stored, *(path for path, _ in self._place.deferred_checksums())}
 
     def forget(self, paths: Iterable[str]) -> None:
         """Take files as gone."""
@@ -604,9 +603,9 @@ class Files:
         listed = ", ".join(f"'{path}'" for path in files)
         stored: dict[str, set[int]] = {}
         rows = self._ask(f"SELECT path, crc FROM {CHECKSUMS} WHERE path IN ({listed})").to_pylist()
-        for row in rows:  # of another collector's file one may have been taken too soon
+        for row in rows:  # a checksum of another collector's file may have been read too early
             stored.setdefault(row["path"], set()).add(row["crc"])
-        for path, crc in self._place.aside():
+        for path, crc in self._place.deferred_checksums():
             stored.setdefault(path, set()).add(crc)
         whole = {path for path in files if self._place.crc(path) in stored.get(path, ())}
         damaged = self.live(files.keys() - whole)
@@ -617,25 +616,25 @@ class Files:
                 if path in damaged:
                     self._damaged[path] = bounds
             self._whole = (self._whole | whole) - damaged
-            # Another collector, or upkeep, has merged these away since they were seen.
+            # Another collector, or maintenance, has merged these since they were listed.
             self._dead |= files.keys() - whole - damaged
 
 
 # --------------------------------------------------------------------------------------- the engine
 
 _INLINED_ROWS = 2_000
-"""More of them lie in a file, which is quicker."""
+"""More rows are stored in a file, which is faster."""
 _PASSWORD = re.compile(r"password=.*")
 """To the end of the line: it is the last of the words for libpq, and may have spaces and quotes."""
 _TAKEN = re.compile(TAKEN + r"\w+")
 _CLOSE_SECONDS = 10.0
 """So long the end waits for questions that were interrupted."""
 _MOST_COMMITS = 50
-"""After which upkeep opens the database anew, for .3 s of CPU."""
+"""Commits after which maintenance reopens the database, for 0.3 s of CPU."""
 
 
 class _Asking:
-    """A question under way."""
+    """A running query."""
 
     def __init__(self) -> None:
         self.reader: duckdb.DuckDBPyConnection | None = None
@@ -649,18 +648,18 @@ class LakeEngine:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = threading.RLock()
-        """Held by who changes the lake: of one process, two at once would refuse each other."""
+        """Held while the lake is changed: two changes at once in one process would conflict."""
         self.is_unsure = False
-        """Whether a commit ended without an answer: what is remembered may not hold any more."""
+        """Whether a commit ended with an unknown result: the caches may be wrong."""
         self._statements: list[str] = []
-        """Of the transaction under way."""
+        """Statements of the current transaction."""
         bucket = bucket or ("" if catalogue else known_bucket(folder / CATALOGUE))
-        self._place: FileStore = Bucket(bucket, self.ask) if bucket else Folder(folder)
+        self._place: FileStore = S3FileStore(bucket, self.ask) if bucket else LocalFileStore(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
         self._asking: list[_Asking] = []
         self._asked = threading.Condition()
-        """Told when a question ends; its lock is held by who changes ``_asking``."""
+        """Notified when a query ends; changes of ``_asking`` hold its lock."""
         self._is_closed = False
         self._catalogue, self._memory_limit = catalogue, memory_limit
         self._num_commits = 0
@@ -672,7 +671,7 @@ class LakeEngine:
             has_rows = self._has_rows()
             self._place.prepare()
         self._refuse_rows_of_another()
-        if has_rows and isinstance(self._place, Folder) and not self._place.has_files():
+        if has_rows and isinstance(self._place, LocalFileStore) and not self._place.has_files():
             self.close()
             raise StorageError(
                 f"{self._place.root} has no files, but the catalog lists some: the directory was "
@@ -682,8 +681,8 @@ class LakeEngine:
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
     def _attached(self) -> duckdb.DuckDBPyConnection:
-        # Nothing is downloaded, and nothing is copied into somebody's home. What is loaded lies
-        # beside this program's own code; to hash it each time takes .2 s of CPU.
+        # Nothing is downloaded, and nothing is written to the home directory. The extensions are
+        # next to this program's code; hashing them each time takes 0.2 s of CPU.
         root = duckdb.connect(
             config={
                 "autoinstall_known_extensions": False,
@@ -694,11 +693,11 @@ class LakeEngine:
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{escaped(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
-        # Who has to wait does, for so long.
+        # Wait this long for a lock.
         of_catalogue = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
-        # A folder may be moved with the catalogue in it; one beside it must be the lake's own, or
-        # what another collector has stored there would be missing.
-        if not catalogue and isinstance(self._place, Folder):
+        # A directory may be moved with the catalogue in it; a catalogue elsewhere must belong to
+        # this lake, otherwise rows of another collector would be missing.
+        if not catalogue and isinstance(self._place, LocalFileStore):
             of_catalogue += ", OVERRIDE_DATA_PATH true"
         for name in ("ducklake", scanner, *self._place.extensions):
             root.execute(f"LOAD '{extension(name)}'")
@@ -706,7 +705,7 @@ class LakeEngine:
         root.execute("SET threads = 1")  # the cores belong to the training
         self._place.enter(root)
         root.execute(f"SET temp_directory = '{folder / 'spill'}'")
-        # Several collectors commit at once: a conflict is tried again.
+        # Several collectors commit at once: retry after a conflict.
         root.execute("SET ducklake_max_retry_count = 100")
         if not catalogue:
             self._holder = _held_open(root, folder / CATALOGUE)
@@ -735,12 +734,12 @@ class LakeEngine:
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _refuse_rows_of_another(self) -> None:
-        """Refuse an empty catalogue next to stored rows, which would never be found again.
+        """Reject an empty catalogue next to stored rows, which would be lost.
 
         Raises:
-            StorageError: the catalogue has no tables, but the folder has rows.
+            StorageError: the catalogue has no tables, but the directory has rows.
         """
-        if not (isinstance(self._place, Folder) and self._place.has_files()):
+        if not (isinstance(self._place, LocalFileStore) and self._place.has_files()):
             return
         query = f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{CHECKSUMS}'"
         if not self.ask(query).num_rows:
@@ -768,7 +767,7 @@ class LakeEngine:
             ctypes.CDLL(None).malloc_trim(0)
 
     def close(self) -> None:
-        """End what is under way and let the catalogue go. Questions fail, now and from here on.
+        """Finish the current operation and close the catalogue. Queries fail from now on.
 
         A connection that is in use is never closed: that may end the process. Where a question does
         not end in time, its connections are left to the end of the process.
@@ -780,13 +779,13 @@ class LakeEngine:
                     connection.close()
 
     def _let_go(self) -> None:
-        """Let the catalogue's log be written into the catalogue and begin anew."""
+        """Checkpoint the catalogue's WAL and start a new one."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None
 
     def _all_answered(self) -> bool:
-        """Interrupt all questions until none is left; False where one goes on all the same."""
+        """Interrupt all queries until none is left; return False if one continues."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         with self._asked:
             self._is_closed = True
@@ -805,13 +804,13 @@ class LakeEngine:
     ) -> Iterator[None]:
         """Make one commit of what ``execute`` is given meanwhile, durable when it ends.
 
-        A commit that merges files cannot hold their checksums as well (DuckLake refuses that):
-        they lie in files of their own until ``keep_checksums``.
+        A commit that merges files cannot store their checksums (DuckLake does not support it): they
+        are in separate files until ``keep_checksums``.
 
         Args:
             is_merge: whether it merges files.
-            epochs: of the leases of the runs that are written. Once another collector has taken
-                one, the commit is refused: by the catalogue's database, in the same transaction
+            epochs: of the leases of the written runs. After another collector has acquired one, the
+                commit is refused by the catalogue's database, in the same transaction
                 (``cluster.leases.fence``).
 
         Raises:
@@ -823,12 +822,11 @@ class LakeEngine:
             self._place.on_transaction_start()
             try:
                 yield
-                # A file of another collector may be among them: its own checksum counts beside
-                # this one.
+                # A file of another collector may be among them: both checksums are valid.
                 paths = self._place.written(self._statements)
                 checksums = [self.files.written(path) for path in paths]
                 if is_merge:
-                    self._place.set_aside(checksums)
+                    self._place.defer_checksums(checksums)
                 elif checksums:
                     self._insert_checksums(checksums)
                 if epochs:
@@ -838,8 +836,8 @@ class LakeEngine:
                     )
                 self._commit()
             except BaseException:
-                # Whether a commit that failed was one is known to the catalogue alone, and another
-                # collector may have made what this one was about to make.
+                # Only the catalogue knows whether a failed commit took effect, and another
+                # collector may have made the same change.
                 self.is_unsure = True
                 with suppress(duckdb.Error):  # a commit that failed has ended it already
                     self._root.execute("ROLLBACK")
@@ -847,7 +845,7 @@ class LakeEngine:
 
     @contextmanager
     def catalogue_transaction(self) -> Iterator[None]:
-        """Change the catalogue's own tables together, which no transaction of the lake can."""
+        """Change the catalogue's own tables together, which a transaction of the lake cannot do."""
         with self.lock, translated():
             self._root.execute("BEGIN")
             try:
@@ -871,7 +869,7 @@ class LakeEngine:
             self._root.execute(sql, list(values))
 
     def query_in_transaction(self, sql: str) -> pa.Table:
-        """Return a question's answer as the transaction under way sees the lake.
+        """Return a query's result as the current transaction sees the lake.
 
         Raises:
             StorageError: DuckDB refused.
@@ -889,12 +887,12 @@ class LakeEngine:
         self._num_commits += 1
 
     def keep_checksums(self) -> None:
-        """Put the checksums of merged files beside the others.
+        """Move the checksums of merged files into the lake.
 
         Their own files stay until the next time: who copies the lake finds one or the other.
         """
-        self._place.clear_aside(self._kept_checksums)
-        self._kept_checksums = self._place.aside()
+        self._place.delete_deferred(self._kept_checksums)
+        self._kept_checksums = self._place.deferred_checksums()
         if self._kept_checksums:
             with self.transaction():
                 self._insert_checksums(self._kept_checksums)
@@ -904,7 +902,7 @@ class LakeEngine:
         self.insert(CHECKSUMS, pa.table({"path": list(paths), "crc": list(crcs)}))
 
     def inline(self, *tables: str) -> None:
-        """Let few rows at a time of these tables lie in the catalogue itself."""
+        """Store few rows at a time of these tables in the catalogue itself."""
         inlined = self.ask(
             "SELECT scope_entry FROM ducklake_options('lake')"
             " WHERE option_name = 'data_inlining_row_limit'"
@@ -974,15 +972,16 @@ class LakeEngine:
 
 
 def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckDBPyConnection:
-    """Hold a SQLite catalogue open, as it is now, until what this returns is closed.
+    """Keep a SQLite catalogue open in its current state until the returned connection is closed.
 
-    It keeps a log, which lets one read while another writes. Each question and each commit opens it
-    and closes it again. Who is the last to close it takes the log down under a lock; who comes just
-    then waits, and SQLite as it is built into DuckDB sleeps for a whole second: so did one question
-    of thirty beside ten commits a second. While it is held, the log grows: by some 40 kB a commit.
+    It has a WAL, so that a query can read during a write. Each query and each commit opens and
+    closes it. The last one to close it removes the WAL under a lock; a query that arrives at that
+    moment waits, and SQLite as built into DuckDB sleeps for a whole second: measured for one of
+    thirty queries at ten commits per second. While it is held open, the WAL grows by about 40 kB
+    per commit.
 
-    No other library of this process may open it to write meanwhile: who closes a file lets go of
-    all locks that the process has on it, and would take the log down.
+    No other library of this process may open it to write in the meantime: closing a file releases
+    all locks of the process on it, and would remove the WAL.
     """
     holder = root.cursor()
     options = "TYPE sqlite, BUSY_TIMEOUT 10000, JOURNAL_MODE 'WAL'"
@@ -1015,7 +1014,7 @@ def extension(name: str) -> Path:
 
 
 def escaped(text: str) -> str:
-    """Return a text as it stands between SQL's quotes."""
+    """Return a text escaped for SQL quotes."""
     return text.replace("'", "''")
 
 

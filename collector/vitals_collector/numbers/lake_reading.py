@@ -3,10 +3,9 @@
 Curves that differ in their column, their source or their key alone are asked for together: all are
 one question, and each is cut out of its answer.
 
-For an overview outlines stand in place of most rows. Rows are read that are not outlined yet, of
-stretches that a bound or the end of a drawing's column cuts or that have too much that is not
-finite, and of stretches that others overlap: which of two rows of a step counts is known from the
-rows alone.
+Overviews use chunk statistics instead of most rows. Rows are read if they have no statistics yet,
+and for chunks that a bound or the end of a chart column cuts, that have too many non-finite values,
+or that overlap: only the rows show which of two rows of a step counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import pyarrow.compute
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.views import Branch
+from vitals_collector.numbers.chunk_stats import CHUNK_STEPS, EXTREMES, NONFINITE, ROWS, STREAMS
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     NOT_A_RANK,
@@ -57,7 +57,6 @@ from vitals_collector.numbers.lake_catalogue import (
     to_column,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
-from vitals_collector.numbers.outlines import EXTREMES, NONFINITE, ROWS, STREAMS, STRETCH
 
 # --------------------------------------------------------------------------------------------- rows
 
@@ -174,13 +173,13 @@ class Group(NamedTuple):
     run: int
     places: Places
     span: RowSpan
-    """Of all of them, without what tells them apart."""
+    """Span of all of them, without their key."""
     column: str
     """What tells apart whose rows are whose: ``source``, the column of a key, or "" for nothing."""
     cells: list[Any]
-    """What the rows of each kind have there."""
+    """Value of each cell's rows in that column."""
     curves: list[tuple[int, str, int]]
-    """Of each curve its place in the call, its column and its cell's place."""
+    """For each curve its index in the call, its column and its cell's index."""
 
     @property
     def names(self) -> list[str]:
@@ -208,7 +207,7 @@ class Fetched(NamedTuple):
     """Where the rows of each cell begin, and one more: where the last one's end."""
 
     def steps_of(self, cell: int, along: str) -> Ints:
-        """Return where the rows of a cell lie."""
+        """Return the steps of the rows of a cell."""
         steps: Ints = self.columns[along].values[self.bounds[cell] : self.bounds[cell + 1]]
         return steps
 
@@ -234,8 +233,8 @@ def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tu
         is_overview = num_points is not None and span.keyed is None and span.seqs is None
         is_overview &= span.stream in STREAMS and name not in _OWN
         if span.from_step is not None and span.to_step is not None and num_points is not None:
-            # Of fewer stretches the outlines have fewer points than are wanted.
-            is_overview &= 2 * (span.to_step - span.from_step) > num_points * STRETCH
+            # For fewer chunks, the statistics have fewer points than wanted.
+            is_overview &= 2 * (span.to_step - span.from_step) > num_points * CHUNK_STEPS
         keyed = None if span.keyed is None else (span.keyed.column, type(span.keyed.number_of))
         sources = "each" if keyed is None and len(span.sources) == 1 else span.sources
         bounds = (span.from_step, span.to_step, span.from_unix_ns, span.to_unix_ns)
@@ -248,7 +247,7 @@ def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tu
 
 
 def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[int]]:
-    """Return each curve once, with the most points that are wanted of it, and where each lies.
+    """Return each curve once, with the largest number of points, and its indices.
 
     Two charts of a page may show the same one, and outlines have one place for it.
     """
@@ -360,7 +359,7 @@ def _joined_to_cells(selection: Chosen, group: Group) -> Chosen:
 
 
 def _order(codes: Ints, columns: Columns) -> Ints | None:
-    """Return the order by cell, then as ``scan`` gives rows; None where they lie so."""
+    """Return the order by cell, then as in ``scan``; None if the rows are sorted already."""
     step = columns["step"].values
     if len(step) < 2 or _is_rising(codes, step):
         return None
@@ -460,7 +459,7 @@ def _overviews(
             drawn[i] = DownsampledCurve(curve, num_values + len(of_rows))
         return drawn
 
-    # Of fewer points than there are columns become narrower at most: all that these cut is read.
+    # With fewer points than columns, columns only get narrower: all chunks that these cut are read.
     is_read = _to_read(entries, is_cut, along) | is_met
     powers = {
         i: column_power(some.points, least[group.curves[i][0]], branch)
@@ -480,7 +479,7 @@ def _overviews(
 
 
 def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]]:
-    """Return the outlines of the curves, and how far each writer is outlined."""
+    """Return the chunk statistics of the curves, and their last number by writer."""
     span = group.span
     engine.files.need(OUTLINES, group.run)
     selection = Chosen(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
@@ -512,18 +511,14 @@ def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]
     return entries.take(entries.curve >= 0), outlined
 
 
-def _curve_of(group: Group, outlines: pa.Table) -> Ints:
+def _curve_of(group: Group, stats: pa.Table) -> Ints:
     """Return for each entry which curve of the group it is of; -1 where no curve asks for it."""
     names = group.names
     num_cells = len(group.cells)
-    name = pa.compute.index_in(
-        outlines["name"], pa.array(map(name_key, names), pa.int64())
-    ).to_numpy()
-    cell = np.zeros(len(outlines), np.int64)
+    name = pa.compute.index_in(stats["name"], pa.array(map(name_key, names), pa.int64())).to_numpy()
+    cell = np.zeros(len(stats), np.int64)
     if group.column:
-        cell = pa.compute.index_in(
-            outlines["source"], pa.array(group.cells, pa.string())
-        ).to_numpy()
+        cell = pa.compute.index_in(stats["source"], pa.array(group.cells, pa.string())).to_numpy()
     numbers = np.full(len(names) * num_cells, -1)
     index_by_name = {name: i for i, name in enumerate(names)}
     for i, (_, of_curve, of_cell) in enumerate(group.curves):
@@ -567,10 +562,10 @@ def _on_branch(
 def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
     """Return the stretches whose rows are to be read: what overlaps is read or outlined together.
 
-    What is not finite follows its stretch (``_cut_out``).
+    Non-finite values follow their chunk (``_cut_out``).
     """
     is_stretch = ~entries.is_kind(NONFINITE)
-    # Of values that are all alike two are drawn, and the second is known as the last.
+    # If all values are equal, two are drawn, and the second is the last.
     is_alike = (entries.numbers["num"] > 1) & (entries.values["low"] == entries.values["high"])
     is_unknown = is_alike & ~np.isfinite(entries.values["last"])
     is_read: Mask = is_stretch & (is_cut | is_unknown | ~entries.is_kind(EXTREMES))
@@ -590,14 +585,15 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
 
 
 def _pending(
-    catalogue: Catalogue, group: Group, outlined: Mapping[str, int]
+    catalogue: Catalogue, group: Group, last_seq_with_stats: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
     """Return by writer the numbers of the rows that are not outlined yet."""
     span = group.span
     return {
-        incarnation: (outlined.get(incarnation, -1) + 1, mark + 1)
+        incarnation: (last_seq_with_stats.get(incarnation, -1) + 1, mark + 1)
         for incarnation, (mark, source) in catalogue.marks(span.run_id, span.stream).items()
-        if mark > outlined.get(incarnation, -1) and (not span.sources or source in span.sources)
+        if mark > last_seq_with_stats.get(incarnation, -1)
+        and (not span.sources or source in span.sources)
     }
 
 
@@ -607,7 +603,7 @@ def _numbered(seqs: Mapping[str, tuple[int, int]]) -> Callable[[Chosen], Chosen]
 
 
 def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
-    """Return the stretches within whose steps rows lie that are not outlined."""
+    """Return the chunks that overlap rows without statistics."""
     is_met = np.zeros(len(entries.curve), np.bool_)
     bounds = np.searchsorted(entries.curve, np.arange(len(group.curves) + 1))
     first, last = entries.numbers["first_step"], entries.numbers["last_step"]
@@ -747,7 +743,7 @@ def _drawn_points(entries: _Entries, along: str) -> tuple[Ints, Points]:
 
 
 def _is_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
-    """Return which entries reach as far as any of their curve: one may lie within another."""
+    """Return which entries reach the end of their curve: one may be inside another."""
     starts = np.flatnonzero(np.diff(curve, prepend=-1))
     if not len(starts):
         return np.zeros(0, np.bool_)
@@ -757,7 +753,7 @@ def _is_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
 
 
 def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
-    """Return where the value at a side is the least or the greatest one, which is drawn anyway."""
+    """Return where the value at an end is an extreme, which is drawn anyway."""
     is_extreme = np.zeros(len(numbers["num"]), np.bool_)
     for extreme in ("low", "high"):
         is_same = numbers[f"{side}_step"] == numbers[f"{extreme}_step"]
@@ -769,7 +765,7 @@ def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
 
 
 class OpenLake:
-    """A lake that is open, and all that can be asked of it (``NumbersReader``)."""
+    """An open lake with all its queries (``NumbersReader``)."""
 
     def __init__(self, engine: LakeEngine, catalogue: Catalogue) -> None:
         self.engine = engine
@@ -822,7 +818,7 @@ class OpenLake:
         attempts: Sequence[AttemptRow],
         branch: Branch,
     ) -> list[DownsampledCurve]:
-        """Return each curve's measured values on the branch; of an overview, what keeps its shape.
+        """Return each curve's values on the branch; for an overview, downsampled.
 
         Raises:
             FormatError: a column is text.

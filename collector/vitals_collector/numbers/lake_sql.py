@@ -1,15 +1,14 @@
 """A lake for people's SQL: attached read-only by another process, live while collectors commit.
 
-The views show numbers from the lake and all else from the collector's SQL database: names stand in
-place of numbers, times are in UTC, and what has no column here (bodies, commands, settings of the
-collector, who asked for what) is not offered.
+The views show rows of the lake and the tables of the collector's SQL database: ids are replaced by
+names, times are in UTC, and content without a column here (bodies, commands, settings of the
+collector, audit log) is not offered.
 
-Only one question to them is taken. The engine's own parser says what a text is. Every table that
-the parsed tree names has to be an offered view or a part of the question itself, and every function
-that gives a table one that makes numbers: the others read files, show the catalogue, or tidy up
-lakes. Files outside the lake's own folder are out of reach, and what a question may use of memory
-and time has a limit. The checksums of files are not compared here: that would read whole files for
-a question about a few rows.
+Only one query is accepted. The engine's own parser analyzes it. Every table in the parsed tree has
+to be an offered view or part of the query itself, and every table function one that generates
+numbers: the others read files, show the catalogue, or maintain lakes. Files outside the lake's
+directory are unreachable, and memory and time of a query are limited. File checksums are not
+verified here: a query for a few rows would read whole files.
 """
 
 import json
@@ -35,12 +34,18 @@ from vitals_collector.numbers.lake_catalogue import (
     quoted,
     unspelled,
 )
-from vitals_collector.numbers.lake_engine import Bucket, FileStore, Folder, extension, translated
+from vitals_collector.numbers.lake_engine import (
+    FileStore,
+    LocalFileStore,
+    S3FileStore,
+    extension,
+    translated,
+)
 
 # -------------------------------------------------------------------------------------------- views
 
 _NAMED = {"scalars": "name", "layers": "layer"}
-"""Streams whose rows have a number in place of a name, and its column."""
+"""Streams whose rows have a number instead of a name, and its column."""
 _NUMBERS = {
     "steps": ("steps", "rank = 0"),
     "ranks": ("steps", "rank >= 0"),
@@ -65,7 +70,7 @@ _RECORDS = {
     "events": "run_id, source, step, attempt, kind, summary, {time_unix_ns}",
     "annotations": "run_id, step, text, written_by, {time_unix_ns}",
 }
-"""Tables of the SQL database, and what of them is shown; times in braces."""
+"""Tables of the SQL database and their shown columns; times in braces."""
 VIEWS = frozenset({"runs", *_NUMBERS, *_RECORDS})
 """Names that are offered once there is something to show."""
 _RUNS = """
@@ -101,7 +106,7 @@ def views_of(
 
     Args:
         columns: of each of the lake's tables, the names and DuckDB's types.
-        has_records: whether the SQL database is there, as ``db``.
+        has_records: whether the SQL database is attached, as ``db``.
     """
     views = {
         view: _numbers(stream, columns[stream], which, has_names=has_records)
@@ -176,18 +181,18 @@ _EXPLAIN = re.compile(r"\A\s*EXPLAIN\s+", re.IGNORECASE)
 def check(
     connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str], taken: Collection[str]
 ) -> None:
-    """Refuse what is no question to the views.
+    """Raise an error unless the text is a query over the views.
 
     Args:
-        connection: whose parser is asked.
-        sql: what somebody wants to run.
+        connection: its parser is used.
+        sql: text from a user.
         views: the names that are offered, in lower case.
-        taken: names that the engine or an attached database gives to something, in lower case: a
-            part of a question is not called so, for it would be looked up where it does not reach.
+        taken: lower-case names in the engine or an attached database: a part of a query may not
+            have such a name, because it would be resolved outside its scope.
 
     Raises:
-        UsageError: it is no SQL, more than one statement, not a SELECT or EXPLAIN of one, or it
-            asks for more than the views.
+        UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses
+            more than the views.
     """
     parsed = _parsed(connection, _explained(sql))
     parts = {name.casefold() for name in _part_names(parsed)}
@@ -298,15 +303,15 @@ class LakeReader:
         memory_limit: str = "512MB",
         max_seconds: float = 60.0,
     ) -> None:
-        """Attach a lake that is there, read-only.
+        """Attach an existing lake, read-only.
 
         Args:
-            folder: where the lake lies.
-            catalogue: of PostgreSQL, as ``dbname=... host=...``, which holds the collector's other
-                tables as well; "" is a SQLite file in the folder.
-            bucket: where its files lie on S3; "" is in the folder.
-            database: the SQLite file of the collector's other tables; without them only the views
-                of numbers are there.
+            folder: directory of the lake.
+            catalogue: PostgreSQL, as ``dbname=... host=...``, which also has the collector's other
+                tables; "" is a SQLite file in the directory.
+            bucket: S3 location of its files; "" is the directory.
+            database: the SQLite file of the collector's other tables; without it only the views of
+                numbers exist.
             memory_limit: what a question may take; it never writes to disk.
             max_seconds: how long a question may take.
 
@@ -326,7 +331,7 @@ class LakeReader:
             }
         )
         with translated():
-            file_store = Bucket(bucket, self._rows) if bucket else Folder(folder)
+            file_store = S3FileStore(bucket, self._rows) if bucket else LocalFileStore(folder)
             self._attach(folder, catalogue, database, file_store)
             self._make_views(has_records=bool(catalogue) or database is not None)
             self._lock_in(file_store)
@@ -352,7 +357,7 @@ class LakeReader:
     ) -> None:
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{catalogue}" if catalogue else f"sqlite:{folder / 'catalogue.sqlite'}"
-        # Who meets a writer on SQLite waits for it, instead of being refused.
+        # On SQLite, wait for a writer instead of failing.
         waits = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
         for name in ("ducklake", scanner, *file_store.extensions):
             self._connection.execute(f"LOAD '{extension(name)}'")
@@ -398,10 +403,10 @@ class LakeReader:
             self._connection.execute(f"SET {setting}")
 
     def ask(self, sql: str, *, max_rows: int = 10_000) -> SqlResult:
-        """Return a question's answer, at most so many rows of it.
+        """Return a query's result, at most ``max_rows`` rows.
 
         Raises:
-            UsageError: it is no question, asks for more than the views, or is no SQL.
+            UsageError: it is not a query, uses more than the views, or is not SQL.
             StorageError: it took too long or too much memory.
         """
         check(self._connection, sql, self.views, self._taken)

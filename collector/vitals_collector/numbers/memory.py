@@ -1,4 +1,4 @@
-"""Numbers in memory: for one folder of runs, and what the lake is tested against."""
+"""Rows in memory: for one directory of runs, and the reference that the lake is tested against."""
 
 import threading
 from collections import defaultdict
@@ -22,15 +22,15 @@ from vitals_collector.numbers.interface import (
     Columns,
     ColumnValues,
     CurveRequest,
+    DeletedRows,
     DownsampledCurve,
     Due,
-    Levelled,
     Reason,
+    RollUpResult,
     RowSpan,
     SeriesKey,
     StepWindow,
     StreamKey,
-    Thinned,
     common_type,
     in_order,
     none_of,
@@ -39,12 +39,12 @@ from vitals_collector.numbers.interface import (
     type_of,
     whole_curve,
 )
-from vitals_collector.numbers.levels import over_ranks, ranks_batch, worst
+from vitals_collector.numbers.rank_rollup import compute_rank_statistics, ranks_batch, worst_ranks
 
 _Rows = npt.NDArray[np.void]
 _DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}
 _OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
-"""What a row has of its writer."""
+"""Columns of a row that identify its writer."""
 
 
 class _StoredRows(NamedTuple):
@@ -56,7 +56,7 @@ class _StoredRows(NamedTuple):
 
 
 class MemoryNumbers:
-    """Rows as they came, found by going through them."""
+    """Rows in order of arrival; reads scan all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,11 +64,11 @@ class MemoryNumbers:
         """By run and stream."""
         self._marks: dict[StreamKey, int] = {}
         self._levelled: dict[tuple[str, int], int] = {}
-        """By run and attempt the step behind the last that is a level."""
-        self._thinned: dict[str, list[Thinned]] = defaultdict(list)
+        """By run and attempt, the step after the last rolled-up one."""
+        self._thinned: dict[str, list[DeletedRows]] = defaultdict(list)
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
-        """Keep the rows that are new; nothing here survives the process."""
+        """Store the new rows; they do not survive the process."""
         num_new = []
         with self._lock:
             for batch in batches:
@@ -84,7 +84,7 @@ class MemoryNumbers:
         return num_new
 
     def mark(self, key: StreamKey) -> int:
-        """Return the number of the last row that the stream has; -1 where it has none."""
+        """Return the sequence number of the stream's last row; -1 if it has none."""
         return self._marks.get(key, -1)
 
     def marks(self, run_ids: Collection[str]) -> dict[str, dict[tuple[str, str], int]]:
@@ -104,7 +104,7 @@ class MemoryNumbers:
         """Do nothing: memory can always be read."""
 
     def write_lock(self) -> AbstractContextManager[object]:
-        """Wait for nobody: nothing here takes long."""
+        """No lock: nothing here takes long."""
         return nullcontext()
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
@@ -124,7 +124,7 @@ class MemoryNumbers:
         return {name: common_type(of_name) for name, of_name in kinds.items()}
 
     def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the stream, in the order of their names."""
+        """Return the writers of the stream's rows, sorted by name."""
         return sorted({part.identity.source for part in self._of(run_id, stream)})
 
     def num_rows(self, span: RowSpan) -> int:
@@ -162,7 +162,7 @@ class MemoryNumbers:
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
     def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
-        """Return the oldest steps that are no level yet."""
+        """Return the oldest steps that are not rolled up yet."""
         rows = self.scan(
             RowSpan(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
             ["step", "attempt", "rank", "time_unix_ns", "incarnation", "seq"],
@@ -182,7 +182,7 @@ class MemoryNumbers:
             last_seqs[writer] = max(seq, last_seqs.get(writer, seq))
         return Due(StepWindow(attempt, first, first + size), int(times[is_in].max()), last_seqs)
 
-    def level(
+    def roll_up(
         self,
         run_id: str,
         window: StepWindow,
@@ -190,8 +190,8 @@ class MemoryNumbers:
         *,
         is_whole: bool = False,
         reason: Reason = "age",
-    ) -> Levelled:
-        """Put numbers over the ranks in the place of most ranks' rows."""
+    ) -> RollUpResult:
+        """Replace most ranks' rows by statistics over the ranks."""
         row_columns = {column.name for column in ROW_COLUMNS}
         kinds = self.kinds(run_id, "steps")
         names = [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
@@ -199,12 +199,12 @@ class MemoryNumbers:
         rows = self.scan(span, ["step", "attempt", "rank", "source", "time_unix_ns", *names])
         is_mine = (rows["attempt"].values == window.attempt) & (rows["rank"].values > 0)
         if not is_mine.any():
-            return Levelled(0, ())
+            return RollUpResult(0, ())
         rows = {name: column.take(is_mine) for name, column in rows.items()}
         sources = rows["source"].values
-        kept_sources = sorted(set(sources)) if is_whole else worst(rows, names, num_worst)
+        kept_sources = sorted(set(sources)) if is_whole else worst_ranks(rows, names, num_worst)
         first_seq = self.mark((run_id, RANKS, RANKS)) + 1
-        numbers = over_ranks(rows, names)
+        numbers = compute_rank_statistics(rows, names)
         self.append([ranks_batch(run_id, window.attempt, names, numbers, first_seq)])
         with self._lock:
             parts = self._parts[run_id, "steps"]
@@ -213,16 +213,16 @@ class MemoryNumbers:
         num_taken = int(np.sum(~np.isin(sources.astype(str), kept_sources)))
         if num_taken:
             last = window.end_step - 1
-            self._thinned[run_id].append(Thinned("steps", reason, num_taken, last, 0))
-        return Levelled(num_taken, tuple(kept_sources))
+            self._thinned[run_id].append(DeletedRows("steps", reason, num_taken, last, 0))
+        return RollUpResult(num_taken, tuple(kept_sources))
 
-    def thinned(self, run_id: str) -> list[Thinned]:
-        """Return what was taken away of the run, by stream and reason."""
-        of_reason: dict[tuple[str, Reason], list[Thinned]] = defaultdict(list)
+    def deleted_rows(self, run_id: str) -> list[DeletedRows]:
+        """Return the numbers of deleted rows of the run, by stream and reason."""
+        of_reason: dict[tuple[str, Reason], list[DeletedRows]] = defaultdict(list)
         for part in self._thinned[run_id]:
             of_reason[part.stream, part.reason].append(part)
         return [
-            Thinned(*key, sum(p.num_rows for p in parts), max(p.to_step for p in parts), 0)
+            DeletedRows(*key, sum(p.num_rows for p in parts), max(p.to_step for p in parts), 0)
             for key, parts in sorted(of_reason.items())
         ]
 
@@ -253,12 +253,12 @@ class MemoryNumbers:
     def close(self) -> None:
         """Do nothing: the rows go with the process."""
 
-    def delete(self, run_id: str, but: Collection[str] = ()) -> None:
+    def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Forget the run's rows; its marks stay."""
         with self._lock:
             for key in [key for key in self._parts if key[0] == run_id]:
                 remaining_parts = [
-                    part for part in self._parts[key] if part.identity.incarnation in but
+                    part for part in self._parts[key] if part.identity.incarnation in exclude
                 ]
                 if remaining_parts:
                     self._parts[key] = remaining_parts
@@ -268,7 +268,7 @@ class MemoryNumbers:
 
 
 def _without(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str]) -> _StoredRows:
-    """Return what is left of a part when a window has become a level."""
+    """Return the remaining rows after a window was rolled up."""
     if part.identity.source in kept_sources or rank_of(part.identity.source) <= 0:
         return part
     column_values: list[npt.NDArray[Any]] = [

@@ -211,7 +211,7 @@ class Query:
         now = self._steady.time_ns()
         return Liveness(
             now_unix_ns=now,
-            up_since_unix_ns=max(self._up_since_unix_ns, self.store.hearing.since(now)),
+            up_since_unix_ns=max(self._up_since_unix_ns, self.store.ingest_uptime.since(now)),
             lost_after_seconds=self._lost_after_seconds,
         )
 

@@ -432,7 +432,7 @@ def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
 
 def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
     """Return how many rows of ranks were thinned, and up to which step."""
-    parts = [part for part in numbers.thinned(run_id) if part.stream == "steps"]
+    parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
     return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.numbers.interface import FULL, is_full
-from vitals_collector.numbers.lake_damage import unsummed
+from vitals_collector.numbers.lake_damage import files_without_checksum
 from vitals_collector.numbers.lake_engine import CATALOGUE, LakeEngine, known_bucket, sync_path
 from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 
@@ -32,7 +32,7 @@ from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 _DATA = "data"
 _ASIDE = "checksums"
 _MOST_TRIES = 10
-"""Upkeep removes files that were replaced for some time: then the catalogue is newer as well."""
+"""Maintenance deletes replaced files after a while: then the catalogue is newer as well."""
 _COPY = """
 import contextlib, sqlite3, sys
 with contextlib.closing(sqlite3.connect(sys.argv[1], timeout=30.0)) as reading:
@@ -49,17 +49,17 @@ _FILES = (
 
 
 class BackupContent(NamedTuple):
-    """What a copy holds."""
+    """Content of a copy."""
 
     num_files: int
     num_bytes: int
 
 
 def copy_lake(folder: Path, target: Path) -> BackupContent:
-    """Make a copy of a lake with a SQLite catalogue in a folder that does not exist yet.
+    """Copy a lake with a SQLite catalogue into a new directory.
 
-    All that was stored before the call is in it. For a lake whose catalogue is PostgreSQL, dump
-    the database and then copy the folder.
+    It contains everything that was stored before the call. For a lake with a PostgreSQL catalogue,
+    dump the database and then copy the directory.
 
     Raises:
         UsageError: there is no such lake, or something is at the target already.
@@ -98,7 +98,8 @@ def _copied(folder: Path, partial: Path) -> BackupContent:
         try:
             sizes = [_link(folder / _DATA / path, partial / _DATA / path) for path in paths]
         except FileNotFoundError:
-            continue  # it was replaced meanwhile: what is copied stays, for files never change
+            # it was replaced in the meantime: copied files stay valid, because files never change
+            continue
         if _unsummed(partial):
             continue  # one merge was not done with its checksums, and the next has removed them
         named = {partial / _DATA / path for path in paths}
@@ -125,24 +126,24 @@ def _refuse_bucket(folder: Path, copied: Path) -> None:
 def _unsummed(copy: Path) -> list[str]:
     engine = LakeEngine(copy, "", "64MB")
     try:
-        return unsummed(engine)
+        return files_without_checksum(engine)
     finally:
         engine.close()
 
 
 def _copy_checksums(source: Path, target: Path) -> None:
-    """Copy what the catalogue does not have yet of merged files; it stays until the next merge."""
+    """Copy checksums that are not in the catalogue yet; they stay until the next merge."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir() if source.is_dir() else ():  # a bucket has its own
-        with contextlib.suppress(FileNotFoundError):  # the catalogue has had it for long
+        with contextlib.suppress(FileNotFoundError):  # already moved to the catalogue
             shutil.copyfile(file, target / file.name)
 
 
 def _copy_catalogue(source: Path, target: Path) -> None:
     """Copy it in a process of its own.
 
-    A process that has a lake open has it open through a SQLite of DuckDB's own. Who closes a file
-    lets go of all locks that its process has on it, and neither SQLite knows of the other.
+    A process that has opened a lake uses DuckDB's own SQLite. Closing a file releases all locks of
+    the process on it, and the two SQLites do not know of each other.
     """
     command = [sys.executable, "-I", "-S", "-c", _COPY, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -180,7 +181,7 @@ def _link(source: Path, target: Path) -> int:
 # ---------------------------------------------------------------------------------------- the store
 
 _PAGES_AT_ONCE = -1
-"""All pages in one step: a copy in several begins anew whenever somebody writes between them."""
+"""All pages in one step: a copy in several restarts after every write between them."""
 EXISTS = "V103"
 """Error code: the output already exists."""
 
@@ -250,7 +251,7 @@ def _copy_database(source: Path, target: Path) -> str:
         contextlib.closing(sqlite3.connect(target)) as writing,
     ):
         reading.backup(writing, pages=_PAGES_AT_ONCE)
-        # A file by itself, without a WAL beside it; the store switches it on again.
+        # One file without a WAL; the store switches it on again.
         writing.execute("PRAGMA journal_mode=DELETE").close()
         version_row = writing.execute("SELECT version_num FROM alembic_version").fetchone()
     return str(version_row[0]) if version_row else ""

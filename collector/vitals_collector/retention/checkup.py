@@ -21,7 +21,7 @@ class Damaged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    """What the database and the rows take."""
+    """Size of the database and of the rows."""
 
     where: str
     num_bytes: int

@@ -1,15 +1,15 @@
-"""Reads what thinning needs to know of a run: how far it is, and what happened in it."""
+"""Reads the part of a run's history that decides which rows are deleted."""
 
 from sqlalchemy import Connection, select
 
 from vitals_collector.live.live_monitor import runs_aside, watched_to
-from vitals_collector.retention.levels import Present, RunHistory
+from vitals_collector.retention.rollup import CurrentStep, RunHistory
 from vitals_collector.storage.schema import attempts, decisions, findings, sources
 from vitals_collector.storage.store import Store
 
 
 def history(store: Store, connection: Connection, run_id: str) -> RunHistory:
-    """Return how far a run is, and what happened in it."""
+    """Return the current step of a run, and what happened in it."""
     head = connection.execute(
         select(sources.c.last_attempt, sources.c.last_step)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -22,7 +22,7 @@ def history(store: Store, connection: Connection, run_id: str) -> RunHistory:
     return RunHistory(
         run_id,
         sorted(store.numbers.last_steps(run_id)),
-        None if head is None or head.last_step < 0 else Present(*head),
+        None if head is None or head.last_step < 0 else CurrentStep(*head),
         sorted(steps),
         _num_ranks(connection, run_id),
         near_layers=sorted(steps | set(connection.execute(finding_steps).scalars())),

@@ -1,9 +1,9 @@
-"""Removes whole runs: those that ended long ago, and those that a person names.
+"""Removes whole runs: runs that ended long ago, and runs that a user names.
 
-First the run is gone for every reader, in one transaction, and it is written down that it was
-removed; then its rows go. An agent that was away may send
-such a run again, weeks later: rows of starts before the removal are acknowledged, counted and not
-stored, so that no half of a run comes back. A start after it, such as a resumed job, is new.
+First one transaction hides the run from all readers and records its removal; then its rows are
+deleted. An agent that was offline may send such a run again weeks later: rows of starts before the
+removal are acknowledged, counted and not stored, so that no part of a run reappears. A start after
+it, such as a resumed job, is new.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Deleted:
 def delete_run(
     store: Store, run_id: str, *, by: str, when: Liveness, reason: RemovalReason = "asked"
 ) -> Deleted:
-    """Remove everything of a run that does not run, for good, and return what it was.
+    """Permanently delete a run that is not running, and return what was deleted.
 
     Raises:
         UsageError: there is no such run, or it is running.
@@ -86,7 +86,7 @@ def finish(store: Store) -> None:
 
 
 def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
-    """Remove the runs that were silent for so many days and are not pinned; 0 removes none."""
+    """Delete runs that were silent for ``keep_days`` and are not pinned; 0 deletes none."""
     if not keep_days:
         return []
     before = when.now_unix_ns - int(keep_days * 86_400e9)
@@ -96,7 +96,7 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
         .join(sources, sources.c.run_id == runs.c.run_id)
         .where(
             runs.c.pinned_unix_ns == 0,
-            # What goes on sending beside a run that is over does not keep it.
+            # A sidecar that continues to send after the end of the run does not keep it.
             ~sources.c.source.startswith(f"node:{GUEST}"),
         )
         .group_by(runs.c.run_id, runs.c.info)
@@ -133,7 +133,7 @@ def _has_keep_tag(info: bytes) -> bool:
 def _remove(
     connection: Connection, deleted: Deleted, by: str, reason: str, now_unix_ns: int
 ) -> None:
-    """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
+    """Hide a run from readers; its row in ``runs`` is deleted when its rows are."""
     run_id = deleted.run_id
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:

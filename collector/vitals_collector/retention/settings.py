@@ -1,33 +1,33 @@
-"""What is kept of runs, and for how long."""
+"""Limits of the data kept per run."""
 
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 
 
 class VolumeSettings(Settings, frozen=True, kw_only=True):
-    """What is kept of a run, and for how long."""
+    """Limits of the data kept per run."""
 
     section = "volumes"
 
     keep_hours: NotNegative = 24.0
-    """How long every row stays as it came, where the cap allows it."""
+    """Hours for which every row stays unchanged, if the cap allows it."""
     max_run_bytes: Count = 5_000_000_000
-    """A run above it is thinned sooner, oldest rows first; 0 is no cap."""
+    """A run above it loses rows sooner, oldest first; 0 is no cap."""
     keep_days: NotNegative = 0.0
-    """Whole runs are removed so long after their end; 0 keeps them for ever."""
+    """Delete whole runs this many days after their end; 0 keeps them forever."""
     window_steps: AtLeastOne = 500
-    """Rows of ranks and layers are thinned by windows of so many steps: of as many stretches of 256
-    as these need."""
+    """Rows of ranks and layers are rolled up by windows of this many steps, rounded up to multiples
+    of 256."""
     margin_steps: int = 500
-    """Windows so near to a decision or an acting finding stay whole for ever."""
+    """Windows this near to a decision or an actionable finding stay complete."""
     num_worst_ranks: int = 8
-    """Ranks whose whole rows a thinned window keeps, beside rank 0."""
+    """Ranks whose rows a rolled-up window keeps, in addition to rank 0."""
     layer_steps: AtLeastOne = 10
-    """Layers keep the first of so many steps, where no finding is near."""
+    """Keep the first of every ``layer_steps`` steps of layers, unless a finding is near."""
     host_seconds: AtLeastOne = 60
-    """The samples of a GPU, node or process of so many seconds become two: the least and the
-    greatest values."""
+    """Samples of a GPU, node or process within this many seconds become two: minimum and
+    maximum."""
     margin_seconds: float = 600.0
-    """Hours of samples so near to a decision or an acting finding stay whole for ever."""
+    """Hours of samples this near to a decision or an actionable finding stay complete."""
 
 
 __all__ = ["VolumeSettings"]

@@ -1,4 +1,4 @@
-"""Says what runs take in the store, and what of them was thinned, by which rule."""
+"""Sizes of runs in the store, and the rows deleted from them, by rule."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from sqlalchemy import Row, select
 
 from trainvitals.views import RunVolume, ThinnedView
 from vitals_collector.numbers.interface import Numbers
-from vitals_collector.retention.levels import LAYERS, window_size
+from vitals_collector.retention.rollup import LAYERS, window_size
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import Store
 
 
 def rule_of(stream: str, settings: VolumeSettings) -> str:
-    """Return what is left of a stream's rows that were thinned, in words."""
+    """Return a description of the remaining rows of a downsampled stream."""
     margin = settings.margin_steps
     if stream == "steps":
         return (
@@ -31,7 +31,7 @@ def rule_of(stream: str, settings: VolumeSettings) -> str:
 
 
 def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunVolume:
-    """Return what a run took when it was last looked at, and what of it was thinned."""
+    """Return the size of a run at its last check, and the rows deleted from it."""
     return RunVolume(
         num_bytes=run.num_bytes or 0,
         max_bytes=settings.max_run_bytes,
@@ -44,7 +44,7 @@ def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunV
                 to_unix_ns=part.to_unix_ns,
                 rule=rule_of(part.stream, settings),
             )
-            for part in numbers.thinned(run.run_id)
+            for part in numbers.deleted_rows(run.run_id)
         ),
         is_pinned=run.pinned_unix_ns > 0,
     )

@@ -1,1 +1,1 @@
-"""The store: its tables, the two forms rows lie in, and the way from one to the other."""
+"""The store: its tables, the two forms of rows, and the conversion between them."""

@@ -26,7 +26,7 @@ _VERSION = Table(
 _LOCK = 0x7669_7461_6C73
 """PostgreSQL advisory lock: two collectors that start at once do so one after the other."""
 _OF_BEFORE = frozenset(("v1", "v2", *(f"{number:04}" for number in range(1, 11))))
-"""Versions of before the baseline, from which no way leads to it."""
+"""Versions from before the baseline, which cannot be upgraded."""
 
 
 def take_turns(connection: Connection) -> None:
@@ -39,7 +39,7 @@ def migrate(connection: Connection, where: str) -> None:
     """Upgrade the database inside the connection's transaction; nothing to do is cheap.
 
     Raises:
-        StorageError: the database was written by a newer Vitals, or before the baseline.
+        StorageError: the database was written by a later Vitals, or before the baseline.
     """
     take_turns(connection)
     current = _version_of(connection)

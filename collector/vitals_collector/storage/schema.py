@@ -1,12 +1,12 @@
 """Every table of the store, once; ``migrations`` carries a database from version to version.
 
-What people filter by are rows; the numbers of all steps lie in ``numbers``. Bodies (``body``) are
-msgpack of the record of that name, because JSON has no NaN. Times are nanoseconds since the Unix
-epoch. Text is what people wrote and may be anything but NUL.
+Data that users filter by is in columns; the values of all steps are in ``numbers``. Bodies
+(``body``) are msgpack of the record of that name, because JSON has no NaN. Times are nanoseconds
+since the Unix epoch. Texts are from users and may contain anything except NUL.
 
-A database gives back what its disk gives it. So each body has a CRC-32 before it, made where it is
-written and held against it where it is read: one that fails reads as empty and is told, and the
-rest of the run is answered.
+A database returns whatever its disk returns. Each body therefore starts with a CRC-32, written with
+it and verified at each read: a damaged body reads as empty and is reported, and the rest of the run
+stays readable.
 """
 
 import logging
@@ -42,21 +42,21 @@ class Damage:
 
     def __init__(self) -> None:
         self.num = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lock = threading.Lock()
 
-    def be_told(self, dialect: Dialect) -> None:
-        """Have whoever reads with this engine's dialect tell of damage here."""
+    def attach_to(self, dialect: Dialect) -> None:
+        """Make reads with this engine's dialect report damage here."""
         setattr(dialect, _NAME, self)
 
     def report(self, text: str) -> None:
-        """Count a damaged piece, unless it was told before."""
+        """Count and log a damaged piece, once."""
         with self._lock:
-            if text in self._told:
+            if text in self._reported:
                 return
-            if len(self._told) >= _MAX_TOLD:
-                self._told.clear()
-            self._told.add(text)
+            if len(self._reported) >= _MAX_TOLD:
+                self._reported.clear()
+            self._reported.add(text)
             self.num += 1
         _LOG.error("%s is damaged: it is left out; `vitals store check` says more", text)
 
@@ -68,7 +68,7 @@ def _tell(dialect: Dialect, text: str) -> None:
 
 
 class Record(TypeDecorator[bytes]):
-    """The body of one record, which lies behind its checksum; a damaged one reads as empty."""
+    """The body of one record, stored after its checksum; a damaged one reads as empty."""
 
     impl = LargeBinary
     cache_ok = True
@@ -78,7 +78,7 @@ class Record(TypeDecorator[bytes]):
         return zlib.crc32(value).to_bytes(_CRC_BYTES, "big") + value if value else value
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> bytes | None:
-        """Return the body; empty where it is damaged, which is told."""
+        """Return the body; empty if it is damaged, which is reported."""
         if not value:
             return value
         if not is_record_whole(value):
@@ -184,10 +184,10 @@ sources = Table(
     Index("ix_sources_source", "run_id", "source"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
-clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
-rank's process: 1, 0, or -1 where none did. ``token_id`` is of the token that began it, "" where
-that was the token file's own: no other token writes to it. ``writer_key_hash`` is the SHA-256 of
-the key that its first batch was sent with, "" if it had none: then no key is required."""
+clock, and 0 if the rows were read from a directory. ``alive`` is an agent's latest report of a
+rank's process: 1, 0, or -1 without a report. ``token_id`` is the token that created it, "" for the
+token file's own: no other token may write to it. ``writer_key_hash`` is the SHA-256 of the key that
+its first batch was sent with, "" if it had none: then no key is required."""
 
 streams = Table(
     "streams",
@@ -201,13 +201,13 @@ streams = Table(
     _number("expected_seq", -1),
     _number("last_unix_ns"),
 )
-"""How far each (run, incarnation, stream) is stored: what makes at-least-once exactly once. The
-store of numbers may be ahead of it by what nobody was answered for.
+"""Last stored number of each (run, incarnation, stream), which turns at-least-once into exactly
+once. The store of numbers may be ahead of it by unacknowledged rows.
 
-``expected_seq`` is the last number that a spool once held: where it is above ``last_seq``, the end
-of the stream is lost, or yet to come. ``last_unix_ns`` is when its newest row was made, by the
-writer's clock, and at the latest when it was received; 0 where no version that notes it stored any:
-how many rows may be lost until the next one depends on it."""
+``expected_seq`` is the last number that a spool once held: if it is above ``last_seq``, the end of
+the stream is lost, or still to come. ``last_unix_ns`` is when its latest row was written, by the
+writer's clock, and at the latest when it was received; 0 if only earlier versions stored rows. It
+determines how many rows may be lost until the next one."""
 
 measured_columns = Table(
     "measured_columns",
@@ -235,8 +235,8 @@ events = Table(
     UniqueConstraint("run_id", "incarnation", "seq"),
     Index("ix_events_lookup", "run_id", "kind", "time_unix_ns"),
 )
-"""Every event; ``body`` is msgpack of the tagged ``records.Event``, empty for an unknown type, and
-where it is damaged, as are those of findings and decisions."""
+"""Every event; ``body`` is msgpack of the tagged ``records.Event``, empty for an unknown type or if
+it is damaged, as are those of findings and decisions."""
 
 findings = Table(
     "findings",
@@ -352,8 +352,8 @@ silences = Table(
     _number("starts_unix_ns"),
     _number("ends_unix_ns"),
 )
-"""Of one alert by its ``fingerprint``; where that is empty, of all that fit the ``matchers``, a
-JSON list of words such as ``severity=notify`` or ``node=~gpu-1.*``."""
+"""Silences one alert by its ``fingerprint``; if that is empty, all that match the ``matchers``, a
+JSON list of terms such as ``severity=notify`` or ``node=~gpu-1.*``."""
 
 deliveries = Table(
     "deliveries",
@@ -364,7 +364,7 @@ deliveries = Table(
     Column("delivery_id", String(32), nullable=False),
     _number("delivered_unix_ns"),
 )
-"""The newest state of each alert that each receiver has had; the id tells which state that is."""
+"""The latest state of each alert that each receiver has received; the id identifies that state."""
 
 engine_state = Table(
     "engine_state",
@@ -385,7 +385,7 @@ audit = Table(
     _text("subject"),
     _text("detail"),
 )
-"""Who asked for what: appended, never changed."""
+"""Audit log: appended, never changed."""
 
 annotations = Table(
     "annotations",
@@ -398,7 +398,7 @@ annotations = Table(
     _text("written_by"),
     Index("ix_annotations_lookup", "run_id", "step"),
 )
-"""Lines that people wrote at a step; what the training itself announced is an event."""
+"""Notes of users at a step; announcements of the training are events."""
 
 positions = Table(
     "positions",
@@ -406,7 +406,8 @@ positions = Table(
     Column("spool", Text, primary_key=True),
     Column("position", LargeBinary, nullable=False),
 )
-"""How far each spool of a watched folder is ingested; written with the rows, in one transaction."""
+"""Ingest position in each spool of a watched directory; written with the rows, in one
+transaction."""
 
 tokens = Table(
     "tokens",
@@ -423,11 +424,11 @@ tokens = Table(
     _number("expires_unix_ns"),
     _number("revoked_unix_ns"),
 )
-"""Tokens beside the three of the token file. Of a secret only its SHA-256 is here: it has 256
-random bits, so nobody finds it by trying. ``scopes`` are words; one with a ``project`` or
-``run_id`` (which may be yet to come) is for those runs only. A rotated one stays the same token:
-its secret of before is good until ``previous_ends_unix_ns``. It ends at ``expires_unix_ns``; 0 is
-never."""
+"""Tokens in addition to the three of the token file. Only the SHA-256 of a secret is stored: a
+secret has 256 random bits, so it cannot be guessed. ``scopes`` is a list of names; a token with a
+``project`` or ``run_id`` (which may not exist yet) is for those runs only. Rotation keeps the
+token: its previous secret is valid until ``previous_ends_unix_ns``. It expires at
+``expires_unix_ns``; 0 is never."""
 
 forgotten = Table(
     "forgotten",
@@ -436,7 +437,7 @@ forgotten = Table(
     _number("forgotten_unix_ns"),
     Column("is_gone", Boolean, nullable=False),
 )
-"""Runs that were removed, for good: rows of starts before that moment are never stored again."""
+"""Runs that were removed: rows of starts before that time are never stored again."""
 
 leases = Table(
     "leases",

@@ -49,16 +49,16 @@ LAKE_FOLDER = "lake"
 UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
 _PAUSED_NS = 30_000_000_000
-"""Between two looks, or for one commit: longer is no busy machine."""
+"""Between two polls, or for one commit: more than this is a pause of the process."""
 LOCKED = "V303"
-"""Error code: somebody else holds the database."""
+"""Error code: another process has locked the database."""
 _FEW_PAGES = 32
 _CHECK: ContextVar[Callable[[Connection], None] | None] = ContextVar("check", default=None)
 _LOG = logging.getLogger("vitals.collector.store")
 
 AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
-"""Told of new rows (duplicates cut off) and the events in them, after their commit: of all batches
-that were committed together at once."""
+"""Called with new rows (without duplicates) and their events after the commit: once for all batches
+that were committed together."""
 
 
 Part = Literal[
@@ -76,7 +76,7 @@ Part = Literal[
 """A part of the collector whose errors are kept from the others."""
 PARTS: tuple[str, ...] = get_args(Part)
 RemovalReason = Literal["asked", "age"]
-"""Why a run was removed: somebody asked for it, or it had ended long ago."""
+"""Why a run was removed: a user's request, or its age."""
 REMOVAL_REASONS: tuple[str, ...] = get_args(RemovalReason)
 
 
@@ -88,7 +88,7 @@ class IngestCounters:
     num_duplicate: int = 0
     num_lost: int = 0
     num_damaged: int = 0
-    """Stretches of spools, and their states, that were damaged and passed over."""
+    """Damaged ranges and states of spools that were skipped."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class IngestCounters:
     removed_runs: dict[str, int] = field(default_factory=dict)
     """Runs removed, by reason."""
     over_cap: dict[str, str] | None = None
-    """Runs that are above their cap now with nothing left to thin, and what is said of each; None
-    before all runs were looked at."""
+    """Runs that exceed their cap with nothing left to delete, with a message each; None before all
+    runs were checked."""
     failures: dict[str, int] = field(default_factory=dict)
     """Errors that one part of the collector kept from the others, by part."""
     remote_writes: dict[str, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class IngestCounters:
             self.refused[code] = self.refused.get(code, 0) + 1
 
     def fail(self, part: Part) -> None:
-        """Count an error that ended nothing but what a part was at; it is tried again."""
+        """Count an error that ended only the current work of a part; it is retried."""
         with self.lock:
             self.failures[part] = self.failures.get(part, 0) + 1
 
@@ -135,8 +135,8 @@ class IngestCounters:
 class SteadyClock:
     """Wall time that never jumps: the clock's at the start, counted on by its monotonic clock.
 
-    For what is compared with itself within one process: arrivals, silence, holds. An hour by which
-    somebody sets the clock is no silence of an hour.
+    For times that one process compares with each other: arrivals, silence, holds. Setting the clock
+    forward by an hour is not an hour of silence.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -151,8 +151,9 @@ class SteadyClock:
 class IngestUptime:
     """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
 
-    It hears nothing while its process or machine stands still, and while what it is sent cannot be
-    stored. All times are of the clock that rows are received by (``SteadyClock``).
+    The intervals in which ingest worked: not while the process or machine was paused, and not while
+    rows could not be stored. All times are of the clock that rows are received by
+    (``SteadyClock``).
     """
 
     def __init__(self) -> None:
@@ -163,12 +164,12 @@ class IngestUptime:
         """Since when each thread stores."""
 
     def restart(self, now_ns: int) -> None:
-        """Begin to hear, as after a start: nothing is known of before."""
+        """Start again, as after a process start: nothing is known about earlier times."""
         with self._lock:
             self._since_ns, self._looked_ns = now_ns, None
 
     def looked(self, now_ns: int) -> None:
-        """Note that all runs were looked at, as they were at that time."""
+        """Record that all runs were checked at that time."""
         with self._lock:
             self._looked_ns = now_ns
 
@@ -199,7 +200,7 @@ class IngestUptime:
 
 @dataclass(slots=True)
 class StreamOffset:
-    """How far one stream is stored."""
+    """Last stored row of one stream."""
 
     key: StreamKey
     source: str
@@ -209,7 +210,7 @@ class StreamOffset:
     started_unix_ns: int = 0
     """When its writer started."""
     token_id: str = ""
-    """Of the token that began its writer."""
+    """Token that created its writer."""
     writer_key_hash: str = ""
     """SHA-256 of its writer's key; "" if none is required."""
     num_lost: int = 0
@@ -231,7 +232,7 @@ class OwnedElsewhere(NamedTuple):
 
 
 class Claims(Protocol):
-    """Whose rows may be stored here, and who else stores some."""
+    """Runs whose rows may be stored here, and other owners."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Own the runs that nobody else does; return for each of the others where it belongs.
@@ -284,7 +285,7 @@ class Store:
         """The rows of all runs; what people filter by is in the database."""
         self.damage = Damage()
         """What was found damaged."""
-        self.damage.be_told(engine.dialect)
+        self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
         self.claims: Claims = AllMine()
@@ -292,13 +293,13 @@ class Store:
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """What ingest remembers of streams that it wrote; it compares that with the database before
         anything is changed."""
-        self.hearing = IngestUptime()
+        self.ingest_uptime = IngestUptime()
         """Since when what this process is sent was stored."""
-        self.is_reading_in = False
+        self.is_importing = False
         """Whether a folder's past is being read: how a run ended may be yet to come."""
         self.no_room: StorageError | None = None
-        """What the last write was refused with, where that was for want of room."""
-        self._turn = threading.RLock()
+        """The error of the last write, if the disk was full."""
+        self._write_mutex = threading.RLock()
         self._is_sqlite = engine.dialect.name == "sqlite"
 
     @property
@@ -318,7 +319,7 @@ class Store:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Give a connection inside a transaction; commit durably at the end, or undo everything."""
-        turn = self._turn if self._is_sqlite else threading.RLock()
+        turn = self._write_mutex if self._is_sqlite else threading.RLock()
         try:
             with turn, self._translated(), self.engine.connect() as connection:
                 writing = connection.execution_options(vitals_write=True)
@@ -334,9 +335,9 @@ class Store:
 
     @contextmanager
     def write_rows(self) -> Iterator[Connection]:
-        """Give what ``write`` does to who changes the numbers as well.
+        """Like ``write``, for changes of the database together with the rows.
 
-        Their turn is waited for first: nobody waits for the database while files are merged.
+        Acquires the rows' lock first, so that no one waits for the database during a merge.
         """
         with self.numbers.write_lock(), self.write() as connection:
             yield connection
@@ -359,7 +360,7 @@ class Store:
 
         Args:
             above: do nothing until so large a share of the file is free.
-            max_pages: at most so many, for it moves others into their place.
+            max_pages: maximum number of pages, because other pages have to move.
 
         Returns:
             How many were given back.
@@ -376,7 +377,7 @@ class Store:
         except StorageError as error:
             if error.code != FULL:
                 raise
-            self.checkpoint()  # the journal has no room for so many at once
+            self.checkpoint()  # the journal has no space for that many at once
             num = self._give_back(min(_FEW_PAGES, num_free))
             self.checkpoint()  # only now the file is shorter
             return num
@@ -384,13 +385,13 @@ class Store:
     def _give_back(self, num_pages: int) -> int:
         with self.write() as connection:
             before = _pragma(connection, "freelist_count")
-            # However many it is told, the driver takes one step, and a step gives one page back.
+            # Regardless of the argument, the driver executes one step, which frees one page.
             for _ in range(num_pages):
                 connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
             return before - _pragma(connection, "freelist_count")
 
     def checkpoint(self) -> None:
-        """Have the room of SQLite's journal be used again, which else grows to some MiB."""
+        """Checkpoint SQLite's WAL, which otherwise grows to some MiB."""
         if self._is_sqlite:
             with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint")
@@ -404,7 +405,7 @@ class Store:
     def _one_at_a_time(self) -> Iterator[None]:
         # A database in memory is one connection, shared by all threads.
         if isinstance(self.engine.pool, StaticPool):
-            with self._turn:
+            with self._write_mutex:
                 yield
         else:
             yield
@@ -435,7 +436,7 @@ that waits for a response would hang for two hours, and with it the reads and wr
 
 
 class ReadSnapshot(NamedTuple):
-    """What a question is answered from. Rows may be newer than what SQL says, by a commit."""
+    """Snapshot for a query. Rows may be ahead of SQL by one commit."""
 
     sql: Connection
     numbers: Numbers
@@ -446,7 +447,7 @@ def _pragma(connection: Connection, name: str) -> int:
 
 
 def storage_error(error: DBAPIError, where: str) -> StorageError:
-    """Return the error of ours for an error of the database, with its fix."""
+    """Return the StorageError for an error of the database, with its fix."""
     message = str(error.orig).strip() or type(error.orig).__name__
     low = message.lower()
     if is_full(message):
@@ -477,7 +478,7 @@ def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float 
 
     Args:
         url: ``sqlite:///FILE``, ``sqlite://`` or ``postgresql://USER@HOST/DATABASE``.
-        numbers: where the rows lie; None is in memory. The store closes it.
+        numbers: store of the rows; None is in memory. Closed with the store.
         busy_seconds: how long a write waits for another process before it says so.
 
     Raises:
@@ -500,10 +501,10 @@ def open_data_store(
     """Return the store in a data directory, made private (directory 0700, file 0600) first.
 
     Args:
-        data: where the database lies where it is a file, and the rows unless ``lake`` says where.
+        data: directory of the database if it is a file, and of the rows unless ``lake`` is set.
         url: of a PostgreSQL that holds all but the rows; "" is a file in ``data``.
-        lake: where the rows lie, a folder or ``s3://BUCKET/PREFIX``; all collectors on one
-            PostgreSQL share it, and "" is where the first one of them put it.
+        lake: location of the rows, a directory or ``s3://BUCKET/PREFIX``; all collectors on one
+            PostgreSQL share it, and "" is the location that the first one chose.
         busy_seconds: how long a write waits for another process before it says so.
 
     Raises:
@@ -554,7 +555,7 @@ def open_data_store(
 
 
 def known_lake(url: str) -> str:
-    """Return the folder or bucket of the lake whose catalogue is in a PostgreSQL; "" without one.
+    """Return the location of the lake whose catalogue is in a PostgreSQL; "" without one.
 
     Raises:
         UsageError: the URL is not one.
@@ -604,7 +605,7 @@ def libpq(url: str) -> str:
     """Return the URL of a PostgreSQL in libpq's words, as DuckDB takes it.
 
     Raises:
-        UsageError: it is no URL.
+        UsageError: the URL is invalid.
     """
     try:
         parsed = sqlalchemy.make_url(url)
@@ -625,11 +626,11 @@ def libpq(url: str) -> str:
 
 
 def ensure_data_dir(data: Path) -> Path:
-    """Make the directory private to its owner where it does not exist; refuse a stranger's.
+    """Create the directory with mode 0700 if it is missing; reject one of another user.
 
     Raises:
         InsecurePathError: others may enter it, and it holds more than ours.
-        StorageError: it cannot be made, or belongs to somebody else.
+        StorageError: it cannot be created, or belongs to another user.
     """
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -712,14 +713,14 @@ def _without_password(url: str) -> str:
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     # SQLAlchemy says BEGIN (see below), so that a read sees one moment and a write starts as one.
     connection.isolation_level = None
-    # Some builds write zeros over all that is deleted: that takes the room in the journal which to
-    # delete is to give back on a full disk.
+    # Some builds overwrite all deleted data with zeros: on a full disk, that takes the journal
+    # space that a deletion should free.
     pragmas = [
         *("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"),
         "secure_delete=FAST",
     ]
-    # So it can give back freed pages little by little, which only a fresh database learns: to say
-    # so once more would be a write, which a full disk refuses.
+    # So that freed pages can be returned incrementally, which only an empty database can switch on:
+    # repeating it would be a write, which a full disk refuses.
     if connection.execute("PRAGMA page_count").fetchone() == (0,):
         pragmas.insert(0, "auto_vacuum=INCREMENTAL")
     for pragma in pragmas:

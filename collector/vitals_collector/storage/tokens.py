@@ -1,8 +1,8 @@
-"""Tokens for people and jobs, beside the three of the token file: who holds one, and for what.
+"""Tokens of users and jobs, in addition to the three of the token file.
 
-A token has scopes and an owner, and may be limited to one project or run. What it begins is its
-own: no other token writes to it. They lie in the database, so all collectors on it know them, and
-what is created, rotated or revoked there holds within seconds.
+A token has scopes and an owner, and may be limited to one project or run. Writers that it creates
+belong to it: no other token may write to them. Tokens are in the database, so all collectors on it
+use them, and changes take effect within seconds.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("vitals.collector.tokens")
 
 
 class Principal(NamedTuple):
-    """Who asks: what a request's token stands for. Without scopes it is nobody."""
+    """Identity behind a request's token. Without scopes it may do nothing."""
 
     scopes: frozenset[TokenScope] = frozenset()
     name: str = ""
@@ -60,7 +60,7 @@ class Principal(NamedTuple):
         return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
-        """Return whether it may write to a run that is there.
+        """Return whether it may write to an existing run.
 
         Args:
             run_id: which.
@@ -87,13 +87,13 @@ class Principal(NamedTuple):
 
 
 OWN = Principal(frozenset(("ingest",)), "ingest", writes_all=True)
-"""Who reads folders."""
+"""The identity that imports directories."""
 
 
 class KnownTokens:
     """The database's tokens as they were seconds ago, for each request. Thread-safe.
 
-    Where the database cannot be read, those that are known stay: nothing can be asked of it either.
+    If the database cannot be read, the cached ones stay: nothing else can be read either.
     """
 
     def __init__(self, store: Store, *, clock: Clock) -> None:
@@ -105,7 +105,7 @@ class KnownTokens:
         self.reload()
 
     def reload(self) -> None:
-        """Read them anew.
+        """Reload the tokens.
 
         Raises:
             StorageError: the database refused.
@@ -119,7 +119,7 @@ class KnownTokens:
         self._by_hash = known
 
     def find(self, secret: str) -> Principal:
-        """Return whom a secret stands for: nobody, where it is none of ours.
+        """Return the identity of a secret; without scopes if the secret is unknown.
 
         Raises:
             UnauthorizedError: the token has expired or was revoked.
@@ -168,7 +168,7 @@ class KnownTokens:
                 _LOG.warning("tokens_not_read: %s", error.text)
 
 
-# -------------------------------------------------------------------------------- for who hands out
+# -------------------------------------------------------------------------------- administration
 
 
 def create(
@@ -230,7 +230,7 @@ def rotate(
     Args:
         connection: of a transaction.
         token_id: which.
-        overlap_seconds: how long the secret of before stays good.
+        overlap_seconds: how long the previous secret stays valid.
         expires_unix_ns: when it ends from now on; None is as it was.
         by: who does it.
         now_unix_ns: when.
@@ -261,7 +261,7 @@ def rotate(
 
 
 def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) -> None:
-    """End a token for good; what it began stays its own. A second time changes nothing.
+    """Revoke a token; its writers stay its own. Revoking it again has no effect.
 
     Raises:
         UsageError: there is none of that id.

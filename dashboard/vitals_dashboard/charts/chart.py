@@ -11,7 +11,7 @@ from vitals_dashboard.charts.marks import ChartMark, decision_marks, merged, non
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
 
 Size = Literal["full", "half", "quarter"]
-"""Of the page's width; a phone has one chart beside none."""
+"""Of the page's width; on a phone, one chart per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +21,18 @@ class Chart:
     title: str
     curves: Sequence[ChartCurve]
     marks: Sequence[ChartMark] = ()
-    """Of this chart, values that are not finite among them; those far apart enough to be seen."""
+    """Marks of this chart, including its non-finite values if they are far enough apart to be
+    visible."""
     axis: Axis = "step"
     unit: str = "step"
-    """Of x."""
+    """Unit of x."""
     ends: tuple[float, float] | None = None
     """First and last place shown; None: those of the points."""
     log: bool = False
     exact: bool = False
     """Every value is to be seen, however far from the others: the y axis holds them all."""
     note: str = ""
-    """Said below, beside how many points are drawn."""
+    """Shown below, next to the number of points."""
     size: Size = "full"
     height: int = 220
     """Pixels of the curves' area with its axis."""

@@ -25,9 +25,9 @@ class Line:
     scale: StepScale | None = None
     """Where its steps are, if not where the chart's are: of another run."""
     num_replaced: int | None = None
-    """The browser has the series but for what is in the reply, which replaces so many of the last
-    points that it has; None: the reply is the whole series. Of what was left behind 0 says that
-    the browser has all of it."""
+    """The browser has the series except for the reply, which replaces this many of its last points;
+    None: the reply is the whole series. For a discarded series, 0 means that the browser has all of
+    it."""
 
     @property
     def label(self) -> str:
@@ -55,7 +55,7 @@ class ChartCurve:
 
 @lru_cache(maxsize=4_096)
 def chart_text(text: str, limit: int = 120) -> str:
-    """Return somebody's text in one line, without what a terminal or a page would obey."""
+    """Return external text as one line, without control characters or markup."""
     return formatting.plain(text, limit)
 
 
@@ -74,7 +74,7 @@ def curves_of(
 ) -> list[ChartCurve]:
     """Return the curves of a chart; each attempt that was rolled back is a curve of its own.
 
-    A mean has the colour of its curve, and so has of several discarded series each.
+    A mean has the color of its curve, and several discarded series have one color each.
     """
     factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
     num_discarded = sum(line.role == "discarded" for line in lines)

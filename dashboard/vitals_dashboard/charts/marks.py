@@ -1,7 +1,7 @@
-"""What happened, drawn on the curves: each kind has a shape, a colour and a word of its own.
+"""Events drawn on the curves: each kind has its shape, color and name.
 
-Marks stand in rows above and below the curves: they never stretch the curve's axis. Marks of one
-kind that are too close to be told apart are one mark, which says how many it stands for.
+Marks are in rows above and below the curves: they never stretch the curve's axis. Marks of one kind
+that are too close are combined into one, which shows their number.
 """
 
 import math
@@ -37,7 +37,7 @@ class MarkLook:
     lane: int
     """Its row above the curves, 0 the lowest; -1 is below them."""
     line: str = ""
-    """Of the vertical line through the curves; empty: there is none."""
+    """Style of the vertical line through the curves; empty: none."""
     width: float = 1.0
     size: int = 10
 
@@ -74,7 +74,7 @@ class ChartMark:
 
 
 def mark_text(view: DecisionView) -> str:
-    """Return a decision in words: what was done, when, and why."""
+    """Return a description of a decision: action, step, and reason."""
     decision = view.decision
     look = ACTIONS[decision.action]
     done = look.word if decision.acted else f"{look.word}  (observed, not done)"
@@ -143,7 +143,7 @@ def checkpoint_marks(
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) -> list[ChartMark]:
-    """Return a mark for each note of a person or of the training itself."""
+    """Return a mark for each note of a user or of the training itself."""
 
     def say(note: AnnotationView) -> str:
         return f"step {note.step:,}, {note.by or 'the training'}: {note.text}"
@@ -158,7 +158,7 @@ def _marks(
     say: Callable[[Any], str],
     times_unix_ns: Sequence[int] = (),
 ) -> list[ChartMark]:
-    """Place each at its step; along time at its own, for a step may be trained twice."""
+    """Place each at its step; along time at its own time, because a step may be trained twice."""
     places = scale.x_of([event.step for event in happened])
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]

@@ -70,7 +70,7 @@ def token_scale(reply: SeriesReply, *, unit: str = "") -> StepScale:
 
 
 def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> StepScale:
-    """Make a scale; a clock or a count that was set back stands still until it is passed."""
+    """Make a scale; if a clock or count was set back, it stays constant until it is passed."""
     if not steps:
         return StepScale(axis=axis, unit=unit)
     rising = np.maximum.accumulate(np.asarray(places, dtype=np.float64)).tolist()

@@ -1,4 +1,4 @@
-"""A curve the size of a word, as a picture: what is not finite is a gap, and marked. Pure."""
+"""A word-sized curve as an image: non-finite values are gaps, and marked. Pure."""
 
 import base64
 import math
@@ -38,7 +38,7 @@ def sparkline(reply: SeriesReply | None, look: Palette) -> str:
 
 
 def _placed(values: Sequence[float], start: float, end: float) -> list[float]:
-    """Return where values lie between two ends; those that are not finite stay as they are."""
+    """Scale values to the interval between two ends; non-finite ones are unchanged."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     # Half of each, so that the distance of two floats is always a float.

@@ -1,4 +1,4 @@
-"""What ``streamlit run`` starts: the pages behind the door.
+"""Entry point of ``streamlit run``: the pages behind the authentication.
 
 Streamlit puts this folder first on ``sys.path``, so no file in it may be named like any module.
 """

@@ -6,7 +6,7 @@ import streamlit as st
 
 from vitals_dashboard import access, layout
 
-# A file of ours: Streamlit would fetch a material icon for the tab from the internet.
+# A local file: Streamlit would fetch a material icon for the tab from the internet.
 ICON = Path(__file__).with_name("vitals_icon.svg")
 
 st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")

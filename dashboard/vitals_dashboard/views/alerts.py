@@ -1,4 +1,4 @@
-"""The inbox: what fires, what is silenced, what has passed, and a person's word about it."""
+"""The inbox: firing, silenced and resolved alerts, and users' responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def _holds(alert: AlertView, runs: _Runs, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Alerts of one incident; or of a run, where they are of none."""
+    """Alerts of one incident, or alerts of a run outside incidents."""
 
     run_id: str
     incident: IncidentLine | None
@@ -112,7 +112,7 @@ class _Group:
 
 
 def _groups(source: DataSource, alerts: Sequence[AlertView], runs: _Runs) -> list[_Group]:
-    """Return the alerts by incident, pages first; within one the gravest, then the newest."""
+    """Return the alerts by incident, pages first; within one the most severe, then the latest."""
     incidents: dict[str, IncidentLine] = {}
     for run_id in {alert.run_id for alert in alerts} & set(runs):
         for incident in verdict_of(source, runs[run_id]).incidents:

@@ -69,7 +69,7 @@ def _body(source: DataSource, run: RunSummary) -> None:
 
 
 def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
-    """Return what is gone back to, by the ladder's own choice."""
+    """Return the checkpoint that the policy would roll back to."""
     newest = newest_healthy(
         [
             CheckpointRef(

@@ -14,7 +14,7 @@ from trainvitals.views import (
     RunSummary,
     SeriesRequest,
 )
-from vitals_dashboard import charts, compare, formatting, layout, states, tables
+from vitals_dashboard import charts, compare, formatting, layout, placeholders, tables
 from vitals_dashboard.charts import Line
 from vitals_dashboard.feed import draw_charts, load_charts
 from vitals_dashboard.source import POINTS, DataSource, differences, series_of
@@ -26,7 +26,7 @@ ALONG: tuple[Literal["step", "tokens"], ...] = ("step", "tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareControls:
-    """What the person at the page has chosen."""
+    """Selections of the user."""
 
     axis: Literal["step", "tokens"]
     smoothing: float
@@ -73,7 +73,7 @@ def render() -> None:
 def _body(source: DataSource, options: CompareControls) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
-        states.no_runs()
+        placeholders.no_runs()
         return
     ids = _choose(runs)
     if len(ids) < 2:

@@ -22,13 +22,13 @@ MARGIN = 100
 MAX_EVENTS = 50
 ENDS = ("from", "to")
 MAX_DIGITS = 15
-"""Of a step in an address: what a browser's numbers hold."""
+"""Digits of a step in a URL: limit of a browser's numbers."""
 _ZOOMED = "run_zoomed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartControls:
-    """What the person at the page has chosen."""
+    """Selections of the user."""
 
     live: bool
     window: int
@@ -52,7 +52,7 @@ class ChartControls:
 
 def draw() -> ChartControls:
     """Draw the controls and return what they say."""
-    with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the room
+    with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
         window = str(_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _range() if window == RANGE else (None, None)
         axis = _choice("Along x", AXES, "x")

@@ -15,11 +15,11 @@ from vitals_dashboard.source import POINTS, DataSource, last_value, series_of
 from vitals_dashboard.views.controls import ChartControls
 
 MAX_SOURCES = 8
-"""Ranks, GPUs or nodes drawn in one chart; how many there are is said."""
+"""Ranks, GPUs or nodes drawn in one chart; their number is shown."""
 HALF_POINTS = POINTS // 2
-"""Of a chart that is half as wide."""
+"""Points of a chart of half width."""
 MAX_OWN = 8
-"""Metrics of one's own in one view."""
+"""User metrics in one view."""
 ROLLED_BACK = "rolled back"
 DELTA_STEPS = 100
 TALL = 280
@@ -74,7 +74,7 @@ class View:
     """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: StepScale = STEPS
     feed: Feed = field(default_factory=Feed)
-    """What the browser has already: of that only what is new is asked for."""
+    """Points in the browser: only new ones are queried."""
 
     @property
     def run_id(self) -> str:
@@ -134,7 +134,7 @@ class View:
     def with_limit(
         self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
     ) -> list[CurveChoice]:
-        """Return a run's curve, its limit, and what rollbacks left behind of it."""
+        """Return a run's curve, its limit, and its discarded parts."""
         curves = [self.wanted(metric, name, points=points)]
         if clipped:
             curves.append(self.wanted(clipped, "clipped", points=points))
@@ -142,12 +142,12 @@ class View:
         return [*curves, *self.left_behind(curves[:1])]
 
     def both(self, metric: str, name: str) -> list[CurveChoice]:
-        """Return a curve and what rollbacks left behind of it."""
+        """Return a curve and its discarded parts."""
         curves = [self.wanted(metric, name)]
         return [*curves, *self.left_behind(curves)]
 
     def left_behind(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
-        """Return what rollbacks left behind of curves; what has no steps has no branches."""
+        """Return the discarded parts of curves; without steps there are none."""
         if not self.controls.discarded or len(self.detail.attempts) < 2:
             return []
         named = f"{{}}, {ROLLED_BACK}" if len(curves) > 1 else ROLLED_BACK
@@ -170,7 +170,7 @@ class View:
         return [*chart.curves, *means]
 
     def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
-        """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
+        """Return the lines of each chart, queried together; missing metrics are omitted."""
         every = [curve for chart in by_chart for curve in chart]
         lines = iter(self.feed.ask(self.source, self.detail, every))
         return [
@@ -213,7 +213,7 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
     last = max(0, detail.summary.last_step)
     start = max(0, last - DELTA_STEPS)
     requests = [
-        # With both ends it is seen to be short, and no overview of the run is looked at.
+        # With both ends the span is known to be short, and no overview of the run is read.
         SeriesRequest(metric=f"steps.{name}", from_step=start, to_step=last, points=DELTA_STEPS)
         for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
     ]
@@ -276,7 +276,7 @@ def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Ch
 
 
 def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
-    """Yield the charts under the loss, two of them beside each other."""
+    """Yield the charts below the loss, two per row."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
     norm.append(view.wanted("steps.auto_max_norm", "auto clip", role="limit"))
     yield ChartSpec(title="Gradient norm (log)", curves=norm, log=True)

@@ -1,4 +1,4 @@
-"""The ledger: every decision with its evidence, what became of it, and a person's word on it."""
+"""The decision log: every decision with its evidence, its outcome, and users' responses."""
 
 from collections.abc import Sequence
 
@@ -125,7 +125,7 @@ def _evidence(
 
 
 def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
-    """Draw what a person may do about a decision: carry it out, dismiss it, or contradict it."""
+    """Draw the commands about a decision: apply, dismiss, or contradict it."""
     key = f"{view.decision.ledger_seq}"
     action = commands.proposed(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):

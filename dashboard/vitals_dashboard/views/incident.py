@@ -100,7 +100,7 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
 
 
 def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
-    """Draw what somebody needs first, on one screen."""
+    """Draw the main facts on one screen."""
     with st.container(border=True, key="incident_summary", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
@@ -184,7 +184,7 @@ def _curves(
 def _lines(
     source: DataSource, detail: RunDetail, metric: str, steps: tuple[int, int]
 ) -> list[charts.Line]:
-    """Return the curve, its limit, and what rollbacks left behind of it."""
+    """Return the curve, its limit, and its discarded parts."""
     series_request = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
     requested: list[tuple[str, charts.Role, SeriesRequest]] = [
         (metric.removeprefix("steps."), "main", series_request),

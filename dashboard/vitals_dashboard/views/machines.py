@@ -1,4 +1,4 @@
-"""What the GPUs of a run did, or its hosts where no GPU reports: over the time shown."""
+"""GPU metrics of a run, or host metrics if no GPU reports, over the visible time."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ HOST: tuple[tuple[str, str], ...] = (
 )
 
 POINTS = HALF_POINTS // 2
-"""Of a chart that is a quarter as wide."""
+"""Points of a chart of quarter width."""
 NUM_ENDS = 4
 """Points asked for where only the first and the last one are needed."""
 MIN_SPAN_NS = 60_000_000_000
@@ -27,7 +27,7 @@ MIN_SPAN_NS = 60_000_000_000
 
 
 def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
-    """Return the charts of the strip, and what is missing in words.
+    """Return the charts of the strip, and a description of missing data.
 
     Args:
         view: of what, and how.

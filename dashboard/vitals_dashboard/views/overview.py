@@ -9,7 +9,7 @@ import streamlit as st
 
 from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_dashboard import formatting, layout, search, states, tables, verdicts
+from vitals_dashboard import formatting, layout, placeholders, search, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
 from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
@@ -17,7 +17,7 @@ from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BA
 PAGE_SIZE = 25
 """Runs on a page: each has a sparkline, and that is a question to the collector."""
 CURVE_STEPS = 50
-"""A sparkline is asked for again when its run has grown by one part in so many."""
+"""A sparkline is queried again when its run has grown by 1/50."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,13 @@ def _controls() -> RunFilter:
 def _body(source: DataSource, choice: RunFilter) -> None:
     everything = source.client.ask(RunsQuestion())
     if not everything:
-        states.no_runs()
+        placeholders.no_runs()
         return
     _totals(everything)
     try:
         query, by = search.parse(choice.text), search.check_group(choice.group)
     except UsageError as error:
-        states.not_understood(error)
+        placeholders.not_understood(error)
         return
     configs: search.Configs = {}
     if query.needs_configs or by.startswith(search.CONFIG):
@@ -167,7 +167,7 @@ def _list(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
 
 
 def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
-    """Return a column of labels: a word with its shape, on its colour."""
+    """Return a column of labels: a name with its shape, on its color."""
     return st.column_config.MultiselectColumn(
         width=width,
         options=list(label_texts.values()),

@@ -10,7 +10,7 @@ import streamlit as st
 
 from trainvitals.errors import TransportError, UnauthorizedError, UsageError
 from trainvitals.views import Branch, RunsQuestion, RunSummary, TableName, TableQuestion, TableReply
-from vitals_dashboard import exports, formatting, layout, states, tables
+from vitals_dashboard import exports, formatting, layout, placeholders, tables
 from vitals_dashboard.source import DataSource, guarded
 
 TABLES: tuple[TableName, ...] = get_args(TableName)
@@ -43,13 +43,13 @@ def _standing(draw: Callable[[], None]) -> None:
     except UnauthorizedError:
         raise
     except TransportError as error:
-        states.collector_down(error, again=False)
+        placeholders.collector_down(error, again=False)
 
 
 def _page(source: DataSource) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
-        states.no_runs()
+        placeholders.no_runs()
         return
     request, live = _draw_question(runs)
     if request is None:
@@ -68,7 +68,7 @@ def _ask(source: DataSource, request: TableQuestion) -> None:
     try:
         reply = source.client.ask(request)
     except UsageError as error:
-        states.not_understood(error)
+        placeholders.not_understood(error)
         return
     _answer(request, reply)
 
@@ -96,11 +96,11 @@ def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
         )  # fmt: skip
         with st.container(horizontal=True, width="content", key="query_order"):
             newest = st.toggle("Newest first", key="newest", bind="query-params")
-            # Off: rows that move are hard to read, and most questions are of what is past.
+            # Off: moving rows are hard to read, and most queries are about the past.
             live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
     where, columns = _conditions(name)
     if run_id is None:
-        states.no_such_run(st.query_params.get("run") or "")
+        placeholders.no_such_run(st.query_params.get("run") or "")
         return None, live
     if run_id == ALL_RUNS and name in OF_ONE_RUN:
         st.caption("Pick a run to query its steps or ranks.")

@@ -36,9 +36,9 @@ CHOICES = (
     MetricChoice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
 )
 WAITS = ("steps.gradient_wait_seconds", "steps.communication_seconds")
-"""What tells how long a rank waits for the others, the best first."""
+"""Metrics of how long a rank waits for the others, the best first."""
 LAST_STEPS = 200
-"""Over which stragglers are named: a column a step, so that no peak stands for a rank's pace."""
+"""Steps in which stragglers are named: one column per step, so that no peak hides a rank's pace."""
 ABOUT_MACHINES = kinds_about("machine")
 
 
@@ -97,7 +97,7 @@ def _stragglers(
         "steps.step_duration_seconds",
         (first, last),
         points=LAST_STEPS,
-        branch="lineage",  # of two attempts a cell would have the slower one
+        branch="lineage",  # with two attempts a cell would have the slower one
     )
     with st.container(border=True, key="prose_stragglers", gap="xsmall"):
         if reply is None:

@@ -1,4 +1,4 @@
-"""One run, live: its curves with every decision drawn on them, the ledger, the checkpoints."""
+"""One run, live: curves with every decision, the decision log, the checkpoints."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ from vitals_dashboard.views.controls import ChartControls
 WIDE_NUMBER, NUMBER = 165, 118
 """Pixels."""
 REST_SECONDS = 30.0
-"""After which all of the page is drawn anew, though nothing was done or said about the run: it has
-new checkpoints, and others may have written notes."""
+"""Interval of redrawing the whole page without an event or note in the run: it has new checkpoints,
+and other users may have written notes."""
 
 
 def render() -> None:
@@ -50,7 +50,7 @@ def render() -> None:
 
 
 def _page(source: DataSource, options: ChartControls, live: bool) -> None:
-    controls.has_zoomed()  # and they did follow, as all of the page is drawn anew
+    controls.has_zoomed()  # and they did follow, because the whole page is redrawn
     run = layout.chosen_run(source)
     if run is None:
         return
@@ -68,8 +68,8 @@ def _page(source: DataSource, options: ChartControls, live: bool) -> None:
 class _Shown:
     """What changes with each step: the verdict, the curves, the numbers.
 
-    The rest of the page is drawn anew when something happened, or else now and then: a browser
-    takes longer for it than for new points of curves.
+    The rest of the page is redrawn after an event, otherwise occasionally: a browser takes longer
+    for it than for new points of curves.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _Shown:
 
 
 class _Happened(NamedTuple):
-    """All that stands in a chart beside its curves."""
+    """Events in a chart, in addition to its curves."""
 
     decisions: Sequence[DecisionView]
     checkpoints: Sequence[CheckpointView]
@@ -126,7 +126,7 @@ def _happened(source: DataSource, run_id: str) -> _Happened:
 def _view(
     source: DataSource, detail: RunDetail, options: ChartControls, happened: _Happened
 ) -> curves.View:
-    """Return what is to be drawn, with all that happened at its place along x."""
+    """Return the view, with all events at their position along x."""
     view = curves.View(
         source=source,
         detail=detail,
@@ -192,7 +192,7 @@ def _further(detail: RunDetail) -> list[str]:
 
 def _own_metrics(detail: RunDetail) -> list[str]:
     """Return what the choice of metrics below the curves says."""
-    # What the address asks for and this run has not is left out, not refused.
+    # Metrics in the URL that this run lacks are omitted, not an error.
     metrics = _further(detail)
     requested = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
     if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):

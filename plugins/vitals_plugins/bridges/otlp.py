@@ -1,4 +1,4 @@
-"""Takes OpenTelemetry metrics (OTLP/HTTP) as scalars of a run: what is measured beside the ranks.
+"""Receives OpenTelemetry metrics (OTLP/HTTP) as scalars of a run, from programs outside the ranks.
 
 Protobuf (opentelemetry-proto, metrics/v1/metrics.proto) and its JSON form, uncompressed, within the
 bound of every body but batches. Gauges and sums become the run's scalars, which ``vitals show``,
@@ -36,10 +36,10 @@ from vitals_collector.storage.tokens import Principal
 from vitals_plugins.bridges.importers.protobuf import double, fields, signed, varint
 
 MAX_NAMES = 500
-"""Series of one service and run: a label with a value of its own in each point is no series."""
+"""Series of one service and run: a label with a different value in each point is not a series."""
 MAX_NAME = 200
 MAX_SERVICES = 50
-"""Of one run: each is a source of its own, which is kept as long as the run."""
+"""Services per run: each is a separate source, stored as long as the run."""
 MAX_WRITERS = 1_000
 _MAX_STEP = 2**53
 _MAX_TIME = 2**63 - 1
@@ -60,14 +60,14 @@ class Point:
 
 @dataclass(slots=True)
 class OtlpPoints:
-    """What a request holds."""
+    """Content of a request."""
 
     points: list[Point] = field(default_factory=list)
     num_refused: int = 0
     why: str = ""
 
     def refuse(self, num: int, why: str) -> None:
-        """Count points that cannot be taken; the first reason is told."""
+        """Count rejected points; the first reason is reported."""
         self.num_refused += num
         self.why = self.why or why
 
@@ -81,7 +81,7 @@ def decode(body: bytes, *, is_json: bool) -> OtlpPoints:
     """Return the points of a request.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the body is not a valid request.
     """
     try:
         request = msgspec.json.decode(body) if is_json else _request(memoryview(body))
@@ -270,7 +270,7 @@ class _ServiceWriter:
         rows = [
             [
                 newest if point.step is None else point.step,
-                # A clock that is ahead must not say that the run was heard of in the future.
+                # With a clock that is ahead, the run would seem to report from the future.
                 *(attempt, min(point.time_unix_ns, now_ns), 0),
                 *(self.names[point.name], point.value),
             ]
@@ -373,8 +373,8 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
     async def take_metrics(request: Request) -> Response:
         """Store OpenTelemetry metrics (OTLP/HTTP: JSON, or `application/x-protobuf`) as scalars.
 
-        The resource attribute `vitals.run_id` names the run; gauges and sums are taken, all others
-        are counted in `partialSuccess`. A body has at most 64 KiB, uncompressed.
+        The resource attribute `vitals.run_id` names the run; gauges and sums are accepted, all
+        others are counted in `partialSuccess`. A body has at most 64 KiB, uncompressed.
         """
         if request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
             raise UsageError(

@@ -1,9 +1,9 @@
 """Pushes what ``/metrics`` says of runs to a Prometheus-compatible store (remote write 1.0).
 
-On a thread of its own, which reads the store as a scrape does: nothing waits for it. What was not
-taken waits, in its order, and is tried again with growing pauses; where more than ten minutes wait,
-the oldest go, counted. What the other side refuses for good (4xx but 429) is not sent again. The
-address that its name leads to is checked and pinned at each push, as receivers' of alerts are.
+Runs in a separate thread, which reads the store as a scrape does: nothing waits for it. Samples
+that were not accepted are retried in order, with growing pauses; beyond ten minutes, the oldest are
+dropped and counted. A permanent refusal (4xx except 429) is not retried. The URL's address is
+resolved, checked and pinned at each push, as for receivers of alerts.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ Series = tuple[tuple[str, str], ...]
 
 
 class RemoteWriter:
-    """Takes the samples of now, every so often, and pushes those that wait.
+    """Collects samples periodically, and pushes the waiting ones.
 
     Args:
         url: where they are pushed to; a user and a password in it go along.
@@ -93,7 +93,7 @@ class RemoteWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; what waits is not pushed any more."""
+        """Stop; waiting samples are not pushed any more."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -102,12 +102,12 @@ class RemoteWriter:
         while not self._stop.wait(PUSH_SECONDS):
             try:
                 self.push_if_due()
-            except Exception:  # noqa: BLE001 - counted, and tried again
+            except Exception:  # noqa: BLE001 - counted, and retried
                 self._counters.fail("remote_write")
                 _LOG.exception("remote_write_failed again_in=%gs", PUSH_SECONDS)
 
     def push_if_due(self) -> None:
-        """Take the samples of now, and push what waits, where it is time to."""
+        """Collect samples, and push the waiting ones, if it is time."""
         if not self._leads():
             self._waiting.clear()  # the one that leads has said it since
             self._last.clear()
@@ -133,7 +133,7 @@ class RemoteWriter:
         return self._clock.time_ns() // 1_000_000
 
     def _push(self, body: bytes) -> bool:
-        """Push one body; False: it is to be tried again later."""
+        """Push one body; False: retry later."""
         try:
             status, text = asyncio.run(self._send(compressed(body)))
         except TimeoutError:
@@ -191,7 +191,7 @@ def remote_writer(
     """Return what pushes to ``url``; None where there is none.
 
     Raises:
-        ConfigError: it is no address, or one that is nobody's.
+        ConfigError: the URL is invalid, or its host cannot be a server.
         MissingDependencyError: the package for snappy is not installed.
     """
     if not url:

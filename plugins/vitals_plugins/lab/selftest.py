@@ -27,9 +27,7 @@ words that look random."""
 NUM_SUMMED = 1 << 18
 """Elements of a tensor of ``all_reduce``."""
 _CHUNK_WORDS = 1 << 21
-_ODD = (
-    -7046029254386353131
-)  # 2 ** 64 over the golden ratio: neighbours differ in half of their bits
+_ODD = -7046029254386353131  # 2 ** 64 over the golden ratio: neighbors differ in half of their bits
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -46,7 +44,7 @@ class WrongAnswer(NamedTuple):
     actual: int
     """Both as the element's bits."""
     address: int = 0
-    """Of the word, in the process's or device's address space; 0 where no memory was tried."""
+    """Address of the word, in the process or on the device; 0 if memory was not tested."""
 
     def __str__(self) -> str:
         flipped = self.expected ^ self.actual
@@ -76,7 +74,7 @@ def gemm(
         dtype: a key of ``LARGEST``.
         seed: of the matrices.
         seconds: for how long the product is computed again; once at least.
-        multiply: computes it; what a test replaces.
+        multiply: computes the product; tests replace it.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -114,7 +112,7 @@ def memory(
     Args:
         block: words of int64 on the device; larger than its caches, or those are tried.
         seed: chooses one of ``PATTERNS`` in turn, and the random words.
-        read: returns what a part of the block holds; what a test replaces.
+        read: reads a part of the block; tests replace it.
     """
     pattern = PATTERNS[seed % len(PATTERNS)]
     parts = block.split(_CHUNK_WORDS)
@@ -161,9 +159,9 @@ def all_reduce(
     Args:
         rank: this one's.
         world_size: how many take part; the same seed on all.
-        device: where the tensor lies.
+        device: device of the tensor.
         seed: of the integers.
-        reduce: sums a tensor over all ranks, in place; what a test replaces.
+        reduce: sums a tensor over all ranks, in place; tests replace it.
     """
     shares = world_size * (world_size + 1) // 2
     largest = (1 << 24) // shares

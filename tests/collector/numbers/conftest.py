@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import Numbers
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
@@ -16,7 +16,7 @@ from vitals_collector.numbers.memory import MemoryNumbers
 @pytest.fixture(autouse=True)
 def _outlined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the few rows of a test be outlined, as many are."""
-    monkeypatch.setattr(lake_upkeep, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(lake_maintenance, "FEWEST_ROWS", 1)
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,11 @@ from tests.support.damage import answers, sent
 from tests.support.examples import one_in
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_damage import DamagedFile
-from vitals_collector.numbers.lake_engine import Folder
+from vitals_collector.numbers.lake_engine import LocalFileStore
 from vitals_collector.numbers.memory import MemoryNumbers
 
 
@@ -93,7 +93,7 @@ def _check_repair(folder: Path, path: str, expected: MemoryNumbers) -> None:
     except StorageError as error:
         assert "damaged" in str(error)
     assert [file.path for file in lake.check()] == [path]
-    assert [file.path for file in lake.forget_damaged()] == [path]
+    assert [file.path for file in lake.drop_damaged_files()] == [path]
     assert lake.check() == []
     lost = sum(
         end - first
@@ -146,7 +146,7 @@ def test_a_lake_without_its_catalogue_is_refused_with_the_way_out_and_keeps_its_
 def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)
     with contextlib.closing(new_lake(tmp_path)) as lake:
         for run in (RUN, OTHER_RUN):
             lake.append([batch(identity(run), [{"loss": 1.0}])])
@@ -159,7 +159,7 @@ def test_a_file_that_another_collector_has_merged_away_is_not_taken_for_damaged(
         assert lake.check() == []
 
 
-@pytest.mark.parametrize("looked_by", [Lake.check, Lake.forget_damaged])
+@pytest.mark.parametrize("looked_by", [Lake.check, Lake.drop_damaged_files])
 def test_rows_are_stored_and_read_while_files_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_by: Callable[[Lake], list[DamagedFile]]
 ) -> None:
@@ -168,15 +168,15 @@ def test_rows_are_stored_and_read_while_files_are_checked(
     (file,) = (tmp_path / "data" / "main" / "steps").iterdir()
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    is_read, may_go_on, crc = threading.Event(), threading.Event(), Folder.crc
+    is_read, may_go_on, crc = threading.Event(), threading.Event(), LocalFileStore.crc
 
-    def slow_crc(place: Folder, path: str) -> int | None:
+    def slow_crc(place: LocalFileStore, path: str) -> int | None:
         if path.endswith(file.name):
             is_read.set()
             assert may_go_on.wait(60.0)
         return crc(place, path)
 
-    monkeypatch.setattr(Folder, "crc", slow_crc)
+    monkeypatch.setattr(LocalFileStore, "crc", slow_crc)
     file.write_bytes(content)
     with ThreadPoolExecutor(2) as pool:
         looking = pool.submit(looked_by, lake)

@@ -20,7 +20,7 @@ from tests.support.forked import COMMANDS
 from tests.support.lake_writer import WRITER
 from tests.support.numbers import losses, new_lake, plain
 from trainvitals.errors import InsecurePathError, StorageError
-from vitals_collector.numbers import lake_engine, lake_upkeep
+from vitals_collector.numbers import lake_engine, lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.memory import MemoryNumbers
@@ -254,7 +254,7 @@ def test_marks_stay_few_however_many_commits_there_were(tmp_path: Path) -> None:
 
 
 def test_a_deleted_run_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)
     lake, rng = new_lake(tmp_path), random.Random(1)
     for run, num in ((RUN, 20_000), (OTHER_RUN, 5_000)):
         lake.append([batch(identity(run), [{"loss": rng.random()} for _ in range(num)])])

@@ -8,7 +8,7 @@ import pytest
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.support.numbers import losses, new_lake
 from trainvitals.errors import StorageError, UsageError
-from vitals_collector.numbers import lake_upkeep
+from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_sql import LakeReader
 from vitals_collector.retention import backup
@@ -25,7 +25,7 @@ def append(lake: Lake, step: int) -> None:
 def test_a_copy_made_while_rows_are_stored_and_merged_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)  # files go as soon as they are merged
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)  # files go as soon as they are merged
     lake, over = new_lake(tmp_path / "lake"), threading.Event()
     stored = -1
 
@@ -87,7 +87,7 @@ def test_a_copy_answers_sql(tmp_path: Path) -> None:
 def test_a_file_that_is_merged_away_meanwhile_makes_it_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_upkeep, "_KEPT_SECONDS", 0)
+    monkeypatch.setattr(lake_maintenance, "_KEPT_SECONDS", 0)
     lake = new_lake(tmp_path / "lake")
     for step in range(3):
         append(lake, step)

@@ -16,7 +16,7 @@ from tests.support.examples import examples, one_in
 from trainvitals.identity import new_run_id
 from trainvitals.rows import Value
 from trainvitals.views import Branch
-from vitals_collector.numbers import lake_upkeep, outlines
+from vitals_collector.numbers import chunk_stats, lake_maintenance
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     AttemptRow,
@@ -63,7 +63,7 @@ def _extremes(rows: Sequence[tuple[int, int, int, str]]) -> dict[int, tuple[floa
     stretches: dict[int, list[float]] = {}
     for step, _, _, value in rows:
         if math.isfinite(float(value)):
-            stretches.setdefault(step // outlines.STRETCH, []).append(float(value))
+            stretches.setdefault(step // chunk_stats.CHUNK_STEPS, []).append(float(value))
     return {stretch: (min(values), max(values)) for stretch, values in stretches.items()}
 
 
@@ -100,8 +100,8 @@ PIECES = st.builds(
 
 @pytest.fixture
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(outlines, "STRETCH", 4)
-    monkeypatch.setattr(outlines, "_MOST_NONFINITE", 2)
+    monkeypatch.setattr(chunk_stats, "CHUNK_STEPS", 4)
+    monkeypatch.setattr(chunk_stats, "_MAX_NONFINITE", 2)
     yield
 
 
@@ -214,7 +214,7 @@ def test_what_is_outlined_is_not_read(lake: Lake, monkeypatch: pytest.MonkeyPatc
 def test_a_few_rows_wait_for_more_to_be_outlined_with_them(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake_upkeep, "FEWEST_ROWS", 300)
+    monkeypatch.setattr(lake_maintenance, "FEWEST_ROWS", 300)
     span = RowSpan(RUN, "steps", ("rank:0",))
 
     def num_outlined() -> int:

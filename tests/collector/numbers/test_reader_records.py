@@ -96,7 +96,7 @@ def test_old_steps_are_asked_for_as_levels(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     for rank in range(4):
         lake.append([batch(identity(rank=rank), [{"rank_loss": float(rank)}])])
-    lake.level(RUN, StepWindow(1, 0, 512), 1)
+    lake.roll_up(RUN, StepWindow(1, 0, 512), 1)
     with LakeReader(tmp_path) as reader:
         asked = 'SELECT step, num_ranks, "rank_loss:max" FROM levels'
         assert reader.ask(asked).rows == [(0, 3, 3.0)]

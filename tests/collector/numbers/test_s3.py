@@ -27,7 +27,7 @@ from vitals_collector.ingest.ingest import ingest
 from vitals_collector.numbers import lake_engine
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_engine import Bucket
+from vitals_collector.numbers.lake_engine import S3FileStore
 from vitals_collector.numbers.lake_sql import LakeReader
 from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.retention.backup import copy_lake
@@ -118,10 +118,10 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
     assert answers(lake, RUN) == answers(memory, RUN)
     assert lake.merge()
     assert lake.check() == []
-    aside = lake.engine._place.aside()
+    aside = lake.engine._place.deferred_checksums()
     assert {path.split("/")[0] for path, _ in aside} >= {"steps"}
     lake.merge()  # now they are beside the others
-    assert not set(aside) & set(lake.engine._place.aside())
+    assert not set(aside) & set(lake.engine._place.deferred_checksums())
     assert lake.check() == []
     lake.delete(OTHER_RUN)
     lake.close()
@@ -145,7 +145,7 @@ def test_levels_on_s3_are_those_of_memory(s3: S3, tmp_path: Path) -> None:
     memory, lake = MemoryNumbers(), Lake(tmp_path, bucket=s3.bucket())
     for numbers in (memory, lake):
         levels.fill(numbers, num_ranks=6, num=300)
-    assert lake.level(RUN, levels.FIRST, 2) == memory.level(RUN, levels.FIRST, 2)
+    assert lake.roll_up(RUN, levels.FIRST, 2) == memory.roll_up(RUN, levels.FIRST, 2)
     assert levels.kept_rows(lake) == levels.kept_rows(memory)
     assert lake.check() == []
     lake.close()
@@ -169,7 +169,7 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     with pytest.raises(StorageError, match=f"{path} is damaged"):
         answers(lake, RUN)
     assert [file.path for file in lake.check()] == [path]
-    assert [file.path for file in lake.forget_damaged()] == [path]
+    assert [file.path for file in lake.drop_damaged_files()] == [path]
     assert sum(lake.append(sent())) == sum(b.header.num_rows for b in sent())
     assert answers(lake, RUN) == answers(memory, RUN)
 
@@ -271,12 +271,12 @@ def _lose_for_a_while(s3: S3, tmp_path: Path) -> None:
             lake.append(rows[:2])
         assert "AWS_ENDPOINT_URL" in caught.value.hint
         with pytest.raises(StorageError):  # and not taken for damage, which would remove rows
-            lake.forget_damaged()
+            lake.drop_damaged_files()
         with pytest.raises(StorageError, match="Could not connect"):
             Lake(tmp_path)
     assert lake.append(rows) == [0, 1, 1]
     assert losses(lake) == [0.0, 1.0, 2.0]
-    assert lake.forget_damaged() == []
+    assert lake.drop_damaged_files() == []
     lake.close()
 
 
@@ -322,7 +322,7 @@ def test_files_are_looked_for_by_their_time_however_the_clock_is_set(
         asked.append(question)
         return _Nothing()
 
-    place, now = Bucket("s3://bucket", ask), [0x0199_0000_0F80 / 1000]
+    place, now = S3FileStore("s3://bucket", ask), [0x0199_0000_0F80 / 1000]
     monkeypatch.setattr("time.time", lambda: now[0])
     statements = ["INSERT INTO steps BY NAME SELECT * FROM rows", "SELECT * FROM marks"]
     for jump, prefix in ((0.0, "01990000-0f"), (3.0, "01990000*"), (-90.0, "01")):

@@ -194,7 +194,7 @@ def test_a_damaged_header_sets_the_segment_aside_and_others_go_on(
     path = write_steps(shm / "j", identity, 300)
     flip_bit(path, 30)
     seqs, reader = read_all(shm / "j")
-    assert {path} == reader.set_aside
+    assert {path} == reader.unreadable_segments
     assert 300 == len(seqs) + reader.dropped
     assert 299 == seqs[-1]
     assert reader.take_end()
@@ -209,7 +209,7 @@ def test_an_empty_or_torn_header_waits_until_the_segment_is_sealed(
     path.write_bytes(content)
     reader = JournalReader(shm / "j")
     assert [] == reader.read()
-    assert set() == reader.set_aside
+    assert set() == reader.unreadable_segments
     path.write_bytes(whole)
     assert [0, 1, 2, 3, 4] == seqs_of(reader.read())
 
@@ -225,7 +225,7 @@ def test_a_newer_segment_is_said_once_and_set_aside(shm: Path, identity: Identit
         reader.read()
     assert "pip install" in caught.value.hint
     assert 299 == seqs_of(reader.read())[-1]
-    assert {path} == reader.set_aside
+    assert {path} == reader.unreadable_segments
     assert reader.take_end()
 
 

@@ -379,7 +379,7 @@ def read_small(path: Path) -> bytes:
 def _open(path: Path) -> int:
     """Return a descriptor of a regular file of the folder's owner; anything else is an OSError."""
     try:
-        return open_own(path, owner=Owner.whose(path.parent))
+        return open_own(path, owner=Owner.from_directory(path.parent))
     except InsecurePathError as error:
         raise OSError(errno.EPERM, error.text, str(path)) from error
 

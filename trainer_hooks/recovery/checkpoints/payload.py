@@ -141,7 +141,7 @@ class _OwnFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "rb", "it is a reader's"
-        with stream_own(Path(path), owner=Owner.whose(Path(path).parent)) as stream:
+        with stream_own(Path(path), owner=Owner.from_directory(Path(path).parent)) as stream:
             yield stream
 
 
@@ -161,7 +161,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     try:
         path = folder / ".metadata"
-        raw = read_own(path, owner=Owner.whose(folder), max_bytes=_MAX_METADATA_BYTES)
+        raw = read_own(path, owner=Owner.from_directory(folder), max_bytes=_MAX_METADATA_BYTES)
         metadata = (_remembered if len(raw) <= _MAX_REMEMBERED_BYTES else _unpickled)(raw)
     except CheckpointCorruptError:
         raise

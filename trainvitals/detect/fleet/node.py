@@ -59,7 +59,7 @@ XIDS: dict[int, str] = {
 
 
 class ThrottleConfig(Settings, frozen=True, kw_only=True):
-    """When slowed clocks are told."""
+    """When slowed clocks are reported."""
 
     section = "throttle"
 
@@ -179,7 +179,7 @@ def _shown(columns: Mapping[str, Value]) -> str:
 
 
 class GpuErrorConfig(Settings, frozen=True, kw_only=True):
-    """Which errors are told. Uncorrected memory errors and Xids always are."""
+    """Which errors are reported. Uncorrected memory errors and Xids always are."""
 
     section = "gpu_errors"
 

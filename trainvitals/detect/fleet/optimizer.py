@@ -30,7 +30,7 @@ _MOST = 2048
 
 
 class LearningRateConfig(Settings, frozen=True, kw_only=True):
-    """What no schedule does. All values are our own choice; their reasons are beside them."""
+    """Limits that no schedule exceeds. All values are our own choice, explained at each."""
 
     section = "learning_rate"
 

@@ -1,8 +1,8 @@
-"""What Vitals would have done in a run that it never watched, judged from the log that is there.
+"""Applies Vitals' detectors and policy to the log of a run that it never watched.
 
-Findings and decisions are those of ``judge_history``: the product's own detectors and policy. Here
-they are gathered into alarms, and each is held against what the log says of the time afterwards:
-whether the loss came back by itself, somebody started again from an earlier step, or neither.
+Findings and decisions are those of ``judge_history``: the product's own detectors and policy. They
+are grouped into alarms, and each alarm is compared with the rest of the log: whether the loss
+recovered by itself, training was restarted from an earlier step, or neither.
 """
 
 import itertools
@@ -42,14 +42,14 @@ _ACTIONS = {
     "accept_level": "accept the new level",
     "skip_step": "skip",
 }
-"""What is done, the gravest first."""
+"""Actions, the most severe first."""
 
 Ending = Literal["recovered", "restarted", "not recovered", "log ends", "unknown"]
 
 
 @dataclass(slots=True)
 class Alarm:
-    """Findings and decisions that lie close together."""
+    """Findings and decisions that are close together."""
 
     domain: str
     first_row: int
@@ -60,7 +60,7 @@ class Alarm:
     onset_step: int
     kinds: dict[str, None] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    """What was said, and at which step first."""
+    """Reasons, each with its first step."""
     actions: dict[str, int] = field(default_factory=dict)
     """What would have been done, and how often, up to the first time that the run is rolled back or
     stopped: from then on it would have been another run."""
@@ -76,26 +76,26 @@ class Alarm:
     rollback_to: int | None = None
     ending: Ending = "unknown"
     end_step: int = 0
-    """Where it recovered, was restarted from, or the log ends."""
+    """Step at which it recovered, training was restarted, or the log ends."""
     end_rows: int = 0
     """Records from the onset to there."""
     back_to: int | None = None
-    """The step from which somebody started again."""
+    """Step from which training was restarted."""
 
     @property
     def action(self) -> str:
-        """The gravest action; "" for none."""
+        """The most severe action; "" for none."""
         return next((name for name in _ACTIONS if name in self.actions), "")
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it would have disturbed somebody, or undone work, for what passed by itself."""
+        """Whether it would have alerted, or undone work, for a problem that passed by itself."""
         disturbs = self.severity == "page" or self.action in ("rollback", "halt")
         return disturbs and self.ending == "recovered" and self.end_rows <= PROMPT_ROWS
 
     @property
     def lost_steps(self) -> int | None:
-        """Steps that the run as it was spent in vain; None where the log does not tell."""
+        """Steps that the actual run lost; None if the log does not show it."""
         if self.ending in ("unknown", "log ends"):
             return None
         begin = self.onset_step if self.back_to is None else min(self.back_to, self.onset_step)
@@ -112,7 +112,7 @@ class Alarm:
 
     @property
     def saved_steps(self) -> int:
-        """Steps that would not have been spent in vain, had Vitals done what it would have done."""
+        """Steps that Vitals' actions would have saved."""
         if self.action not in ("rollback", "halt") or self.is_wrong or self.lost_steps is None:
             return 0
         return max(0, self.lost_steps - self.cost_steps)
@@ -120,7 +120,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Everything that is said of a log."""
+    """Result of the audit of a log."""
 
     history: History
     cadence: Cadence
@@ -144,7 +144,7 @@ def audit(
     assumptions: Sequence[str],
     lacking: Sequence[str] = (),
 ) -> Audit:
-    """Gather alarms, and hold each against the rest of the log.
+    """Group alarms, and compare each with the rest of the log.
 
     Args:
         history: the log.
@@ -152,8 +152,8 @@ def audit(
         cadence: how its steps follow each other.
         loss_kind: what its loss is good for.
         gpus: how many it ran on; 0: not known.
-        assumptions: what had to be assumed, in words.
-        lacking: what the log is too short for, in words.
+        assumptions: the assumptions that were needed, as sentences.
+        lacking: what the log is too short for, as sentences.
     """
     alarms: list[Alarm] = []
     marks: list[CurveMark] = []
@@ -179,7 +179,7 @@ def audit(
 def _add_alarms(
     judged: JudgedStep, index: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
-    """Add what was said of a record to the alarms."""
+    """Add a record's findings and decisions to the alarms."""
     decision = judged.judgement.decision
     for finding in judged.judgement.findings:
         kind = FINDING_KINDS.get(finding.kind)
@@ -211,7 +211,7 @@ def _add_alarms(
 
 
 def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
-    """Return the alarm that goes on at this record, or a new one."""
+    """Return the alarm that continues at this record, or a new one."""
     for alarm in reversed(alarms[-8:]):
         if alarm.domain == domain and index - alarm.last_row <= NEAR_ROWS:
             return alarm
@@ -324,8 +324,8 @@ def _at_the_end(
 ) -> Ending:
     """Return how trouble ended that is not over by the log's end.
 
-    Where it lasted from the onset to the end that is an answer. Only after a few records since the
-    onset, or since the loss came back, nobody knows.
+    A problem that lasted from its onset to the end has an answer. After only a few records since
+    the onset, or since the recovery, the outcome is unknown.
     """
     if not _is_finite(log[-1]):
         return "not recovered"
@@ -388,7 +388,7 @@ def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
 
 
 def audit_blocks(audit: Audit, title: str) -> list[Block]:
-    """Return what is said of a log as blocks."""
+    """Return the audit as blocks of text."""
     return [
         Heading(1, f"Audit of {title}"),
         Words(_in_short(audit)),
@@ -521,7 +521,7 @@ def _plots(audit: Audit) -> list[Block]:
 
 
 def _curve(audit: Audit, name: str, values: Sequence[float | None]) -> PlottedCurve:
-    """Return a curve of the log; what a restart overwrote is behind the fork."""
+    """Return a curve of the log; records that a restart overwrote are after the fork."""
     steps = [logged.step for logged in audit.history.steps]
     is_left = [False] * len(steps)
     lowest: float = math.inf
@@ -620,7 +620,7 @@ def _duration(audit: Audit, steps: int) -> str:
 
 
 def _limits(audit: Audit) -> list[str]:
-    """Say what nothing can be said about, and why."""
+    """Describe what the log cannot show, and why."""
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")

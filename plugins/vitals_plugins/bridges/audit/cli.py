@@ -33,7 +33,7 @@ Log = Annotated[
     typer.Argument(
         help="A CSV file, JSON Lines, a training's output, trainer_state.json or its "
         "checkpoint's folder, TensorBoard's or wandb's folder or file.",
-        readable=False,  # our own errors name the way out
+        readable=False,  # our own errors contain the fix
     ),
 ]
 Html = Annotated[
@@ -115,7 +115,7 @@ def audit(
         cadence_of(history.steps),
         loss_kind=assumed.config.loss_kind,
         gpus=gpus,
-        # Whose folder it lay in is nobody's business where the page is sent to.
+        # The page may be sent to others: it does not contain the log's directory.
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
         lacking=lacking(assumed.config, len(history.steps)),
     )

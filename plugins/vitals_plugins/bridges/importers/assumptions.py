@@ -1,4 +1,4 @@
-"""What is said of a log before it is judged: what was read, and what had to be assumed."""
+"""Describes a log before it is judged: what was read, and what had to be assumed."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ _KINDS = {
     "rl": "reinforcement learning's, which may rise",
     "adversarial": "adversarial, which may rise",
 }
-"""What is said of a loss."""
+"""Descriptions of losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """What a log does not tell of the loop that wrote it."""
+    """Properties of the training loop that a log does not contain."""
 
     mode: Mode
     config: JudgeConfig
@@ -112,7 +112,7 @@ def _odd(cadence: Cadence, num_records: int) -> list[str]:
 
 
 def _overflows(num: int) -> list[str]:
-    """Say what was taken for a loss scaler's own skips."""
+    """Describe the rows that were taken for skips of a loss scaler."""
     if not num:
         return []
     return [

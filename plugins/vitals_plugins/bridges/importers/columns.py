@@ -70,7 +70,7 @@ _EARLIEST, _LATEST = 1e8, 1e10
 _SHOWN_CHARACTERS = 2_000
 """Characters of the names that a hint lists. Names are complete, so that one can be copied."""
 _ASKED = tuple(role for role in KNOWN if role not in ("time", "evaluation_seconds"))
-"""Roles whose cells must be numbers. A time that is not a number is ignored."""
+"""Roles whose cells must be numeric. An invalid time is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
     """Return the history; its rows are those below the head, blank lines not counted.
 
     Raises:
-        FormatError: it is empty, or a cell is no number.
+        FormatError: it is empty, or a cell is not a number.
         UsageError: no column is the step, or neither a loss nor a gradient norm.
     """
     with reading(path), open_text(path) as file:

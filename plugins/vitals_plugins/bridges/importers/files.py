@@ -116,5 +116,5 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def open_text(path: Path) -> TextIO:
-    """Open the file as UTF-8 text, a byte order mark passed over."""
+    """Open the file as UTF-8 text, without a byte order mark."""
     return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")

@@ -1,4 +1,4 @@
-"""Where the time of somebody's log went, as far as it tells."""
+"""Time buckets of a third-party log, as far as it contains them."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def log_goodput(history: History) -> Goodput:
 
 
 def _of_whole(history: History, last_step: int) -> Goodput:
-    """Return what a log tells that has the whole's duration, and no step's."""
+    """Return the goodput of a log that has only the whole duration, and none per step."""
     assert history.total_seconds is not None
     wall = round(history.total_seconds * 1e9)
     evaluation = min(wall, round(sum(history.evaluations.values()) * 1e9))

@@ -120,7 +120,7 @@ class _Epochs:
         self.num_resets = 0
 
     def step(self, epoch: object, iteration: object) -> object:
-        """Return the step of an iteration; what is no whole number is left as it is."""
+        """Return the step of an iteration; a value that is not a whole number is unchanged."""
         if not isinstance(iteration, int) or isinstance(iteration, bool):
             return iteration
         if epoch != self._epoch:

@@ -13,7 +13,7 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield each field's number and value: bytes, or the bits of a number.
 
     Raises:
-        FormatError: these bytes are no message.
+        FormatError: the bytes are not a message.
     """
     at, end = 0, len(message)
     while at < end:

@@ -20,7 +20,7 @@ LOOKED_FOR = (
     "TensorBoard's event files, or wandb's run-ID.wandb"
 )
 _HEAD_BYTES = 1 << 18
-"""Of a text log: the settings that are printed first may be long."""
+"""Bytes of a text log: the settings that are printed first may be long."""
 TRAINER_STATE = "trainer_state.json"
 _DEPTH = 2
 """Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
@@ -94,7 +94,7 @@ def _is_text(begin: bytes) -> bool:
 
 
 def _in_folder(folder: Path) -> ReadLog:
-    """Find the log that lies nearest; two of them at one depth are one too many."""
+    """Find the log at the smallest depth; two logs at one depth are an error."""
     level = [folder]
     for _ in range(_DEPTH + 1):
         logs = [log for directory in level for log in _logs(directory)]
@@ -128,14 +128,14 @@ def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
     events = [path for path in names if "tfevents" in path.name]
     if events:
         logs.append((folder, partial(read_tensorboard, folder, events)))
-    if not logs:  # of several logs of one run, the ones above have more of it
+    if not logs:  # of several logs of one run, those at a smaller depth have more of it
         metrics = (path for path in names if path.suffix == ".jsonl" and has_metrics(_longer(path)))
         logs += [(path, partial(read_json_lines, path)) for path in metrics]
     yield from logs
 
 
 def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:
-    """Return the last of Trainer's checkpoints alone, where all that was found are its own."""
+    """Return only the last of Trainer's checkpoints, if all logs found are its own."""
     steps = [_checkpoint_step(path) for path, _ in logs]
     if any(step is None for step in steps):
         return logs

@@ -1,4 +1,4 @@
-"""Reads the file that wandb writes beside a run, ``run-ID.wandb``; wandb itself is not needed.
+"""Reads the file that wandb writes for a run, ``run-ID.wandb``; wandb itself is not needed.
 
 Its Python package no longer reads it (DataStore went when the writer moved to Go), so both formats
 are read here: LevelDB's log (github.com/google/leveldb, doc/log_format.md) behind a head of 7
@@ -83,7 +83,7 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
 
     Args:
         path: the file; nothing is read of one that is not there yet.
-        at: 0, or what was returned before; the last rows of then may come again.
+        at: 0, or the value returned by the previous call; its last rows may be returned again.
 
     Returns:
         The calls, and the place to read on from.
@@ -105,9 +105,10 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
 
 
 def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator[memoryview]:
-    """Yield the whole records; what a crash or a fault left is passed over and said.
+    """Yield the complete records; torn or damaged ones are skipped and noted.
 
-    From a block's begin, which is place 0, the rest of a record that began before is no record.
+    At the start of a block, position 0, the rest of a record from the previous block is not a
+    record.
     """
     pieces, damaged = bytearray(), 0
     whole = at > 0
@@ -140,7 +141,7 @@ def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator
 
 
 def _history(record: memoryview) -> Iterator[Cells]:
-    """Yield what one call logged, if the record is of a call."""
+    """Yield the values of one log call, if the record is one."""
     for name, history in fields(record):
         if name != _RECORD_HISTORY or isinstance(history, int):
             continue
@@ -178,7 +179,7 @@ def _read_item(item: memoryview, cells: Cells) -> None:
 
 
 def _from_json(raw: bytes, *, is_json: bool) -> object:
-    """Return the value; wandb writes what is not finite as a word, in quotes or not."""
+    """Return the value; wandb writes non-finite values as a word, in quotes or not."""
     try:
         value = json.loads(raw) if is_json else raw.decode()
     except (ValueError, RecursionError):  # no value that could be a number

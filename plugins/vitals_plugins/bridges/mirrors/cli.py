@@ -1,4 +1,4 @@
-"""`vitals mirror`: a run, while it goes on, in TensorBoard, W&B, MLflow, trackio or over OTLP."""
+"""`vitals mirror`: copies a run, while it runs, to TensorBoard, W&B, MLflow, trackio or OTLP."""
 
 import contextlib
 import os
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
 CPU_SHARE = 0.1
-"""Of a core; a look that takes longer, as over a long run's folder, is followed by a pause."""
+"""Share of a core; a poll that takes longer, as of a long run's directory, is followed by a
+pause."""
 MAX_ERROR_CHARACTERS = 2_000
 
 
@@ -84,7 +85,7 @@ def mirror(
 def _where(
     run: str, folder: Path | None, collector: str, token_file: Path | None
 ) -> tuple[str, ...]:
-    """Return the arguments that name the run for good, once there is one: not the newest."""
+    """Return the arguments that name the run once it exists, so that "latest" does not change."""
     folder, run = as_folder(run, folder)
     address = None if folder is not None else find_collector(collector, token_file)
     if address is None:
@@ -118,7 +119,7 @@ def _work(
 
     def open_it(*what: Any) -> Tracker:
         tracker = open_tracker(*what)
-        pause.start_poll()  # what opening it took is no look's
+        pause.start_poll()  # opening the tracker is not part of a poll
         return tracker
 
     os.set_blocking(pipe, False)
@@ -149,8 +150,8 @@ def _work(
 
 
 def _alive(pipe: int, num_rows: int) -> None:
-    """Show that this process goes on. Where nobody reads it any more this raises, and ends it."""
-    with contextlib.suppress(BlockingIOError):  # enough of it lies there
+    """Show that this process is alive; raises, and ends it, if the pipe has no reader."""
+    with contextlib.suppress(BlockingIOError):  # the pipe is full of signs already
         os.write(pipe, b"+" if num_rows else b".")
 
 

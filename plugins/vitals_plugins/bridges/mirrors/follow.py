@@ -1,10 +1,10 @@
-"""What came of a run since it was looked at before: its steps, its scalars, and what was decided.
+"""Reads a run's new steps, scalars and decisions since the last poll.
 
-A cursor says how far that went. It is plain numbers, so that a process which takes it up again
-reads on where another was killed: each row once, and none left out.
+A cursor stores the read position. It consists of plain numbers, so that a new process can continue
+where another was killed: each row once, and none left out.
 
-Of one attempt steps come in order, but attempts do not end in order: a node that died may ship its
-last rows when the next attempt is on already. So each attempt has a place of its own.
+Steps of one attempt come in order, but attempts do not end in order: a dead node's last rows may
+arrive during the next attempt. So each attempt has a separate position.
 """
 
 import copy
@@ -37,7 +37,7 @@ _SLACK = 1_000
 _PLUMBING = frozenset(
     {"verdict", "readback_lag", "culprit_rank", "loss_max_rank", "skipped", "rank_loss"}
 )
-"""Columns that are no curves for people, or that are another one by one's own name."""
+"""Columns that are not useful as curves, or that duplicate another metric."""
 _KEYS = ("step", "attempt", "time_unix_ns", "monotonic_ns")
 _KNOWN = frozenset(metric.column for metric in STEP_METRICS)
 MAX_NAME = 200
@@ -65,7 +65,7 @@ class ActionNote(msgspec.Struct, frozen=True, kw_only=True):
     """Something that was done, as a line for people."""
 
     key: str
-    """Names it for ever within the run."""
+    """Identifies it within the run, permanently."""
     attempt: int
     step: int
     time_unix_ns: int
@@ -87,7 +87,7 @@ Entry = Row | ActionNote | Fork
 
 
 class Cursor(msgspec.Struct, kw_only=True):
-    """How far a run was read."""
+    """Read position in a run."""
 
     attempts: dict[int, int] = {}
     """The next step of each attempt."""
@@ -107,7 +107,7 @@ class Follower:
     """Reads one run from a cursor on.
 
     Args:
-        reader: is asked; a collector or a folder.
+        reader: source of the rows; a collector or a directory.
         run_id: the run's.
         cursor: where to begin; it is not changed.
     """
@@ -202,7 +202,8 @@ class Follower:
 
     def _scalars_from(self, attempt: AttemptView, *, whole: bool) -> int:
         """Return the step from which on the attempt may have scalars that were not read."""
-        begin = attempt.fork_step if attempt.parent is not None else -1  # some are of before step 0
+        # some are from before step 0
+        begin = attempt.fork_step if attempt.parent is not None else -1
         if whole:
             return begin
         read = [places.get(attempt.id, begin) for places in self._cursor.scalars.values()]
@@ -238,7 +239,7 @@ class Follower:
         for step, attempt, time_unix_ns, value in sorted(
             zip(steps, ids, times, values, strict=True), key=lambda point: point[:3]
         ):
-            # Of a value that was observed twice in a step the last counts, as in a curve.
+            # If a value was logged twice in a step, the last one counts, as in a curve.
             if attempt not in attempts or step < places.get(attempt, step):
                 continue
             row = rows.get((attempt, step))
@@ -277,7 +278,7 @@ class Follower:
 
 
 class _Lineage:
-    """Which steps of which attempts the present one stands on."""
+    """Steps and attempts in the lineage of the current attempt."""
 
     def __init__(self, attempts: Sequence[AttemptView]) -> None:
         by_id = {attempt.id: attempt for attempt in attempts}

@@ -1,8 +1,8 @@
 """Starts a process for each target, and the next one where it failed or hangs.
 
-A process shows that it goes on by a byte on a pipe after each call of the tracker's. One that shows
-nothing for long is ended with all that it started, and so is what is left of one that failed: what
-a tracker started must not write on beside the next. This process loads no tracker.
+A process writes a byte to a pipe after each call of the tracker's library. One that is silent for
+long is killed with all its children, and so are the remaining children of a failed one: a tracker's
+child must not write at the same time as the next process. This process loads no tracker.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class _Child:
         self._num_failures = 0
         self._due = 0.0
         self.exit_code: int | None = None
-        """How it ended for good; None while it goes on."""
+        """Its final exit code; None while it runs."""
 
     def start_or_stop(self, now: float, hang_seconds: float, start_seconds: float) -> None:
         """Start it where it is due, end it where it hangs."""
@@ -121,7 +121,7 @@ def supervise(
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> dict[Target, int]:
-    """Keep a process for each target going until all have ended for good; return how each did.
+    """Restart the process of each target until all have ended for good; return their exit codes.
 
     SIGTERM and Ctrl-C end them all and leave as KeyboardInterrupt.
     """

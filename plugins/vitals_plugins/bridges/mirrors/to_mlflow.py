@@ -4,8 +4,8 @@ It is found again by the tag ``vitals.run_id``. A step that was trained again is
 MLflow takes nothing back: ``vitals/attempt`` at the same step, with the same time, tells them
 apart.
 
-A server and a database leave out a value that is there already; a folder does not. So after a kill
-the history of what is to be written is read first.
+A server or a database ignores a value that exists already; a directory does not. So after a kill
+the history of the metrics is read first.
 """
 
 import re
@@ -81,7 +81,7 @@ class MLflow:
         return str(run.info.run_id)
 
     def _describe(self, about: About) -> None:
-        """Log the configuration; a parameter that is there already never changes."""
+        """Log the configuration; an existing parameter never changes."""
         there = self._client.get_run(self._run_id).data.params
         params = [
             self._param(name, str(value))

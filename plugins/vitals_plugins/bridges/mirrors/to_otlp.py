@@ -1,7 +1,7 @@
 """A run as OpenTelemetry metrics, over OTLP/HTTP: a gauge of each curve, each value with its time.
 
-What is sent again after a kill has the same series and time, and a store keeps one of them. There
-are no decisions among metrics; ``vitals/skipped`` and the attribute ``attempt`` tell of them.
+Points that are sent again after a kill have the same series and time, and a store keeps one of
+them. Metrics contain no decisions; ``vitals/skipped`` and the attribute ``attempt`` show them.
 """
 
 import os

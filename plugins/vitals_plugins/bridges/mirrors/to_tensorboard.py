@@ -1,12 +1,12 @@
 """A run as TensorBoard's event files.
 
-The run's own folder has its curve as it stands: what a rollback left behind is taken out there as
-TensorBoard knows it of a restart (a session's start purges what lies at or behind its step), and
-stands in a run of its own beside it, ``NAME/rolled_back``. Values are 64 bits wide, as they were
+The run's own directory has its curve without discarded steps: they are purged there in the way of a
+TensorBoard restart (the start of a session purges everything at or after its step), and written to
+a separate run next to it, ``NAME/rolled_back``. Values are stored with 64 bits, as they were
 measured; TensorBoard draws 32.
 
-Each process writes files of its own, and saves how long they are. What a killed one wrote behind
-that is cut off.
+Each process writes separate files, and saves their length. Data of a killed process after that is
+truncated.
 """
 
 import os
@@ -83,7 +83,7 @@ class TensorBoard:
                 self._file(discarded=entry.discarded).add(event)
                 continue
             if isinstance(entry, Fork):
-                self._set_aside(entry)
+                self._move_discarded(entry)
             text = escape_markdown(entry.text)
             note = self._library.event(entry.step, entry.time_unix_ns, text=(_NOTES, text))
             self._file(discarded=False).add(note)
@@ -95,8 +95,8 @@ class TensorBoard:
         for file in self._files.values():
             file.close()
 
-    def _set_aside(self, fork: Fork) -> None:
-        """Move what lies at or behind the fork into the run of what was left behind."""
+    def _move_discarded(self, fork: Fork) -> None:
+        """Move the steps at or after the fork to the run of discarded steps."""
         self._sync()
         behind = self._file(discarded=True)
         for raw in self._library.read(self._folder):
@@ -160,7 +160,7 @@ class _EventFile:
 
 
 class _Library:
-    """What is used of TensorBoard: its messages, and how they lie in a file."""
+    """Used parts of TensorBoard: its messages, and their file format."""
 
     def __init__(self) -> None:
         try:

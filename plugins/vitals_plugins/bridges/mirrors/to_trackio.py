@@ -1,8 +1,8 @@
 """A run as a run of trackio, in its local store; `trackio sync` takes that to a Space.
 
-Each row has an id of its own that trackio's store knows, so what is there already is left out. It
-is written through the store and not through ``trackio.log``, which keeps rows in memory and drops
-them where its process dies. What a rollback left behind stays: ``vitals/attempt`` tells it apart.
+Each row has an id that trackio's store knows, so existing rows are ignored. Rows are written
+through the store and not through ``trackio.log``, which holds rows in memory and loses them if its
+process dies. Discarded steps stay: ``vitals/attempt`` distinguishes them.
 """
 
 from collections.abc import Sequence

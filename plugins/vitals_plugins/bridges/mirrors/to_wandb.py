@@ -1,13 +1,12 @@
 """A run as a run of Weights & Biases, offline or online as WANDB_MODE says.
 
-It has the run's id, so every start of the mirror, and a ``wandb sync`` of each of its folders, goes
-on with the same one. W&B's own step must rise: it counts rows here, and ``vitals/step`` is the
-x-axis. What a rollback left behind stays, as W&B takes nothing back: ``vitals/attempt`` tells it
-apart.
+It has the run's id, so every start of the mirror, and a ``wandb sync`` of each of its directories,
+continues the same run. W&B's own step must rise: it counts rows here, and ``vitals/step`` is the
+x-axis. Discarded steps stay, because W&B cannot remove them: ``vitals/attempt`` distinguishes them.
 
-W&B writes on a process of its own, which says nothing of what is on disk. So the file that it
-writes is read: a batch is written once its last row is there, and after a kill what is there
-already is not written again.
+W&B writes in a separate process, which does not report what is on disk. So its file is read: a
+batch is written once its last row is in the file, and after a kill existing rows are not written
+again.
 """
 
 import time
@@ -51,7 +50,7 @@ class WandB:
             "num_rows": saved_state.get("num_rows", 0),
             "files": list(saved_state.get("files", [])),
         }
-        self._written = self._left_by_a_kill() if unclean else Counter()
+        self._written = self._unsaved_rows() if unclean else Counter()
         entity, _, project = target.where.rpartition("/")
         self._run: Any = wandb.init(
             entity=entity or None,
@@ -82,7 +81,7 @@ class WandB:
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
-    def _left_by_a_kill(self) -> Counter[Key]:
+    def _unsaved_rows(self) -> Counter[Key]:
         """Return the rows behind what was saved that are in W&B's file."""
         rows: list[tuple[int, dict[str, Any]]] = []
         for name in self.kept["files"][-1:]:

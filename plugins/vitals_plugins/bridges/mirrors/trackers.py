@@ -21,8 +21,8 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-"""What keeps the trackers' libraries from sending usage to their makers, unless somebody set it:
-Vitals sends nothing to anybody but whom it is told to."""
+"""Switches off the trackers' telemetry, unless the user has set it: Vitals sends data only to
+configured destinations."""
 
 
 def open_tracker(

@@ -1,4 +1,4 @@
-"""The process that writes one run into one tracker, and the file that says how far it is.
+"""The process that mirrors one run to one tracker, and the file with its position.
 
 A row is written, is durable in the tracker, and only then is the place behind it saved. Between the
 last two a kill may come: so it is saved beforehand that something is being written, and who takes
@@ -87,7 +87,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a tracker is told of a run once."""
+    """Description of a run for a tracker, sent once."""
 
     run_id: str
     name: str
@@ -128,7 +128,7 @@ class Tracker(Protocol):
     """
 
     kept: dict[str, Any]
-    """What is saved beside the cursor; plain values."""
+    """Saved together with the cursor; plain values."""
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write the entries; they are durable when this returns."""
@@ -156,7 +156,7 @@ class MirrorState(msgspec.Struct, kw_only=True):
 
 
 class StateFile:
-    """How far one run was mirrored to one target."""
+    """Position of one run's mirror to one target."""
 
     def __init__(self, folder: Path, run_id: str, target: Target) -> None:
         name = hashlib.sha256(str(target).encode()).hexdigest()[:12]
@@ -249,7 +249,7 @@ def mirror(
         opened: where it is read.
         run_id: the run.
         target: where to.
-        state: how far it is.
+        state: state of the run.
         open_tracker: opens the run in the tracker.
         is_over: whether the run has ended for good.
         alive: is called once the tracker is open, and after each of its calls, with the rows that
@@ -286,7 +286,7 @@ def mirror(
 
 
 class _Pen:
-    """Writes batches, and saves how far it came."""
+    """Writes batches, and saves its position."""
 
     def __init__(
         self, tracker: Tracker, state: StateFile, saved: MirrorState, alive: Callable[[int], None]

@@ -64,13 +64,14 @@ class BurnInDevice:
             torch.cuda.set_device(self.device)
 
     def try_memory(self, visit: int) -> WrongAnswer | None:
-        """Try a new block of memory until all that may be held is; then each in turn."""
+        """Test a new block of memory until the allowed amount is allocated; then each in turn."""
         size = min(BLOCK_BYTES[self.device.type], self.max_bytes)
         if not self.blocks or (len(self.blocks) + 1) * size <= self.max_bytes:
             self.blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
             return memory(self.blocks[-1], visit)
         turn, index = divmod(visit, len(self.blocks))
-        return memory(self.blocks[index], visit + turn)  # else a block had one pattern for good
+        # otherwise a block would always have one pattern
+        return memory(self.blocks[index], visit + turn)
 
     def check(self) -> dict[str, str]:
         """Return what is known so far, as one of the doctor's checks."""
@@ -127,7 +128,7 @@ def find_devices() -> list[BurnInDevice]:
 
 
 def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
-    """Return what is tried on each device, by name."""
+    """Return the kernels of each device, by name."""
     kernels: dict[str, Kernel] = {}
     is_on_gpu = devices[0].device.type == "cuda"
     for dtype in LARGEST:
@@ -149,7 +150,7 @@ def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
 def reducing(devices: Sequence[BurnInDevice]) -> Kernel:
     """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
 
-    Each rank is a device's thread. The groups are of nobody else: no default group, no rendezvous.
+    Each rank is a device's thread. The groups are private: no default group, no rendezvous.
     """
     teams, backend = [list(devices)], "ProcessGroupNCCL"
     if devices[0].device.type != "cuda":
@@ -180,8 +181,8 @@ def try_devices(
 ) -> Iterator[list[dict[str, str]]]:
     """Run the kernels in turn, each on all devices at once; yield after each what is known so far.
 
-    Ends when the time is up; what runs then is waited for. A device on which a kernel raises is
-    tried no more (after a fault of a GPU every call to it raises), nor are sums over all of them.
+    Ends after the given time, with the running kernels. A device on which a kernel raises is not
+    tested any more (after a GPU fault every call to it raises), nor are sums over all devices.
     """
     for device in devices:
         device.rounds.update(dict.fromkeys(kernels, 0))

@@ -1,4 +1,4 @@
-"""Runs the self-test of ``vitals doctor --burn-in`` beside itself, and bounds its time."""
+"""Runs the self-test of ``vitals doctor --burn-in`` in a separate process with a timeout."""
 
 import signal
 import subprocess

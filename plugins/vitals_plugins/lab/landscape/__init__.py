@@ -1,1 +1,1 @@
-"""The loss round a checkpoint, along lines and planes of weights: ``vitals landscape``."""
+"""The loss around a checkpoint, along lines and planes of weights: ``vitals landscape``."""

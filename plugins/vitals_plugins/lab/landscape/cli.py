@@ -1,4 +1,4 @@
-"""``vitals landscape``: the loss round a checkpoint, or on the way to another one; offline."""
+"""``vitals landscape``: the loss around a checkpoint, or on the line to another one; offline."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def landscape(
 
 
 class _Scene(NamedTuple):
-    """What is looked at: see ``landscape``."""
+    """Checkpoints, model and data: see ``landscape``."""
 
     checkpoint: str
     entry: str
@@ -220,7 +220,7 @@ def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> li
     """Return where along a direction losses are computed; the checkpoint is among them.
 
     Raises:
-        UsageError: radius or points are none.
+        UsageError: the radius or number of points is invalid.
     """
     if is_path and dimensions != 1:
         raise UsageError("--to is a line: it has one dimension", hint="leave --dimensions out")
@@ -300,7 +300,7 @@ def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
     """Load the checkpoint into the model; return what it is called.
 
     Raises:
-        UsageError: there is none, or it is of another model.
+        UsageError: it does not exist, or belongs to another model.
         VitalsError: it is damaged, or not to be trusted.
     """
     path = Path(checkpoint).expanduser()
@@ -348,8 +348,8 @@ def _load_file(path: Path, model: nn.Module) -> None:
     """Load a state dict; nothing in the file is run.
 
     Raises:
-        FormatError: it is none.
-        UsageError: it is of another model.
+        FormatError: it is not a checkpoint.
+        UsageError: it belongs to another model.
     """
     state = _state_in(path)
     try:

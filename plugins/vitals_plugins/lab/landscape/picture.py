@@ -16,7 +16,7 @@ _SIZE, _LEFT, _TOP, _BELOW, _RIGHT = 420, 80, 60, 56, 110
 _LOG_FROM = 20.0
 """Greatest over least loss from which the axis is logarithmic."""
 _COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Of viridis, from the lowest loss to the highest."""
+"""Viridis, from the lowest loss to the highest."""
 _NOT_FINITE = "#cc0000"
 
 
@@ -44,13 +44,13 @@ class _Axis:
 def picture(
     places: Sequence[float], losses: Losses, *, title: str, along: str, lines: Sequence[str] = ()
 ) -> str:
-    """Return the picture: a curve of one row, a map of colours of several.
+    """Return the plot: a curve for one row, a color map for several.
 
     Args:
         places: along each direction.
         losses: rows of the second direction; one row is a line.
         title: above it.
-        along: what lies below it.
+        along: label of the x-axis.
         lines: sentences below that.
     """
     axis = _Axis(losses)

@@ -22,12 +22,11 @@ Direction = Sequence[Tensor | None]
 def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
     """Return random directions whose filters are as long as the model's own.
 
-    Filter normalisation (Li et al., "Visualizing the Loss Landscape of Neural Nets", 2018, section
+    Filter normalization (Li et al., "Visualizing the Loss Landscape of Neural Nets", 2018, section
     4): each filter of a normal direction is scaled to the norm of the same filter of the weights,
-    so that how sharp the loss looks does not depend on how large the weights are. A filter is what
-    lies along the first axis: of a linear layer the weights of one output, of an embedding one
-    word's. Biases and the parameters of norms (whatever has one axis), frozen parameters and
-    buffers stay as they are.
+    so that the sharpness does not depend on the scale of the weights. A filter is a slice of the
+    first axis: for a linear layer the weights of one output, for an embedding one token's. Biases
+    and the parameters of norms (all with one axis), frozen parameters and buffers are unchanged.
 
     Args:
         model: with the weights that the directions begin at.
@@ -71,9 +70,9 @@ def values(model: nn.Module) -> list[Tensor]:
 def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
     """Return the direction that ends, at 1, in other weights of the same model.
 
-    All parameters and buffers of floating point, those of norms among them: at 1 it is the other
-    model. The straight line between two states is that of Goodfellow et al., "Qualitatively
-    characterizing neural network optimization problems", 2015.
+    All floating-point parameters and buffers, including those of norms: at 1 it is the other model.
+    The straight line between two states is that of Goodfellow et al., "Qualitatively characterizing
+    neural network optimization problems", 2015.
 
     Args:
         model: with the weights that it begins at.
@@ -147,7 +146,7 @@ def _no_loss(what: str) -> UsageError:
 def surface(
     model: nn.Module, loss_of: LossOf, batches: Sequence[Any], *, mode: Mode, seed: int
 ) -> Iterator[Surface]:
-    """Give the loss round the model's weights; all is as before afterwards.
+    """Yield the loss around the model's weights, which are restored afterwards.
 
     Weights, buffers, gradients (there are none afterwards), generators, and which modules train.
 

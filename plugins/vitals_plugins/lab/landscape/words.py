@@ -1,4 +1,4 @@
-"""What the losses along a line tell: how sharp, how wide, whether the middle is a minimum."""
+"""Describes the losses along a line: sharpness, width, whether the middle is a minimum."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ if TYPE_CHECKING:
     from vitals_plugins.lab.landscape.surface import Losses
 
 _EQUAL = 1e-6
-"""Of the loss in the middle: what is lower by less is lower by rounding."""
+"""Share of the loss in the middle: a smaller decrease is rounding."""
 _BARRIER = 0.01
-"""Of the larger loss of two ends: what rises by less on the way between them is no barrier."""
+"""Share of the larger loss of the two ends: a smaller rise between them is not a barrier."""
 
 
 class LineFacts(NamedTuple):
     """The loss along one direction through the middle, where nothing was moved."""
 
     slope: float | None
-    """Its first derivative in the middle, by the neighbours; None where one is not finite."""
+    """Its first derivative in the middle, from the neighbors; None if one is non-finite."""
     curvature: float | None
     """Its second derivative, likewise."""
     low: float | None
-    """From where the loss stays within a share of the middle's; None where no share is told."""
+    """Start of the interval in which the loss stays within a share of the middle's; None without a
+    share."""
     high: float | None
     is_open: tuple[bool, bool]
     """Whether it is within still at the first place, and at the last."""
@@ -71,7 +72,7 @@ def line_facts(places: Sequence[float], losses: Sequence[float], within: float) 
 def _until(
     places: Sequence[float], losses: Sequence[float], way: range, most: float
 ) -> tuple[float, bool]:
-    """Return how far the loss stays at most so high, and whether it does to the end."""
+    """Return how far the loss stays below a limit, and whether it does to the end."""
     before = way[0]
     for at in way:
         if math.isfinite(losses[at]) and losses[at] <= most:
@@ -119,11 +120,11 @@ def middle_lines(losses: Losses) -> list[tuple[float, ...]]:
     return [losses[middle], tuple(row[middle] for row in losses)]
 
 
-# ------------------------------------------------------------------------------------- in words
+# ------------------------------------------------------------------------------------- text
 
 
 def landscape_sentences(places: Sequence[float], losses: Losses, within: float) -> Iterator[str]:
-    """Yield what the loss round a checkpoint is like."""
+    """Yield sentences about the loss around a checkpoint."""
     lines = middle_lines(losses)
     for number, line in enumerate(lines, 1):
         facts = line_facts(places, line, within)
@@ -163,7 +164,7 @@ def _of_line(facts: LineFacts, number: int, centre: float, within: float) -> Ite
 
 
 def path_sentences(places: Sequence[float], losses: Losses) -> Iterator[str]:
-    """Yield what lies between two states."""
+    """Yield sentences about the loss between two states."""
     facts = path_facts(places, losses[0])
     yield f"The loss is {facts.begin:.4g} at the beginning and {facts.end:.4g} at the end."
     if facts.barrier is None:

@@ -76,7 +76,7 @@ def show_plan(
         )
     if bool(layers) != bool(width):
         raise UsageError("--layers and --width go together", hint="give both, or neither")
-    sized = min(max(1e3, params), 1e16)  # else the plan says that it is no size
+    sized = min(max(1e3, params), 1e16)  # otherwise the plan reports an invalid size
     shape = Shape(layers, width, vocab) if layers else shape_of(sized, vocab=vocab)
     plan_input = PlanInput(
         num_params=params,

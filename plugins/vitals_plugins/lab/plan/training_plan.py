@@ -1,8 +1,8 @@
-"""What a training will take: FLOPs, memory per GPU, batch, days and price. Pure.
+"""Resources of a planned training: FLOPs, memory per GPU, batch size, days and price. Pure.
 
 Each function names the source of its formula; ``SOURCES`` has them all, for the output's footnotes.
-Bytes are of one GPU. A decoder-only transformer is meant, its block as GPT-2 has it: two
-LayerNorms, attention without a stored score matrix (flash), and an MLP four times as wide.
+Bytes are per GPU. The model is a decoder-only transformer with GPT-2's block: two LayerNorms,
+attention without a stored score matrix (flash), and an MLP four times as wide.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Bytes(NamedTuple):
     weight: int
     gradient: int
     optimizer: int
-    """Of AdamW: two moments, and master weights where the weights themselves are halves."""
+    """AdamW: two moments, and master weights if the weights are 16-bit."""
     activation: int
 
 
@@ -90,7 +90,7 @@ and 4) and of its activation (4)."""
 
 
 def shape_of(num_params: float, *, vocab: int = 0) -> Shape:
-    """Return the shape that models of so many parameters usually have.
+    """Return the usual shape of a model with this many parameters.
 
     ``N = 12 L d^2`` without embeddings (Kaplan et al., 2020, table 1), at ``d = 128 L``.
     """
@@ -161,9 +161,9 @@ def working(
     num_tokens: int,
     training_type: TrainingType,
 ) -> float:
-    """Return what else lies there while backward begins.
+    """Return the other memory in use when backward starts.
 
-    FSDP has two blocks gathered, the present and the next, and the present one's gradients (Zhao et
+    FSDP has two gathered blocks, the current and the next, and the current one's gradients (Zhao et
     al., PyTorch FSDP, 2023, section 3.3); DDP a copy of the gradients in buckets, unless
     ``gradient_as_bucket_view`` is on (its documentation), and so do stages 1 and 2. The gradient of
     the output is as large as the output.
@@ -188,7 +188,7 @@ def memory(
     training_type: TrainingType,
     checkpointing: bool,
 ) -> Memory:
-    """Return what one GPU holds at most, as gradients of earlier micro-batches are there already.
+    """Return one GPU's peak memory, with gradients of earlier micro-batches present.
 
     Args:
         strategy: how states are divided over the GPUs.
@@ -217,7 +217,7 @@ def critical_batch(loss: float) -> float:
 
 
 class BatchSizeCost(NamedTuple):
-    """What a batch of a size costs, beside the least of each (McCandlish et al., 2018)."""
+    """Cost of a batch size, relative to the minimum of each (McCandlish et al., 2018)."""
 
     tokens: float
     steps: float
@@ -245,7 +245,7 @@ _BOUNDS: Mapping[str, tuple[str, int, float]] = {
     "sequence_length": ("the sequence length is", 1, 1e9),
     "micro_batch": ("the micro-batch is", 1, 1e6),
 }
-"""A thousand times what anybody has trained; below them it is no transformer."""
+"""A thousand times the largest trained models; below the minimum it is not a transformer."""
 _LEANER, _EXPERTS = 4, 1_000
 """A block may have a quarter of the usual parameters, and with experts a thousand times as many."""
 
@@ -313,13 +313,13 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """What the training will take."""
+    """Resources of the training."""
 
     shape: Shape
     flops: float
     """Model FLOPs: ``6 N D`` and attention."""
     attention_flops: float
-    """Of them, attention's."""
+    """Attention's share of them."""
     gpu_bytes: float
     fits: tuple[Fit, ...]
     noise_scale: float
@@ -332,7 +332,7 @@ class TrainingPlan:
 
 
 _USABLE = 0.92
-"""Of a GPU's memory: the rest is the driver's context, NCCL's buffers and fragmentation."""
+"""Share of a GPU's memory: the rest is the driver's context, NCCL's buffers and fragmentation."""
 
 
 def plan(plan_input: PlanInput) -> TrainingPlan:

@@ -1,6 +1,6 @@
 """``vitals repro``: plays a bad step again, and says why it was bad.
 
-Only the play needs torch: without it, this still says which steps can be played.
+Only the replay needs torch: without it, this still lists the steps that can be replayed.
 """
 
 from __future__ import annotations

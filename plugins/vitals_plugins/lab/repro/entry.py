@@ -19,7 +19,7 @@ CONTRACT = (
 
 
 class Built(NamedTuple):
-    """What the function returned."""
+    """Return value of the user's function."""
 
     model: Any
     loss_of: Callable[[Any], Any]
@@ -91,7 +91,7 @@ def _module(name: str) -> Any:
 def _file(path: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
-    sys.path.insert(0, str(path.absolute().parent))  # for what it imports from beside it
+    sys.path.insert(0, str(path.absolute().parent))  # for imports from its own directory
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "the name ends in .py"
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Plays a bad step's batches once more, and finds where the first value came from that is bad."""
+"""Replays a bad step's batches, and finds the origin of the first bad value."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ReplayLimits(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What came out of a play."""
+    """Result of a replay."""
 
     losses: tuple[float, ...] = ()
-    """Of each micro-batch."""
+    """Loss of each micro-batch."""
     bad_gradients: tuple[str, ...] = ()
     """Parameters whose gradient is not finite."""
     grad_norm: float = 0.0
     error: str = ""
-    """Why it could not be played."""
+    """Why the replay failed."""
 
     @property
     def loss(self) -> float:
@@ -77,7 +77,7 @@ class NonfiniteOrigin(NamedTuple):
 
 @dataclass(kw_only=True)
 class Scene:
-    """A model and its loss, put back before each play: weights, buffers and generators."""
+    """A model and its loss, restored before each replay: weights, buffers and generators."""
 
     model: nn.Module
     loss_of: LossOf
@@ -90,7 +90,7 @@ class Scene:
         """Each tensor of ``slots``, and what it is put back to."""
 
     def keep(self) -> None:
-        """Take the present weights for those that every play begins with."""
+        """Use the current weights as the start of every replay."""
         self.kept = [(tensor, tensor.detach().clone()) for tensor, _ in self.kept]
 
     def play(
@@ -206,7 +206,7 @@ class Scene:
                     tensor.data = tensor.data.to(dtype)
             yield
         finally:
-            # A gradient is of its parameter's type: it goes first.
+            # A gradient has its parameter's type: delete it first.
             self.model.zero_grad(set_to_none=True)
             for tensor, data in converted:
                 tensor.data = data
@@ -260,7 +260,7 @@ def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None
 
 
 def kind_of(value: object) -> str:
-    """Return what it is, in words."""
+    """Return a description of the value's type."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return f"{name_type(value)}{shape}"
 
@@ -344,15 +344,15 @@ class _OperationInput(NamedTuple):
 
 
 _FINITE, _UNKNOWN = -1, -2
-"""In place of an event."""
+"""Instead of an event."""
 
 
 class Trace(TorchDispatchMode):
-    """Notes which operation of which module makes what is not finite, forward and backward.
+    """Records which operation of which module produces non-finite values, forward and backward.
 
-    Forward: every result is looked at, and the way from the loss back to the first that was made
-    not finite. An infinity that the code writes (a mask of -inf) is none of these. Backward: the
-    first node whose gradient going in is finite, and coming out is not.
+    Forward: every result is checked, and the path from the loss back to the first operation that
+    made it non-finite. An infinity that the code writes (a mask of -inf) does not count. Backward:
+    the first node whose incoming gradient is finite and whose outgoing one is not.
     """
 
     def __init__(self) -> None:
@@ -366,7 +366,7 @@ class Trace(TorchDispatchMode):
         self._last: dict[int, int] = {}
         """By address of the memory its newest event."""
         self._held: list[Tensor] = []
-        """Else their addresses would come again."""
+        """Otherwise their addresses would be reused."""
         self._nodes: dict[Any, str] = {}
         """Nodes of the graph, and the innermost module whose forward made them."""
         self._is_forward = False
@@ -483,7 +483,7 @@ class Trace(TorchDispatchMode):
                 if self._events[number].is_made:
                     outputs.append(number)
                 waiting += self._events[number].parents
-            # What was bad before the play has no maker: then the first that computed with it.
+            # A value that was bad before the replay has no origin: use the first operation on it.
             computed = [number for number in seen if not self._events[number].is_view]
             event = self._events[min(outputs or computed or seen)]
             self.origin = self.origin or NonfiniteOrigin(event.module, event.operator, "forward")

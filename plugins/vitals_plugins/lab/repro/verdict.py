@@ -1,4 +1,4 @@
-"""Says why a bad step was bad: plays it as it was, in more precision, and in parts."""
+"""Finds the cause of a bad step: replays it unchanged, in higher precision, and in parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IN_WORDS: dict[Cause, str] = {
     "not_reproduced": "Not reproduced",
 }
 _MOST_PLAYS = 256
-"""Plays of parts of a batch."""
+"""Maximum number of replays of parts of a batch."""
 _MOST_ROWS = 8
 """Bad samples that are looked for one by one."""
 _OUT_OF_RANGE = 100.0
@@ -58,7 +58,7 @@ _SHOWN = 4
 
 
 class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a play has shown; kept beside the capsule."""
+    """Result of a replay; stored next to the capsule."""
 
     verdict: Cause
     sentence: str
@@ -66,11 +66,11 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     operator: str = ""
     direction: str = ""
-    """``forward`` or ``backward``; empty where no operator is to blame."""
+    """``forward`` or ``backward``; empty if no operator is the cause."""
     rows: tuple[int, ...] = ()
     """Samples of the batch without which it is fine."""
     loss: float | None = None
-    """What the run saw; None where it was not finite or unknown."""
+    """Value in the run; None if it was non-finite or unknown."""
     played_loss: float | None = None
     is_bit_equal: bool | None = None
     """Whether the loss came out the same, bit for bit; None where the run's was not finite."""
@@ -81,7 +81,7 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class _Case:
-    """A capsule with a model to play it, and what is known so far."""
+    """A capsule with a model to replay it, and the results so far."""
 
     capsule: Capsule
     scene: Scene
@@ -120,11 +120,11 @@ def judge(
     *,
     try_machine: Callable[[torch.device], str] | None = None,
 ) -> ReplayVerdict:
-    """Play a bad step and say why it was bad.
+    """Replay a bad step and return its cause.
 
     Args:
         capsule: of the step.
-        model: with the weights to play it with.
+        model: with the weights of the step.
         loss_of: the loss of a batch.
         weights: where those weights come from.
         batches: the step's.
@@ -207,11 +207,11 @@ def _trace(case: _Case) -> NonfiniteOrigin | None:
 
 
 _Found = tuple[Cause, str, str, tuple[int, ...]]
-"""What, why, the module where no operator is to blame, and the samples."""
+"""Cause, reason, the module if no operator is the cause, and the samples."""
 
 
 def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
-    """Return why the step was bad: evidence in the state first, which spoils whatever is played."""
+    """Return the cause: evidence in the state first, because a bad state affects every replay."""
     if (state := _of_state(case)) is not None:
         return state
     if not played.is_bad(case.limits):
@@ -325,7 +325,7 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
-    """Return what of this machine is not as the run's was."""
+    """Return differences between this machine and the run's."""
     here, there = versions(device), capsule.facts["versions"]
     names = ("torch", "cuda", "device", "float32_matmul")
     return [
@@ -352,7 +352,7 @@ def _try_machine(device: torch.device) -> str:
 
 
 def _in_precision(case: _Case) -> str:
-    """Return in words that it is fine in more precision; empty where it is not, or unknown."""
+    """Return a sentence that higher precision fixes it; empty if it does not, or is unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
     for dtype in tried if lowest != "float64" else ():
@@ -386,7 +386,7 @@ def _lowest(case: _Case) -> str:
 def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
     """Return the samples that alone are bad, if the batch is fine without them; and their number.
 
-    Of several micro-batches, in the first that is bad alone.
+    With several micro-batches, in the first that is bad on its own.
     """
     number = 0
     if len(case.batches) > 1:
@@ -412,7 +412,7 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
 
 
 def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
-    """Return bad samples among these, halving; none where too many plays would be needed."""
+    """Return bad samples among these, by bisection; none if that needs too many replays."""
     bad: list[int] = []
     waiting = [rows]
     while waiting and case.num_plays < _MOST_PLAYS and len(bad) < _MOST_ROWS:
@@ -428,7 +428,7 @@ def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
 
 
 def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
-    """Return in words which values of these samples cannot be; empty: none."""
+    """Return a sentence about invalid values of these samples; empty: none."""
     without = "it" if len(rows) == 1 else _samples(rows)
     for batch in case.batches:
         for tensor in tensors_in(batch):
@@ -455,7 +455,7 @@ def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
 
 
 def _not_finite(case: _Case) -> str:
-    """Return in words that NaN or an infinity in the batch is to blame; empty: it is not.
+    """Return a sentence that NaN or Inf in the batch is the cause; empty: it is not.
 
     For samples that cannot be left out. An infinity below 0 may be a mask, so it stays.
     """
@@ -474,7 +474,7 @@ def _not_finite(case: _Case) -> str:
 
 
 def _samples(rows: Sequence[int]) -> str:
-    """Return them in words, counted from 0."""
+    """Return the sample numbers as text, counted from 0."""
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_SHOWN]))}{more}"
 
@@ -518,7 +518,7 @@ def _bits(case: _Case, played: Played) -> str:
 
 
 def keep(verdict: ReplayVerdict, capsule: Path) -> Path:
-    """Write a verdict beside its capsule; returns where."""
+    """Write a verdict next to its capsule; return its path."""
     path = capsule.with_suffix(VERDICT)
     raw = json.dumps(msgspec.to_builtins(verdict), indent=2).encode() + b"\n"
     replace_file(path, raw, mode=0o600)

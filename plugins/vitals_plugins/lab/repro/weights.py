@@ -39,10 +39,10 @@ class Weights:
 def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
     """Load the newest checkpoint at or before the step into the model, in place.
 
-    Where there is none, the model keeps the weights that it came with.
+    Without a checkpoint, the model keeps its weights.
 
     Raises:
-        UsageError: the checkpoint is of another model.
+        UsageError: the checkpoint belongs to another model.
         VitalsError: it is damaged, or not to be trusted.
     """
     from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
@@ -76,7 +76,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
     """Read a checkpoint's parameters and buffers into a model, in place; return them by name.
 
     Raises:
-        UsageError: the checkpoint is of another model.
+        UsageError: the checkpoint belongs to another model.
     """
     from trainer_hooks.recovery.checkpoints import payload
     from trainer_hooks.recovery.checkpoints.planner import Box

@@ -1,7 +1,7 @@
-"""What keeps a lake small and quick: outlines, few files and marks.
+"""Keeps a lake small and fast: chunk statistics, few files and marks.
 
-Outlines are written behind the rows, some writers' new ones at a time. Old states and removed runs
-go.
+Chunk statistics are computed after the append, for some writers' new rows at a time. Old snapshots
+and removed runs are deleted.
 """
 
 import sys
@@ -14,7 +14,8 @@ import pyarrow.compute
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import outlines
+from vitals_collector.numbers import chunk_stats
+from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, compute_chunk_stats
 from vitals_collector.numbers.interface import ColumnValues, RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
     HOLES,
@@ -32,7 +33,6 @@ from vitals_collector.numbers.lake_catalogue import (
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
 from vitals_collector.numbers.lake_reading import chosen_of, select
-from vitals_collector.numbers.outlines import ROWS, STREAMS, ChunkStats, outline
 
 # ----------------------------------------------------------------------------------------- outlines
 
@@ -52,14 +52,14 @@ _NUMBERS = {
 }
 _SORTED_BY = "run ASC, stream ASC, name ASC, rank ASC, first_step ASC"
 FEWEST_ROWS = 4_096
-"""Of a stream of a run: fewer are read as soon as their outlines, which cost .1 s of CPU a run, so
-that a hundred runs of a few ranks would take a fifth of a core."""
+"""Rows per stream and run. Fewer are read as fast as their statistics, which cost 0.1 s of CPU per
+run: for a hundred runs of a few ranks, a fifth of a core."""
 _MOST_VALUES = 4 << 20
-"""Outlined at a time: as many take 32 MB, and a few times that for a moment."""
+"""Values per call: 32 MB, and temporarily a few times that."""
 
 
-def prepare(engine: LakeEngine, tables: Collection[str]) -> None:
-    """Make the table if it is none of those that the lake has."""
+def create_chunk_stats_table(engine: LakeEngine, tables: Collection[str]) -> None:
+    """Create the table if the lake does not have it."""
     if OUTLINES in tables:
         return
     listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
@@ -68,10 +68,10 @@ def prepare(engine: LakeEngine, tables: Collection[str]) -> None:
         engine.execute(f"ALTER TABLE {OUTLINES} SET SORTED BY ({_SORTED_BY})")
 
 
-def _outlined_seqs(
+def _last_seqs_with_stats(
     engine: LakeEngine, runs: Sequence[int]
 ) -> dict[int, dict[tuple[str, str], int]]:
-    """Return by run, incarnation and stream the number of the last row that is outlined."""
+    """Return by run, incarnation and stream the last sequence number with chunk statistics."""
     engine.files.need(OUTLINES, *runs)
     marks = engine.ask(
         f"SELECT run, incarnation, stream, max(last_seq) AS seq FROM {OUTLINES}"
@@ -84,27 +84,27 @@ def _outlined_seqs(
     return done
 
 
-def outline_runs(
+def add_chunk_stats(
     engine: LakeEngine, catalogue: Catalogue, run_ids: Sequence[str], end: float
 ) -> bool:
-    """Outline the runs' rows that are not yet, but for a few; return whether all were by ``end``.
+    """Add missing chunk statistics, except for few rows; return whether all were done by ``end``.
 
     Args:
         engine: the lake.
-        catalogue: its catalogue.
+        catalogue: the lake's catalogue.
         run_ids: the runs, which have rows.
-        end: moment of ``time.monotonic`` after which no more is begun.
+        end: ``time.monotonic`` after which no new run is started.
     """
     numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
-    done = _outlined_seqs(engine, list(numbers.values())) if numbers else {}
+    done = _last_seqs_with_stats(engine, list(numbers.values())) if numbers else {}
     states = catalogue.states(numbers, is_fresh=True)
     return all(
-        _outline_run(engine, catalogue, run_id, states[run_id], done[run], end)
+        _add_chunk_stats_of_run(engine, catalogue, run_id, states[run_id], done[run], end)
         for run_id, run in numbers.items()
     )
 
 
-def _outline_run(
+def _add_chunk_stats_of_run(
     engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
@@ -117,17 +117,17 @@ def _outline_run(
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
         columns = catalogue.places_of(state, stream)
-        names = _outlined_columns(state.types(stream))
+        names = _numeric_columns(state.types(stream))
         most_rows = max(1, _MOST_VALUES // (len(names) + 1))
-        for seqs in _pieces(pending, most_rows):
+        for seqs in _split_spans(pending, most_rows):
             if time.monotonic() > end:
                 return False
             span = RowSpan(run_id, stream, seqs=seqs)
-            _outline(engine, catalogue.runs[run_id], span, state, columns, names)
+            _insert_chunk_stats(engine, catalogue.runs[run_id], span, state, columns, names)
     return True
 
 
-def _outlined_columns(kinds: Mapping[str, str]) -> list[str]:
+def _numeric_columns(kinds: Mapping[str, str]) -> list[str]:
     row_columns = {column.name for column in ROW_COLUMNS}
     return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
@@ -135,7 +135,7 @@ def _outlined_columns(kinds: Mapping[str, str]) -> list[str]:
 def _pending(
     state: RunState, stream: str, done: Mapping[tuple[str, str], int]
 ) -> list[tuple[int, int, str]]:
-    """Return each writer's numbers that are not outlined: the first, the one behind the last."""
+    """Return each writer's rows without statistics: the first number, the one after the last."""
     pending = []
     for (incarnation, key), mark in state.marks.items():
         first = done.get((incarnation, stream), -1) + 1
@@ -145,12 +145,12 @@ def _pending(
     return pending
 
 
-def _pieces(
+def _split_spans(
     pending: Sequence[tuple[int, int, str]], most_rows: int
 ) -> Iterator[dict[str, tuple[int, int]]]:
-    """Yield some writers' numbers at a time, each with its first one and the one behind its last.
+    """Yield some writers' numbers at a time, each with its first one and the one after its last.
 
-    Those of one piece begin near each other: what is not asked for is skipped in the files.
+    Numbers of one piece start near each other, so that other rows are skipped in the files.
     """
     piece: dict[str, tuple[int, int]] = {}
     num_rows = 0
@@ -166,7 +166,7 @@ def _pieces(
         yield piece
 
 
-def _outline(
+def _insert_chunk_stats(
     engine: LakeEngine,
     run: int,
     span: RowSpan,
@@ -182,14 +182,14 @@ def _outline(
     order = np.lexsort((rows["seq"].to_numpy(), codes))
     if not len(order):
         return
-    # One that says no time lies at 0, as everywhere: as NaN it would end the outlines of every run.
+    # A row without a time gets 0, as everywhere: NaN would end the statistics of every run.
     keys = ("seq", "step", "attempt", "time_unix_ns")
     of_row = (to_column(rows[name]).values[order] for name in keys)
     columns = {}
     for name in names:
         column = to_column(rows[name])
         columns[name] = ColumnValues(column.values[order], column.is_missing[order])
-    entries = outline(stream, outlines.StreamRows(codes[order], *of_row), columns)
+    entries = compute_chunk_stats(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():
         engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))
@@ -224,11 +224,11 @@ _MOST_TRIES = 50
 
 
 def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
-    """Take runs over: from here on this process commits for them.
+    """Take over runs: from now on this process commits for them.
 
     Args:
         engine: the lake.
-        catalogue: its catalogue.
+        catalogue: the lake's catalogue.
         epochs: the number of each run's lease.
 
     Raises:
@@ -254,15 +254,15 @@ def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, 
 # ------------------------------------------------------------------------------------------- upkeep
 
 _MOST_DELETED = 0.1
-"""Share of deleted rows above which a file is written anew."""
+"""Share of deleted rows above which a file is rewritten."""
 _KEPT_SECONDS = 20
-"""What was replaced stays for questions that are under way."""
+"""Replaced files stay for running queries."""
 _MERGED_BYTES = 64 << 20
-"""Above that none is read by a merge."""
+"""A merge reads no larger file."""
 _SMALL_BYTES = 8 << 20
-"""Smaller files are merged. What commits of a minute come to is merged once where it is more: 4,096
-ranks' minute holds up a commit for .4 s of CPU. Were files merged until they are four times as
-large, each row would be written three times more, and a commit held up for 1.5 s."""
+"""Smaller files are merged. A larger commit of one minute is merged once: one minute of 4,096 ranks
+blocks a commit for 0.4 s of CPU. If files were merged up to four times this size, each row would be
+written three more times, and a commit blocked for 1.5 s."""
 _TO_MERGE = f"""
 SELECT t.table_name AS name, count(*) FILTER (d.file_size_bytes < {_SMALL_BYTES}) > 1 AS has_small,
   count(x.data_file_id) > 0 AS has_deleted
@@ -277,10 +277,10 @@ _CALLS = ("merge_adjacent_files", "rewrite_data_files")
 
 
 def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
-    """Outline new rows, make few sorted files of many small ones, forget the states before.
+    """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
     Returns:
-        Whether all was done; if not, the next call goes on with it.
+        Whether everything was done; if not, the next call continues.
 
     Raises:
         StorageError: another collector was in the way; nothing is lost, call it later.
@@ -288,8 +288,8 @@ def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS):
         engine.files.need_small(table, sys.maxsize)
-    is_done = outline_runs(engine, catalogue, catalogue.changed(), end)
-    if is_done:  # else it would be forgotten which runs have changed
+    is_done = add_chunk_stats(engine, catalogue, catalogue.changed(), end)
+    if is_done:  # otherwise the changed runs would be lost
         _fold_marks(engine)
     tables = (*sorted(catalogue.places), OUTLINES, MARKS, NEW_MARKS, LEVELLED)
     due = engine.ask(_TO_MERGE).to_pydict()  # a call that finds nothing to do takes 10 ms
@@ -301,15 +301,15 @@ def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
     for call in ("expire_snapshots", "cleanup_old_files"):
         engine.execute(f"CALL ducklake_{call}('lake', {older_than})")
     engine.keep_checksums()
-    _forget_checksums(engine)
+    _delete_old_checksums(engine)
     catalogue.forget_idle()
     engine.give_back_memory()
     return is_done
 
 
 def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
-    """Merge the table's files one by one; commits take turns with it, and wait for one at most."""
-    engine.files.need_small(table, _MERGED_BYTES)  # what is damaged would get a right checksum
+    """Merge the table's files one by one; commits alternate with it, and wait for at most one."""
+    engine.files.need_small(table, _MERGED_BYTES)  # damaged content would get a valid checksum
     is_merge = call == _CALLS[0]
     bound = f", delete_threshold => {_MOST_DELETED}"
     if is_merge:
@@ -322,8 +322,8 @@ def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
     return False
 
 
-def _forget_checksums(engine: LakeEngine) -> None:
-    """Remove the checksums of files that the catalogue names no more."""
+def _delete_old_checksums(engine: LakeEngine) -> None:
+    """Delete the checksums of files that are no longer in the catalogue."""
     paths = engine.ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
     named = " UNION ALL ".join(
         f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
@@ -350,10 +350,10 @@ def _fold_marks(engine: LakeEngine) -> None:
             engine.insert(MARKS, marks)
 
 
-def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, but: Collection[str]) -> None:
-    """Remove the run's rows for good; its marks stay, so that nothing sent again comes back.
+def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]) -> None:
+    """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
-    Its columns stay as well: a process that goes on writing the run knows that they are there.
+    Its columns stay as well: a process that still writes the run assumes that they exist.
 
     Raises:
         StorageError: nothing was removed.
@@ -363,13 +363,15 @@ def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, but: Collectio
         run = catalogue.runs.get(run_id)
         if run is None:
             return
-        placeholders = ", ".join("?" * len(but)) or "''"
+        placeholders = ", ".join("?" * len(exclude)) or "''"
         row_filter = f"run = ? AND incarnation NOT IN ({placeholders})"
         with engine.transaction():
             for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
-                engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *but])
-            for table in (NEW_MARKS, MARKS):  # whose rows are gone is no source any more
-                engine.execute(f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *but])
+                engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *exclude])
+            for table in (NEW_MARKS, MARKS):  # a writer without rows has no source
+                engine.execute(
+                    f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *exclude]
+                )
         catalogue.forget_run(run_id)
 
 
@@ -378,8 +380,8 @@ def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -
 
     Args:
         engine: the lake.
-        catalogue: its catalogue.
-        run_id: of this run; None for all.
+        catalogue: the lake's catalogue.
+        run_id: only this run; None for all.
     """
     totals: dict[int, int] = {}
     run = None if run_id is None else catalogue.number(run_id)
@@ -401,7 +403,7 @@ def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -
 
 
 def size(engine: LakeEngine) -> int:
-    """Return the bytes of all files that the catalogue knows."""
+    """Return the size of all files in the catalogue."""
     files = " UNION ALL ".join(
         f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")
     )

@@ -22,18 +22,18 @@ from tests.support.levels import (
 )
 from tests.support.numbers import new_lake, plain
 from trainvitals.errors import StorageError
-from vitals_collector.numbers import lake_thinning
+from vitals_collector.numbers import lake_rollup
 from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,
-    Levelled,
     Numbers,
+    RollUpResult,
     RowSpan,
     StepWindow,
 )
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.levels import STATISTICS
 from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.rank_rollup import STATISTICS
 
 
 def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
@@ -45,9 +45,9 @@ def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
     assert (due.window, due.newest_unix_ns) == (FIRST, 1_700_000_000_000_000_255)
     assert set(due.last_seqs.values()) == {255}
     assert len(due.last_seqs) == 11
-    done = numbers.level(RUN, FIRST, 4)
+    done = numbers.roll_up(RUN, FIRST, 4)
     # With a NaN or an infinity first; then by turns the slowest and the furthest loss.
-    assert done == Levelled(7 * SIZE, ("rank:7", "rank:9", "rank:3", "rank:5"))
+    assert done == RollUpResult(7 * SIZE, ("rank:7", "rank:9", "rank:3", "rank:5"))
     whole = dict.fromkeys((0, 7, 9, 3, 5), 600)
     assert kept_rows(numbers) == dict.fromkeys(range(12), 600 - SIZE) | whole
     over = levels(numbers)
@@ -70,7 +70,7 @@ def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> Non
     windows = []
     while (due := numbers.next_window(RUN, 1, SIZE)) is not None:
         windows.append(due[0])
-        numbers.level(RUN, due[0], 2)
+        numbers.roll_up(RUN, due[0], 2)
     assert windows == [StepWindow(1, start, start + SIZE) for start in (0, 256, 512)]
     assert levels(numbers)["step"] == list(range(600))
     assert numbers.next_window(RUN, 2, SIZE) is None
@@ -78,7 +78,7 @@ def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> Non
 
 def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: Numbers) -> None:
     fill(numbers)
-    assert numbers.level(RUN, FIRST, 2, is_whole=True).num_rows == 0
+    assert numbers.roll_up(RUN, FIRST, 2, is_whole=True).num_rows == 0
     assert kept_rows(numbers) == dict.fromkeys(range(12), 600)
     assert len(levels(numbers)["step"]) == SIZE
     due = numbers.next_window(RUN, 1, SIZE)
@@ -88,7 +88,7 @@ def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: Nu
 
 def test_rows_that_became_numbers_are_not_taken_again(numbers: Numbers) -> None:
     fill(numbers)
-    numbers.level(RUN, FIRST, 2)
+    numbers.roll_up(RUN, FIRST, 2)
     before = kept_rows(numbers)
     fill(numbers)
     assert kept_rows(numbers) == before
@@ -99,7 +99,7 @@ def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: N
     numbers.append(
         [batch(identity(rank=rank), [{"z": largest}, {"z": math.nan}]) for rank in (1, 2, 3)]
     )
-    numbers.level(RUN, FIRST, 1)
+    numbers.roll_up(RUN, FIRST, 1)
     scanned = numbers.scan(RowSpan(RUN, "ranks"), [f"z:{what}" for what in STATISTICS])
     assert [plain(column) for column in scanned.values()] == [
         [largest, None],
@@ -114,7 +114,7 @@ def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
     lake, memory = new_lake(tmp_path), MemoryNumbers()
     for numbers in (lake, memory):
         fill(numbers, num_ranks=24)
-    assert lake.level(RUN, FIRST, 8) == memory.level(RUN, FIRST, 8)
+    assert lake.roll_up(RUN, FIRST, 8) == memory.roll_up(RUN, FIRST, 8)
     mine, expected = levels(lake), levels(memory)
     for name, values in expected.items():
         assert mine[name] == (pytest.approx(values) if name.endswith(":mean") else values)
@@ -128,7 +128,7 @@ def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
         fill(numbers, num=1_000)
     lake.merge()  # all is outlined
     for numbers in (lake, memory):
-        numbers.level(RUN, FIRST, 2)
+        numbers.roll_up(RUN, FIRST, 2)
     curves = [
         CurveRequest(RowSpan(RUN, "steps", (f"rank:{rank}",)), "rank_loss", 4)
         for rank in (0, 1, 7, 11)
@@ -150,20 +150,20 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
 ) -> None:
     lake = new_lake(tmp_path)
     fill(lake)
-    plan = lake_thinning.plan
+    plan = lake_rollup.plan
 
     def plan_and_get_rows(*args: object, **kwargs: object) -> object:
         planned = plan(*args, **kwargs)  # type: ignore[arg-type]
         lake.append([batch(identity(rank=99), rows_of(99, 10), kinds=KINDS)])
         return planned
 
-    monkeypatch.setattr(lake_thinning, "plan", plan_and_get_rows)
+    monkeypatch.setattr(lake_rollup, "plan", plan_and_get_rows)
     with pytest.raises(StorageError, match="changed meanwhile"):
-        lake.level(RUN, FIRST, 2)
+        lake.roll_up(RUN, FIRST, 2)
     assert kept_rows(lake) == dict.fromkeys(range(12), 600) | {99: 10}
     assert levels(lake)["step"] == []
-    monkeypatch.setattr(lake_thinning, "plan", plan)
-    lake.level(RUN, FIRST, 2)
+    monkeypatch.setattr(lake_rollup, "plan", plan)
+    lake.roll_up(RUN, FIRST, 2)
     assert levels(lake)["num_ranks"][0] == 12
     lake.close()
 
@@ -171,14 +171,14 @@ def test_rows_that_came_while_a_window_was_read_are_not_lost(
 def test_damage_opens_no_holes_where_rows_became_levels(tmp_path: Path) -> None:
     lake = new_lake(tmp_path)
     fill(lake, num_ranks=4)
-    lake.level(RUN, FIRST, 1)
+    lake.roll_up(RUN, FIRST, 1)
     lake.close()
     (file,) = sorted((tmp_path / "data/main/steps").glob("*.parquet"), key=_size)[-1:]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
     lake = Lake(tmp_path)
-    assert [found.table for found in lake.forget_damaged()] == ["steps"]
+    assert [found.table for found in lake.drop_damaged_files()] == ["steps"]
     assert lake.missing((RUN, identity(rank=1).incarnation, "steps")) == [(SIZE, 600)]
     assert lake.missing((RUN, identity(rank=0).incarnation, "steps")) == [(0, 600)]
     lake.close()

@@ -1,4 +1,4 @@
-"""Says which old rows of a run go, and lets its numbers take them away, window by window."""
+"""Decides which old rows of a run are deleted, and deletes them window by window."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vitals_collector.numbers.chunk_stats import CHUNK_STEPS
 from vitals_collector.numbers.interface import HOST_STREAMS, Due, Numbers, Reason, StepWindow
-from vitals_collector.numbers.outlines import STRETCH
 from vitals_collector.retention.settings import VolumeSettings
 
 if TYPE_CHECKING:
@@ -21,32 +21,32 @@ _HOUR_NS = 3_600_000_000_000
 Rest = Callable[[float], object]
 
 
-class Present(NamedTuple):
-    """How far a run is, as rank 0 tells it: a decision may still come about its last steps."""
+class CurrentStep(NamedTuple):
+    """Current step of a run, reported by rank 0: a decision may still concern its last steps."""
 
     attempt: int
     step: int
 
 
 class RunHistory(NamedTuple):
-    """What deciding needs to know of a run."""
+    """Part of a run's history that decides which rows are deleted."""
 
     run_id: str
     attempts: Sequence[int]
     """Those that have rows of steps."""
-    present: Present | None
-    """How far the run is; None where rank 0 has told nothing, and no step is old."""
+    present: CurrentStep | None
+    """Current step; None if rank 0 has reported none, and then no step is old."""
     near: Sequence[int]
     """Steps that a decision or an acting finding was at, and forks, ascending."""
     num_ranks: int
-    """Beside rank 0."""
+    """In addition to rank 0."""
     near_layers: Sequence[int] = ()
-    """The same, and the steps of all other findings."""
+    """Steps of decisions and actionable findings, and forks, ascending."""
     near_unix_ns: Sequence[int] = ()
-    """When decisions were made and acting findings raised."""
+    """Times of decisions and actionable findings."""
     watched: Mapping[str, int] | None = None
-    """By ``incarnation/stream``, how far the watchers are done with the rows; None where they have
-    set the run aside, and its rows wait for them no more."""
+    """By ``incarnation/stream``, the last number that the fleet detectors have processed; None if
+    watching the run is suspended, and its rows do not wait."""
 
     def is_watched(self, due: Due, stream: str) -> bool:
         """Return whether the watchers are done with all rows of a window."""
@@ -56,24 +56,26 @@ class RunHistory(NamedTuple):
         return all(seq <= done.get(f"{who}/{stream}", -1) for who, seq in due.last_seqs.items())
 
 
-class When(NamedTuple):
-    """Which rows go, and how long to go on."""
+class DeletionPass(NamedTuple):
+    """Limits of one deletion: which rows, and for how long."""
 
     before_unix_ns: int
     """Only windows whose rows are all older."""
     now_unix_ns: int
     reason: Reason = "age"
     is_enough: Callable[[], bool] = lambda: False
-    """Asked before each window."""
+    """Called before each window."""
     rest: Rest = lambda seconds: None
-    """Called behind each window with the seconds that it took: writers have their turn."""
+    """Called after each window with the seconds that it took, so that writers can continue."""
 
 
-def level_run(numbers: Numbers, run: RunHistory, settings: VolumeSettings, when: When) -> int:
-    """Make levels of the run's old steps, oldest first; return how many rows were taken away.
+def roll_up_run(
+    numbers: Numbers, run: RunHistory, settings: VolumeSettings, when: DeletionPass
+) -> int:
+    """Roll up the run's old steps, oldest first; return the number of deleted rows.
 
     Raises:
-        StorageError: the window at hand is as it was, those before it are done; call again.
+        StorageError: the current window is unchanged, those before it are done; call again.
     """
     if run.present is None or run.num_ranks <= settings.num_worst_ranks:
         return 0
@@ -85,7 +87,7 @@ def level_run(numbers: Numbers, run: RunHistory, settings: VolumeSettings, when:
                 break
             began = time.monotonic()
             is_whole = _is_near(due.window, run.near, settings.margin_steps)
-            num += numbers.level(
+            num += numbers.roll_up(
                 run.run_id,
                 due.window,
                 settings.num_worst_ranks,
@@ -96,11 +98,11 @@ def level_run(numbers: Numbers, run: RunHistory, settings: VolumeSettings, when:
     return num
 
 
-def thin_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: When) -> int:
-    """Thin the run's old layers and samples; return how many rows were taken away.
+def thin_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass) -> int:
+    """Downsample the run's old layers and samples; return the number of deleted rows.
 
     Raises:
-        StorageError: the window at hand is as it was, those before it are done; call again.
+        StorageError: the current window is unchanged, those before it are done; call again.
     """
     steps = window_size(settings)
     num = sum(
@@ -121,7 +123,7 @@ def _thin(
     size: int,
     every: int,
     settings: VolumeSettings,
-    when: When,
+    when: DeletionPass,
 ) -> int:
     num = 0
     near, margin = run.near_layers, settings.margin_steps
@@ -141,12 +143,14 @@ def _thin(
 
 
 def window_size(settings: VolumeSettings) -> int:
-    """Return the steps of a window: whole stretches."""
-    return -(-settings.window_steps // STRETCH) * STRETCH
+    """Return the steps of a window: a multiple of the chunk size."""
+    return -(-settings.window_steps // CHUNK_STEPS) * CHUNK_STEPS
 
 
-def _is_due(due: Due, stream: str, run: RunHistory, settings: VolumeSettings, when: When) -> bool:
-    """Return whether a window is old, watched, and nothing can come that would have kept it."""
+def _is_due(
+    due: Due, stream: str, run: RunHistory, settings: VolumeSettings, when: DeletionPass
+) -> bool:
+    """Return whether a window is old and processed, and no decision can still keep it."""
     if due.newest_unix_ns >= when.before_unix_ns or not run.is_watched(due, stream):
         return False
     window = due.window
@@ -157,17 +161,17 @@ def _is_due(due: Due, stream: str, run: RunHistory, settings: VolumeSettings, wh
     return is_past(window.attempt, window.end_step, run.present, settings)
 
 
-def is_past(attempt: int, end_step: int, present: Present, settings: VolumeSettings) -> bool:
-    """Return whether no decision can come any more that would have kept the steps below one."""
+def is_past(attempt: int, end_step: int, present: CurrentStep, settings: VolumeSettings) -> bool:
+    """Return whether no later decision can keep the steps below ``end_step``."""
     if attempt != present.attempt:
         return attempt < present.attempt
     return end_step + settings.margin_steps <= present.step
 
 
 def _is_near(window: StepWindow, near: Sequence[int], margin: int) -> bool:
-    """Return whether one of the places, which ascend, is in the window or so close to it."""
+    """Return whether one of the ascending steps is in the window or within ``margin`` of it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin
 
 
-__all__ = ["Present", "RunHistory", "When", "level_run", "thin_run", "window_size"]
+__all__ = ["CurrentStep", "DeletionPass", "RunHistory", "roll_up_run", "thin_run", "window_size"]

@@ -1,9 +1,9 @@
-"""Outlines of rows: of each stretch and column extremes, ends, and what is not finite. Pure.
+"""Statistics of chunks of rows: per chunk and column extremes, ends and non-finite values. Pure.
 
-A stretch is some rows of one writer, one behind the other: of one attempt, and of steps that rise
-within 256 (of streams without steps: of times within five minutes). Both are powers of two, so that
-a stretch ends where a column of a drawing does (``downsample``). What is outlined later is added
-beside it, so a stretch may be one row.
+A chunk is consecutive rows of one writer and one attempt, with rising steps within 256 (for streams
+without steps: times within five minutes). Both are powers of two, so that a chunk ends where a
+column of a chart does (``downsample``). Statistics of later rows are added as new chunks, so a
+chunk may be one row.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ import numpy.typing as npt
 from vitals_collector.numbers.interface import HOST_STREAMS, ColumnValues, Floats, Ints, Mask
 
 STREAMS = ("steps", "gpu", "node")
-"""Whose curves have outlines: a column of the others mixes several series."""
-STRETCH = 256
+"""Streams with chunk statistics: a column of the others mixes several series."""
+CHUNK_STEPS = 256
 """Steps."""
-_HOST_STRETCH = 1 << 38
+_HOST_CHUNK_NS = 1 << 38
 """Nanoseconds."""
 EXTREMES, NONFINITE, TOO_MANY = 0, 1, 2
-"""What an entry is: of a stretch the extremes and ends; one value that is not finite; or the ends
-of a stretch with so many of these that its rows are to be read."""
-_MOST_NONFINITE = 8
+"""Kinds of entries: extremes and ends of a chunk; one non-finite value; or the ends of a chunk with
+more than ``_MAX_NONFINITE`` of them, whose rows have to be read."""
+_MAX_NONFINITE = 8
 ROWS = ""
-"""The column of the entries that say which rows were outlined."""
+"""Name of the entries that record which rows have statistics."""
 
 
 class StreamRows(NamedTuple):
@@ -39,17 +39,17 @@ class StreamRows(NamedTuple):
 
 
 class ChunkStats(NamedTuple):
-    """What is kept of stretches, in parallel arrays."""
+    """Statistics of chunks, in parallel arrays."""
 
     name: Ints
-    """Place of the column among those that were given, counted from 1; 0 is ``ROWS``."""
+    """Index of the column, counted from 1; 0 is ``ROWS``."""
     writer: Ints
     kind: npt.NDArray[np.int8]
     attempt: Ints
     last_seq: Ints
-    """Of the stretch."""
+    """Last sequence number of the chunk."""
     num: Ints
-    """Values that it stands for."""
+    """Number of values."""
     low: Floats
     low_step: Ints
     low_unix_ns: Ints
@@ -57,7 +57,7 @@ class ChunkStats(NamedTuple):
     high_step: Ints
     high_unix_ns: Ints
     first: Floats
-    """Finite or not; so is the last."""
+    """May be non-finite, as may ``last``."""
     first_step: Ints
     first_unix_ns: Ints
     last: Floats
@@ -65,9 +65,11 @@ class ChunkStats(NamedTuple):
     last_unix_ns: Ints
 
 
-def outline(stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]) -> ChunkStats:
+def compute_chunk_stats(
+    stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]
+) -> ChunkStats:
     """Return the entries of all columns, and those of ``ROWS``."""
-    stretch = _stretches(stream, rows)
+    stretch = _chunk_numbers(stream, rows)
     last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
     everything = np.arange(len(stretch))
     parts = [_entries(0, rows, stretch, last_seq, everything, np.zeros(len(stretch)))]
@@ -79,10 +81,10 @@ def outline(stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]) 
     return ChunkStats(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _stretches(stream: str, rows: StreamRows) -> Ints:
-    """Return the number of each row's stretch."""
+def _chunk_numbers(stream: str, rows: StreamRows) -> Ints:
+    """Return the number of each row's chunk."""
     is_host = stream in HOST_STREAMS
-    along = rows.time_unix_ns // _HOST_STRETCH if is_host else rows.step // STRETCH
+    along = rows.time_unix_ns // _HOST_CHUNK_NS if is_host else rows.step // CHUNK_STEPS
     is_new = np.diff(rows.writer) != 0
     is_new |= np.diff(rows.attempt) != 0
     is_new |= np.diff(along) != 0
@@ -93,9 +95,9 @@ def _stretches(stream: str, rows: StreamRows) -> Ints:
 
 
 def _entries(
-    name: int, rows: StreamRows, stretch: Ints, last_seq: Ints, at: Ints, values: Floats
+    name: int, rows: StreamRows, chunk: Ints, last_seq: Ints, at: Ints, values: Floats
 ) -> ChunkStats:
-    of_value = stretch[at]
+    of_value = chunk[at]
     starts = _starts(of_value)
     ends = np.append(starts[1:], len(at)) - 1
     nums = ends - starts + 1
@@ -112,8 +114,8 @@ def _entries(
         _first_of(low, group, starts, np.minimum),
         _first_of(high, group, starts, np.maximum),
     )
-    kind = np.where(num_bad > _MOST_NONFINITE, TOO_MANY, EXTREMES)
-    bad = bad[kind[group[bad]] == EXTREMES]  # these are kept one by one
+    kind = np.where(num_bad > _MAX_NONFINITE, TOO_MANY, EXTREMES)
+    bad = bad[kind[group[bad]] == EXTREMES]  # these have an entry each
     num = np.where(kind == EXTREMES, nums - num_bad, nums)
     which = np.concatenate((np.arange(len(starts)), group[bad]))
     entry_indices = [np.concatenate((places, bad)) for places in (lows, highs, starts, ends)]
@@ -146,7 +148,7 @@ def _starts(groups: Ints) -> Ints:
 
 
 def _first_of(values: Floats, group: Ints, starts: Ints, extreme: np.ufunc) -> Ints:
-    """Return where each group has its extreme value first."""
+    """Return the index of each group's first extreme value."""
     is_extreme: Mask = values == extreme.reduceat(values, starts)[group]
     at = np.flatnonzero(is_extreme)
     return at[_starts(group[at])]

@@ -1,4 +1,4 @@
-"""Keeps a store small, quick and whole, in one thread: merges, thinning, removal, damage."""
+"""Keeps a store small, fast and undamaged, in one thread: merges, roll-ups, removal, damage."""
 
 import logging
 import threading
@@ -16,30 +16,30 @@ from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import history
-from vitals_collector.retention.levels import RunHistory, When, level_run, thin_run
+from vitals_collector.retention.rollup import DeletionPass, RunHistory, roll_up_run, thin_run
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
 from vitals_collector.storage.store import SteadyClock, Store, insert
 
 INTERVAL_SECONDS = 60.0
 OVER_CAP = "over_cap"
-"""Code of the note that what is kept for ever is above the cap."""
+"""Code of the note that the data that is never deleted exceeds the cap."""
 VOLUMES = "volumes"
 """The incarnation of notes that no rank wrote."""
 _MERGE_SECONDS = 20.0
-"""After which a merge goes on in the next round."""
+"""After which a merge continues in the next round."""
 _LOOK_SECONDS = 600.0
-"""How often runs are looked at: their rows get old, and the watchers read on."""
+"""Interval of the checks of runs: their rows age, and the fleet detectors read on."""
 _QUIET_SECONDS = 86_400.0
 _PAUSE = 1.0
-"""How long to rest after a window, in times of what it took: writers go first."""
+"""Pause after a window, in multiples of the time that it took: writers have priority."""
 _NEVER = 2**62
 _OF_EVERY_ROW = frozenset(column.name for column in ROW_COLUMNS)
 _LOG = logging.getLogger("vitals.collector.upkeep")
 
 
-class Upkeep:
-    """The thread ``vitals-upkeep``: a merge a minute where rows came, a look at runs in ten."""
+class LakeMaintenance:
+    """The thread ``vitals-upkeep``: merges new rows every minute, checks runs every ten minutes."""
 
     def __init__(
         self,
@@ -54,52 +54,53 @@ class Upkeep:
         """Do nothing yet.
 
         Args:
-            store: whose rows lie in a lake.
-            settings: what is kept, and for how long.
-            clock: what is old is told from it.
-            lost_after_seconds: a run that is silent for longer does not run.
+            store: a store whose rows are in a lake.
+            settings: limits of rows and runs.
+            clock: determines the age of rows.
+            lost_after_seconds: a run that is silent for longer is not running.
             is_mine: whether this collector maintains the store: one at a time does.
-            pause: how long to rest after a window, in times of what it took.
+            pause: pause after a window, in multiples of the time that it took.
         """
         assert isinstance(store.numbers, Lake), "rows in memory need no upkeep"
         self._store, self._lake, self._settings = store, store.numbers, settings
-        # A clock that somebody sets forward must not make rows old.
+        # Setting the clock forward must not make rows old.
         self._clock, self._is_mine, self._pause = SteadyClock(clock), is_mine, pause
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = self._clock.time_ns()
         self._quiet: dict[str, tuple[int, int]] = {}
-        """By run, its newest row when nothing was left to go, and when to look again."""
+        """By run, its latest row when nothing was left to delete, and the time of the next
+        check."""
         self._num_named: dict[str, int] = {}
         self._over_cap: dict[str, str] = {}
-        """Runs that are above the cap though all was thinned that may be, each with the words."""
+        """Runs above the cap with nothing left to delete, each with the message."""
         self._is_merged = False
         self._looked_ns: int | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="vitals-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Begin: a round now, and one a minute."""
+        """Start the thread: a round now, and one per minute."""
         self._thread.start()
 
     def close(self) -> None:
-        """End behind the piece of work that is under way."""
+        """Stop after the current operation."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            self.once()
+            self.run_once()
             self._stop.wait(INTERVAL_SECONDS)
 
-    def once(self) -> None:
-        """Do what is due; an error is logged, counted, and ends the round."""
+    def run_once(self) -> None:
+        """Run one round; an error is logged, counted, and ends the round."""
         try:
             self._lake.give_back_memory()
             if self._is_mine():
                 self._maintain()
         except StorageError as error:
-            self._mend(error)
+            self._drop_damaged_files(error)
         except Exception:  # noqa: BLE001 - the thread must not end
             self._store.counters.fail("upkeep")
             _LOG.exception("upkeep_failed again_in=%gs", INTERVAL_SECONDS)
@@ -109,7 +110,7 @@ class Upkeep:
         is_time = self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_SECONDS * 1e9
         if is_time:
             self._looked_ns = now_ns
-        # Also where nothing came: another process may have removed runs.
+        # Also without new rows: another process may have removed runs.
         if is_time or not self._is_merged or self._lake.catalogue.changed():
             self._is_merged = self._lake.merge(_MERGE_SECONDS)
         if is_time and self._is_going():
@@ -119,21 +120,21 @@ class Upkeep:
     def _is_going(self) -> bool:
         return not self._stop.is_set() and self._is_mine()
 
-    def do_all(self) -> int:
-        """Do all that is due, at once; return how many rows or runs went.
+    def run_all(self) -> int:
+        """Run everything that is due at once; return the number of deleted rows or runs.
 
         Raises:
             StorageError: the store refused; call again.
         """
         num = self.delete_due()
         while not self._lake.merge(_MERGE_SECONDS):
-            pass  # it goes on where it was
+            pass  # it continues
         while self._store.reclaim():
             pass
         return num
 
     def delete_due(self) -> int:
-        """Thin and remove what is due in every run; return how many rows or runs went.
+        """Delete what is due in every run; return the number of deleted rows or runs.
 
         Raises:
             StorageError: the store refused; nothing is half done, call again.
@@ -146,24 +147,24 @@ class Upkeep:
         )
         num = len(removal.delete_old(self._store, self._settings.keep_days, when))
         sizes = self._lake.sizes()
-        for run_id, newest_unix_ns in self._due(sizes, when.now_unix_ns).items():
+        for run_id, newest_unix_ns in self._runs_to_check(sizes, when.now_unix_ns).items():
             if not self._is_going():
                 return num
             try:
-                num += self._thin(run_id, newest_unix_ns, sizes)
+                num += self._shrink_run(run_id, newest_unix_ns, sizes)
             except Exception as error:
                 if isinstance(error, StorageError) and error.code == DAMAGED:
                     raise
                 self._store.counters.fail("upkeep")
                 _LOG.exception("thinning_failed run=%s again_in=%gs", run_id, _LOOK_SECONDS)
-        self._keep_sizes(sizes)
+        self._store_sizes(sizes)
         return num
 
-    def _due(self, sizes: Mapping[str, int], now_unix_ns: int) -> dict[str, int]:
-        """Return the runs to look at, and when the newest of their rows was written.
+    def _runs_to_check(self, sizes: Mapping[str, int], now_unix_ns: int) -> dict[str, int]:
+        """Return the runs to check, each with the time of its latest row.
 
-        One of which nothing came, whose rows were old already, is looked at once a day: the
-        watchers may have read on.
+        A run without new rows, all of them old, is checked once a day: the fleet detectors may have
+        read on.
         """
         query = select(sources.c.run_id, func.max(sources.c.last_seen_unix_ns))
         with self._store.read_transaction() as connection:
@@ -180,19 +181,19 @@ class Upkeep:
             or (0 < cap < sizes[run_id] and run_id not in self._over_cap)
         }
 
-    def _thin(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
-        """Thin what is old in a run, and more where it is above its cap."""
+    def _shrink_run(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
+        """Roll up old rows of a run, and more if the run is above its cap."""
         with self._store.read_transaction() as connection:
             run = history(self._store, connection, run_id)
         now = self._clock.time_ns()
         settings, cap = self._settings, self._settings.max_run_bytes
-        when = When(
+        when = DeletionPass(
             now - int(settings.keep_hours * 3_600e9),
             now,
             is_enough=lambda: not self._is_going(),
             rest=lambda seconds: self._pause and self._stop.wait(self._pause * seconds),
         )
-        num = self._take(run, when)
+        num = self._delete_rows(run, when)
         if num:
             sizes[run_id] = self._lake.num_bytes(run_id)
         if 0 < cap < sizes[run_id]:
@@ -201,7 +202,7 @@ class Upkeep:
                 sizes[run_id] = self._lake.num_bytes(run_id)
                 return not self._is_going() or sizes[run_id] <= cap
 
-            num += self._take(
+            num += self._delete_rows(
                 run, when._replace(before_unix_ns=_NEVER, reason="size", is_enough=is_enough)
             )
             sizes[run_id] = self._lake.num_bytes(run_id)
@@ -209,9 +210,9 @@ class Upkeep:
             self._quiet[run_id] = newest_unix_ns, now + int(_QUIET_SECONDS * 1e9)
         return num
 
-    def _take(self, run: RunHistory, when: When) -> int:
+    def _delete_rows(self, run: RunHistory, when: DeletionPass) -> int:
         before = _counts(self._lake, run.run_id)
-        num = level_run(self._lake, run, self._settings, when)
+        num = roll_up_run(self._lake, run, self._settings, when)
         num += thin_run(self._lake, run, self._settings, when)
         counters = self._store.counters
         with counters.lock:
@@ -220,8 +221,8 @@ class Upkeep:
                 counters.thinned[key] = counters.thinned.get(key, 0) + taken
         return num
 
-    def _keep_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Write down what runs take, and say which are above their cap with nothing left to go."""
+    def _store_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Store the sizes of runs, and report runs above their cap with nothing left to delete."""
         with self._store.write() as connection:
             stored = connection.execute(select(runs.c.run_id, runs.c.num_bytes))
             before = {row.run_id: row.num_bytes for row in stored}
@@ -229,7 +230,7 @@ class Upkeep:
                 if before.get(run_id, num_bytes) != num_bytes:
                     is_of_run = runs.c.run_id == run_id
                     connection.execute(update(runs).where(is_of_run).values(num_bytes=num_bytes))
-                # No writer sends levels: here they get their names.
+                # No writer sends rolled-up columns: here their names are recorded.
                 levels = self._lake.kinds(run_id, RANKS).keys() - _OF_EVERY_ROW
                 if len(levels) != self._num_named.get(run_id, 0):
                     statement = insert(connection, measured_columns).on_conflict_do_nothing()
@@ -238,13 +239,13 @@ class Upkeep:
                     self._num_named[run_id] = len(levels)
         cap = self._settings.max_run_bytes
         self._over_cap = {
-            run_id: self._say_over(run_id, num_bytes)
+            run_id: self._report_over_cap(run_id, num_bytes)
             for run_id, num_bytes in sizes.items()
             if 0 < cap < num_bytes
         }
         self._store.counters.over_cap = self._over_cap
 
-    def _say_over(self, run_id: str, num_bytes: int) -> str:
+    def _report_over_cap(self, run_id: str, num_bytes: int) -> str:
         if run_id in self._over_cap:
             return self._over_cap[run_id]
         cap = self._settings.max_run_bytes
@@ -274,14 +275,14 @@ class Upkeep:
                 )
         return text
 
-    def _mend(self, error: StorageError) -> None:
-        """Take damaged files out, where they were what was met."""
+    def _drop_damaged_files(self, error: StorageError) -> None:
+        """Remove damaged files if the error was caused by damage."""
         self._store.counters.fail("upkeep")
         if error.code != DAMAGED:
             _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, error.text)
             return
         try:
-            damaged = self._lake.forget_damaged()
+            damaged = self._lake.drop_damaged_files()
         except StorageError as again:
             _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, again.text)
             return
@@ -293,7 +294,7 @@ class Upkeep:
 
 
 def _counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
-    return {(part.stream, part.reason): part.num_rows for part in lake.thinned(run_id)}
+    return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
 
 
-__all__ = ["INTERVAL_SECONDS", "OVER_CAP", "VOLUMES", "Upkeep"]
+__all__ = ["INTERVAL_SECONDS", "OVER_CAP", "VOLUMES", "LakeMaintenance"]

@@ -1,15 +1,15 @@
 """Old rows of a lake: numbers over the ranks, every tenth step, the ends of each minute.
 
-Steps become levels: numbers over the ranks instead of most ranks' rows. What a window's rows come
-to is asked for beside the commits.
+Steps are rolled up: statistics over the ranks replace most ranks' rows. The statistics of a window
+are computed outside the commits.
 
-Layers: the first of every so many steps stays. Samples of a GPU, node or process: each stretch of
-time becomes two rows, the first with the least value of every column, the second with the greatest,
-so a peak stays to be seen and a counter keeps its first and its last. Text is that of the ends. A
-sample with a value that is not finite stays as it is.
+Layers: the first step of every ``every`` steps stays. Samples of a GPU, node or process: each
+interval becomes two rows, the first with the minimum of every column, the second with the maximum,
+so that peaks stay visible and a counter keeps its first and last value. Text is that of the ends. A
+sample with a non-finite value stays unchanged.
 
-One commit takes a window's rows away, puts what is left in their place, and says which they were:
-whatever dies when, a row is there or is part of what stands for it.
+One commit deletes a window's rows, inserts their replacement, and records which they were:
+whichever process dies, a row is either stored or part of its replacement.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,17 @@ import pyarrow as pa
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
+from vitals_collector.numbers.chunk_stats import ROWS
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
     Columns,
     ColumnValues,
+    DeletedRows,
     Due,
-    Levelled,
     Reason,
+    RollUpResult,
     RowSpan,
     StepWindow,
-    Thinned,
 )
 from vitals_collector.numbers.lake_catalogue import (
     KEYS,
@@ -46,8 +47,13 @@ from vitals_collector.numbers.lake_catalogue import (
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
 from vitals_collector.numbers.lake_reading import Chosen, located, select
-from vitals_collector.numbers.levels import DURATION, LOSS, NUM_RANKS, STATISTICS, worst_of
-from vitals_collector.numbers.outlines import ROWS
+from vitals_collector.numbers.rank_rollup import (
+    DURATION,
+    LOSS,
+    NUM_RANKS,
+    STATISTICS,
+    order_worst_ranks,
+)
 
 # ---------------------------------------------------------------------------------- levels of steps
 
@@ -55,7 +61,7 @@ _WINDOW = "attempt = ? AND step >= ? AND step < ? AND rank > 0"
 
 
 class RollUpPlan(NamedTuple):
-    """What a window's rows come to."""
+    """Statistics of a window's rows, and the rows that stay."""
 
     window: StepWindow
     run: int
@@ -63,12 +69,12 @@ class RollUpPlan(NamedTuple):
     numbers: Columns
     writers: pa.Table
     """Incarnation, source, rank, first and last number, and how many rows."""
-    result: Levelled
+    result: RollUpResult
     reason: Reason
 
     @property
     def num_rows(self) -> int:
-        """How many rows the window had."""
+        """Number of rows in the window."""
         return sum(self.writers["num"].to_pylist())
 
 
@@ -82,7 +88,7 @@ def plan(
     is_whole: bool,
     reason: Reason,
 ) -> RollUpPlan | None:
-    """Return what the window's rows come to; None where it has none.
+    """Return the plan for the window's rows; None if it has none.
 
     Raises:
         StorageError: a file that may hold some of them is damaged.
@@ -107,7 +113,7 @@ def plan(
     sources = writers["source"].to_pylist()
     kept_sources = sorted(set(sources))
     if not is_whole:
-        kept_sources = worst_of(
+        kept_sources = order_worst_ranks(
             _by(sources, writers["broken"]),
             _by(sources, writers["slow"]),
             _furthest(engine, selection, places),
@@ -117,7 +123,7 @@ def plan(
     taken = sum(
         num for source, num in zip(sources, nums, strict=True) if source not in kept_sources
     )
-    result = Levelled(taken, tuple(kept_sources))
+    result = RollUpResult(taken, tuple(kept_sources))
     return RollUpPlan(window, run, names, numbers, writers, result, reason)
 
 
@@ -178,7 +184,7 @@ def _writers_in(
 
 
 def _furthest(engine: LakeEngine, selection: Chosen, places: Places) -> dict[str, float]:
-    """Return how far each source's loss was from its step's median at most."""
+    """Return the largest distance of each source's loss from its step's median."""
     loss = f"{own_expression(LOSS, places)}::DOUBLE"
     answer = engine.ask(
         f"WITH losses AS (SELECT step, source, {loss} AS loss FROM steps"
@@ -192,16 +198,16 @@ def _furthest(engine: LakeEngine, selection: Chosen, places: Places) -> dict[str
 
 
 def _by(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
-    """Return the values by source; of one that was started twice, either."""
+    """Return the values by source; for a source with two incarnations, either."""
     pairs = zip(sources, values.to_pylist(), strict=True)
     return {source: value for source, value in pairs if value is not None}
 
 
 def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
-    """Remove, in a commit, the rows that are part of the numbers now, and say which they were.
+    """Delete, in a commit, the rows that the statistics replace, and record which they were.
 
     Raises:
-        StorageError: rows came meanwhile, or another collector was quicker; look again.
+        StorageError: rows arrived in the meantime, or another collector was faster; plan again.
     """
     run, window = planned.run, planned.window
     where = f"run = {run} AND attempt = {window.attempt}"
@@ -223,16 +229,16 @@ def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
     is_taken = f"rank NOT IN ({', '.join(map(str, ranks))})" if ranks else "true"
     if planned.result.num_rows:
         engine.execute(f"DELETE FROM steps WHERE {steps} AND {is_taken}")
-        # What says how far a writer is outlined stays.
+        # Keep the marks of how far each writer has chunk statistics.
         engine.execute(
             f"DELETE FROM {OUTLINES} WHERE {where} AND stream = 'steps' AND rank > 0 AND {is_taken}"
             f" AND first_step >= {window.first_step} AND first_step < {window.end_step}"
             f" AND name <> {name_key(ROWS)}"
         )
-    engine.insert(LEVELLED, _rows_levelled(planned))
+    engine.insert(LEVELLED, _rolled_up_rows(planned))
 
 
-def _rows_levelled(planned: RollUpPlan) -> pa.Table:
+def _rolled_up_rows(planned: RollUpPlan) -> pa.Table:
     kept_sources = set(planned.result.kept)
     writers = planned.writers.select(["source", "incarnation", "first_seq", "last_seq", "num"])
     window = (planned.run, "steps", *planned.window)
@@ -251,10 +257,10 @@ _GROUP = ("run", "incarnation", "source", "rank")
 def next_window(
     engine: LakeEngine, catalogue: Catalogue, run_id: str, stream: str, attempt: int, size: int
 ) -> Due | None:
-    """Return the oldest window of a stream's rows that were not thinned yet; None where none is.
+    """Return the oldest window of a stream that was not downsampled yet; None if there is none.
 
-    Of steps those of ranks other than 0. Of hosts, nanoseconds stand for steps, and all attempts
-    are one.
+    For steps, the rows of ranks other than 0. For hosts, windows are in nanoseconds, and attempts
+    are not distinguished.
     """
     location = located(catalogue, RowSpan(run_id, stream))
     if location is None:
@@ -266,7 +272,7 @@ def next_window(
         f" WHERE run = ? AND stream = '{stream}' AND attempt = ?",
         [run, attempt],
     )["at"].to_pylist()[0]
-    # The first alone: groups of rows that begin behind the least one so far are skipped.
+    # Only the first: row groups that start after the current minimum are skipped.
     first = engine.ask(
         f"SELECT {along} AS at FROM {stream} WHERE run = ? AND {where} AND {along} >= ?"
         f" ORDER BY {along} LIMIT 1",
@@ -303,17 +309,17 @@ def thin(
     is_whole: bool,
     reason: Reason,
 ) -> int:
-    """Thin a window of layers or of a host's samples; return how many rows went.
+    """Downsample a window of layers or of a host's samples; return the number of deleted rows.
 
     Args:
         engine: the lake.
-        catalogue: what is remembered of it.
+        catalogue: cached catalogue of the lake.
         run_id: the run.
         stream: ``layers``, or one of hosts.
-        window: as ``next_window`` gives it.
+        window: from ``next_window``.
         every: steps of layers, or nanoseconds of samples.
-        is_whole: let every row stay.
-        reason: what ``thinned`` says of it.
+        is_whole: keep all rows.
+        reason: reason that ``deleted_rows`` reports.
 
     Raises:
         StorageError: nothing was changed, or it is to be called again.
@@ -357,14 +363,14 @@ def _numbered(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
 
 
 def _ends(stream: str, rows: str, places: Places, every: int) -> str:
-    """Return the question for what is left of samples: of two or fewer, all."""
+    """Return the query for the rows that remain of samples; if there are at most two, all."""
     keys = ", ".join(map(quoted, _GROUP))
-    # A node's samples of several GPUs are told apart by the stream's own column.
+    # The stream's own column distinguishes a node's GPUs.
     of = own_expression("rank", places)
     broken = [f"NOT isfinite({quoted(name)})" for (_, kind), name in places.items() if kind == "f8"]
     is_broken = " OR ".join(f"coalesce({each}, false)" for each in broken) or "false"
     columns = [*_GROUP, "seq", *places.values()]
-    # What is not finite stays to be seen, and hides no peak of its minute.
+    # Non-finite samples stay visible, and do not hide the peak of their minute.
     sides = [
         f"SELECT {', '.join(map(quoted, columns))} FROM {stream} WHERE {rows} AND ({is_broken})"
     ]
@@ -381,8 +387,8 @@ def _ends(stream: str, rows: str, places: Places, every: int) -> str:
     return " UNION ALL BY NAME ".join(sides)
 
 
-def thinned(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[Thinned]:
-    """Return what was taken away of the run, by stream and reason."""
+def deleted_rows(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[DeletedRows]:
+    """Return the numbers of deleted rows of the run, by stream and reason."""
     run = catalogue.number(run_id)
     if run is None:
         return []
@@ -392,9 +398,9 @@ def thinned(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[Thinn
         [run],
     )
     return [
-        Thinned(stream, reason, num, -1, end)
+        DeletedRows(stream, reason, num, -1, end)
         if stream in HOST_STREAMS
-        else Thinned(stream, reason, num, end - 1, 0)
+        else DeletedRows(stream, reason, num, end - 1, 0)
         for stream, reason, num, end in zip(*taken.to_pydict().values(), strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Numbers over the ranks of some steps, which take the place of most ranks' rows. Pure.
+"""Statistics over the ranks per step, which replace most ranks' rows. Pure.
 
 Rank 0 is not among them: its rows stay, and are the run's curves.
 """
@@ -18,27 +18,27 @@ from trainvitals.wire import Batch, BatchHeader
 from vitals_collector.numbers.interface import RANKS, Columns, ColumnValues
 
 STATISTICS = ("min", "mean", "max", "num", "nonfinite")
-"""What is kept of a column: of its finite values, and how many were finite, and were not."""
+"""Statistics of a column: of its finite values, their number, and the number of non-finite ones."""
 NUM_RANKS = "num_ranks"
-"""Column: ranks whose row of the step went into the numbers."""
+"""Column: number of ranks in the statistics of a step."""
 DURATION, LOSS = "step_duration_seconds", "rank_loss"
-"""What says which ranks were the worst."""
+"""Columns that determine the worst ranks."""
 _COUNTS = ("num", "nonfinite")
 
 
-def worst_of(
+def order_worst_ranks(
     broken: Mapping[str, int], slow: Mapping[str, float], far: Mapping[str, float], num: int
 ) -> list[str]:
-    """Return the worst ranks' sources, at most so many.
+    """Return the worst ranks' sources, at most ``num``.
 
-    First those with a NaN or an infinity, the earliest before the others. Then, by turns, the rank
-    with the longest step and the one whose loss was furthest from the ranks' median.
+    First the ranks with a NaN or Inf, by first step. Then alternately the rank with the longest
+    step and the one whose loss was furthest from the ranks' median.
 
     Args:
         broken: by source, its first step with a value that is not finite.
         slow: by source, its longest step.
-        far: by source, how far its loss was from the median.
-        num: how many are wanted.
+        far: by source, largest distance of its loss from the median.
+        num: wanted number.
     """
     firsts = sorted(broken, key=lambda source: (broken[source], source))
     orders = (
@@ -49,7 +49,7 @@ def worst_of(
     return list(dict.fromkeys([*firsts, *turns]))[:num]
 
 
-def worst(rows: Columns, names: Iterable[str], num: int) -> list[str]:
+def worst_ranks(rows: Columns, names: Iterable[str], num: int) -> list[str]:
     """Return the sources of the worst ranks among rows, which have source and step."""
     source, step = rows["source"].values, rows["step"].values
     is_broken = np.zeros(len(step), np.bool_)
@@ -67,7 +67,7 @@ def worst(rows: Columns, names: Iterable[str], num: int) -> list[str]:
         medians = {s: np.median(losses[of_step == s]) for s in np.unique(of_step).tolist()}
         distance = np.abs(losses - np.array([medians[s] for s in of_step.tolist()]))
         far = _extreme_of(source[is_there], distance, max)
-    return worst_of(broken, slow, far, num)
+    return order_worst_ranks(broken, slow, far, num)
 
 
 def _extreme_of(
@@ -84,8 +84,8 @@ def _is_finite(column: ColumnValues) -> npt.NDArray[np.bool_]:
     return is_finite
 
 
-def over_ranks(rows: Columns, names: Sequence[str]) -> Columns:
-    """Return the numbers over ranks of each step: one row a step, in their order.
+def compute_rank_statistics(rows: Columns, names: Sequence[str]) -> Columns:
+    """Return the statistics over ranks: one row per step, in step order.
 
     Args:
         rows: with ``step`` and ``time_unix_ns``.

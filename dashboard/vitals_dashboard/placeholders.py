@@ -1,4 +1,4 @@
-"""What a page says when there is nothing to draw: in formatting, with the way out."""
+"""Messages of a page that cannot draw its data, each with its fix."""
 
 import streamlit as st
 
@@ -70,5 +70,5 @@ def no_such_run(run_id: str) -> None:
 
 
 def not_understood(error: VitalsError) -> None:
-    """Say what of a question was not understood, and what may be asked."""
+    """Show which part of a query was invalid, and what is valid."""
     _notice("Invalid query", error, error.hint, ":material/help:")

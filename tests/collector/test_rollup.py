@@ -28,11 +28,11 @@ from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from trainvitals.testing import ManualClock
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.live_monitor import resume_watching, suspend_watching
-from vitals_collector.numbers import outlines
+from vitals_collector.numbers import chunk_stats
 from vitals_collector.report.replay import replay
-from vitals_collector.retention import levels
+from vitals_collector.retention import rollup
+from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.upkeep import Upkeep
 from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import Store, open_data_store
 
@@ -45,7 +45,7 @@ SMALL = VolumeSettings(
 @pytest.fixture
 def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Give a store whose stretches, and so its windows, are of ten steps."""
-    for module in (outlines, levels):
+    for module in (chunk_stats, rollup):
         monkeypatch.setattr(module, "STRETCH", 10)
     store = open_data_store(shutil.copytree(fresh_data, tmp_path / "data"))
     yield store
@@ -54,7 +54,9 @@ def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def thin(store: Store, now_unix_ns: int, settings: VolumeSettings = SMALL) -> int:
     """Thin what is due then; return how many rows went."""
-    return Upkeep(store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0).delete_due()
+    return LakeMaintenance(
+        store, settings, clock=ManualClock(time_ns=now_unix_ns), pause=0.0
+    ).delete_due()
 
 
 def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: Store):
@@ -70,7 +72,7 @@ def test_old_windows_keep_numbers_over_all_ranks_and_their_worst_ranks(store: St
     assert {5} == set(numbers(store, "num_ranks").values())
     assert ranks_of_steps(store)[5] == 2
     # The reason is recorded.
-    assert [("steps", "age", 60, 19, 0)] == store.numbers.thinned(RUN)
+    assert [("steps", "age", 60, 19, 0)] == store.numbers.deleted_rows(RUN)
     assert {("steps", "age"): 60} == store.counters.thinned
 
 
