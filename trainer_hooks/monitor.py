@@ -1,4 +1,4 @@
-"""The monitor of a training loop: one call per step, in the order of DESIGN section 4."""
+"""The monitor of a training loop: one call per step, in the order of docs/ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
-from trainer_hooks.guard.route import not_compiled
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
+from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
@@ -74,7 +74,7 @@ class Monitor(Loop):
         self._primes = sums_in_buckets and restored is not None
         self._begun: set[int] = set()
         """Optimizer groups that have made their first step."""
-        self._void: dict[str, Any] | None = None
+        self._rng_after_abort: dict[str, Any] | None = None
         """RNG state to continue with at the next batch, if the rest of this batch is dropped
         because the state was restored in the middle of it.
         """
@@ -156,7 +156,7 @@ class Monitor(Loop):
                     return
         finally:
             # The loop left in the middle of a batch: later steps do not belong to it.
-            if self._void is not None and not self._closed:
+            if self._rng_after_abort is not None and not self._closed:
                 self._end_batch()
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
@@ -235,7 +235,7 @@ class Monitor(Loop):
         turn = device.turns[0] if optimizer is None else device.turn_of(optimizer)
         if turn.number:
             refuse_probe(self._probe.has_loss)
-        if self._void is not None:
+        if self._rng_after_abort is not None:
             return self._pass_over()
         if self._primes and self._prime():
             self._leave_out_rest(turn)
@@ -304,7 +304,7 @@ class Monitor(Loop):
     def _leave_out_rest(self, turn: OptimizerGroup) -> None:
         """Make no further update on this batch, because the state was restored."""
         if turn.number and self._feed.is_within_batch:
-            self._void = capture_rng()
+            self._rng_after_abort = capture_rng()
 
     def _pass_over(self) -> StepOutcome:
         """Drop an update without any effect on the state."""
@@ -316,10 +316,10 @@ class Monitor(Loop):
 
     def _end_batch(self) -> None:
         """Finish the batch when the loop requests the next one."""
-        if self._void is not None:
+        if self._rng_after_abort is not None:
             self._pass_over()
-            restore_rng(self._void)
-            self._void = None
+            restore_rng(self._rng_after_abort)
+            self._rng_after_abort = None
         elif self._snapshot_waits and not self._closed:
             self._snapshot_waits = False
             self._keep_state()
@@ -444,7 +444,7 @@ class Monitor(Loop):
             raise nothing_kept("the monitor is closed")
         if self._device.averages is not None:
             self._device.averages.refuse_swapped()
-        self._take_in_what_is_left(patience_seconds=None)
+        self._judge_unread_steps(patience_seconds=None)
         stopping = self._run.features.get(EarlyStoppingFeature)
         if stopping is None:
             raise nothing_kept("the run has no early stopping, so no best state is known")
@@ -463,7 +463,7 @@ class Monitor(Loop):
             parts.apply(turn.guards, orders)
         parts.settle(orders)
         update_scaler(device.scaler, turn.optimizers, verdict.overflow)
-        with parts.clock.not_ours():
+        with parts.clock.optimizer_time():
             if self._schedules is not None:
                 self._schedules.stepped(turn.optimizers if turn.number else ())
         for optimizer in device.optimizers:

@@ -182,7 +182,9 @@ class Agent:
         # One backoff each: what one part cannot have says nothing of the other.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = (
-            Shipper(client, backoff=ships, faults=self.faults, on_stopped=self._tell_of_stopped)
+            Shipper(
+                client, backoff=ships, faults=self.faults, on_stopped=self._report_stopped_stream
+            )
             if client
             else None
         )
@@ -208,15 +210,15 @@ class Agent:
         self._token = config.scrape_token
         self._ships = ships
         self._destined: set[str] = set()
-        self._told_away: dict[str, bool] = {}
+        self._outage_reported: dict[str, bool] = {}
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
-        self._looked_for_leftovers_at: float | None = None
+        self._leftovers_checked_at: float | None = None
         self._was_away = False
         self._idle_since: dict[str, float] = {}
-        self._looked_at_disks_at = 0.0
-        self._told_of_memory: set[str] = set()
-        self._told_dropped: dict[str, int] = {}
+        self._disks_checked_at = 0.0
+        self._memory_reported: set[str] = set()
+        self._dropped_reported: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
         self._turned_at_ns = 0
@@ -295,15 +297,15 @@ class Agent:
     def run_once(self, now: float) -> None:
         """Run the local parts once: this waits for no network and for no driver."""
         with self.faults.contained("spool"):
-            self._mind_the_disks(now)
+            self._check_disks(now)
         with self.faults.contained("discover"):
-            looked_at = self._looked_for_leftovers_at
+            looked_at = self._leftovers_checked_at
             pause = AFTER_OUTAGE_SECONDS if self._is_collector_back() else LEFTOVERS_SECONDS
             is_due = looked_at is None or now - looked_at >= pause
             if self.io_loop.can_ship and is_due:
-                self._looked_for_leftovers_at = now
+                self._leftovers_checked_at = now
                 self._was_away = False
-                self._take_up_leftovers()
+                self._serve_ended_runs()
             self._discover()
         runs = list(self.runs.values())
         for run in runs:
@@ -322,7 +324,7 @@ class Agent:
                 self._mirrors.start_if_due(run)
             with self.faults.contained("tailer"):
                 run.sweep()
-                run.look_at_strangers(now)
+                run.check_foreign_nodes(now)
         self._retire(now)
         served_refs = [run for run in runs if self.config.run_id in ("", run.run_id)]
         self.has_served = self.has_served or any(run.tails for run in served_refs)
@@ -373,7 +375,7 @@ class Agent:
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
                 run = self.runs.get(ref.run_id)
-                run = run or self._take_up(ref.run_dir, keep=self._keeps_history)
+                run = run or self._serve_run(ref.run_dir, keep=self._keeps_history)
                 if run is not None:
                     run.follow(ref.directory)
 
@@ -392,7 +394,7 @@ class Agent:
             return here
         return self._ours[ref.run_dir]
 
-    def _take_up(
+    def _serve_run(
         self, path: Path, *, keep: bool, resume: Mapping[Key, int] | None = None
     ) -> ServedRun | None:
         """Start serving a run, unless another agent of this node does."""
@@ -432,7 +434,7 @@ class Agent:
             log.error("%s run=%s", self.config.notice, run.run_id)
             note = Note(code="not_shipped", text=self.config.notice, severity="error")
             run.node_source.say(note)
-        self._tell_of_memory(run)
+        self._report_memory_spool(run)
         return run
 
     def _open_spool(self, state_dir: AgentStateDir, *, keep: bool) -> Spool:
@@ -455,11 +457,11 @@ class Agent:
         move_to_disk(memory, spool)
         return spool
 
-    def _tell_of_memory(self, run: ServedRun) -> None:
+    def _report_memory_spool(self, run: ServedRun) -> None:
         """Report once per run that its rows are on no disk of this node."""
-        if not run.in_memory or run.run_id in self._told_of_memory:
+        if not run.in_memory or run.run_id in self._memory_reported:
             return
-        self._told_of_memory.add(run.run_id)
+        self._memory_reported.add(run.run_id)
         text = (
             f"the disk of {run.state_dir.path} is full: node {self.config.node} holds what its "
             f"ranks write in memory, at most {run.spool.max_bytes >> 20} MiB, and forwards it from "
@@ -468,24 +470,24 @@ class Agent:
         )
         run.report(Note(code="spool_in_memory", text=text, severity="warning"))
 
-    def _tell_of_stopped(self, key: Key, text: str) -> None:
+    def _report_stopped_stream(self, key: Key, text: str) -> None:
         run = self.runs.get(key[0])
         if run is not None:
-            run.tell_of_stopped(key, text)
+            run.report_stopped_stream(key, text)
 
-    def _mind_the_disks(self, now: float) -> None:
+    def _check_disks(self, now: float) -> None:
         """Continue in memory if a disk has become full, and on disk once it has space again.
 
         The rows on a full disk are shipped first: a run has one spool at a time.
         """
-        if now - self._looked_at_disks_at < DISK_SECONDS:
+        if now - self._disks_checked_at < DISK_SECONDS:
             return
-        self._looked_at_disks_at = now
+        self._disks_checked_at = now
         with self.faults.contained("spool"):
             self._return_state_to_disk()
         for run in list(self.runs.values()):
             with self.faults.contained("spool"):  # one run's folder keeps no other in memory
-                self._mind_disk_of(run)
+                self._check_disk_of(run)
 
     def _return_state_to_disk(self) -> None:
         if self._state_dir.in_memory and has_room(self._state_dir.path):
@@ -494,10 +496,10 @@ class Agent:
             self._state_dir.load_or_create_token(self._token)
             self._publish(self._server.url)
 
-    def _mind_disk_of(self, run: ServedRun) -> None:
+    def _check_disk_of(self, run: ServedRun) -> None:
         num_dropped = run.spool.dropped_rows
-        if num_dropped > 2 * self._told_dropped.get(run.run_id, 0):
-            self._told_dropped[run.run_id] = num_dropped
+        if num_dropped > 2 * self._dropped_reported.get(run.run_id, 0):
+            self._dropped_reported[run.run_id] = num_dropped
             text = (
                 f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
                 f"spool in {run.spool.directory} is full; free some space there"
@@ -510,11 +512,11 @@ class Agent:
             moves = run.is_disk_full and not run.spool.pending(1)
         if moves and self._let_go(run.run_id):
             last = run.last_seqs()
-            again = self._take_up(run.run_dir.path, keep=run.keeps_history, resume=last)
+            again = self._serve_run(run.run_dir.path, keep=run.keeps_history, resume=last)
             if again is not None and not again.in_memory:
                 log.info("the disk has room again run=%s", run.run_id)
 
-    def _take_up_leftovers(self) -> None:
+    def _serve_ended_runs(self) -> None:
         """Serve runs that ended while the collector was down, to ship their spools.
 
         A spool that was for no collector, or for another one, may be a run's only history, so it is
@@ -528,7 +530,7 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    run = self._take_up(run_dir.path, keep=self._may_be_history(run_dir))
+                    run = self._serve_run(run_dir.path, keep=self._may_be_history(run_dir))
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -537,8 +539,8 @@ class Agent:
             for run_dir in run_dirs[-MAX_TAKEN_OVER:]:
                 with self.faults.contained("discover"):
                     is_new = run_dir.is_ours and run_dir.run_id not in self.runs
-                    if is_new and self._is_left_to_us(run_dir):
-                        self._take_up(run_dir.path, keep=self._keeps_history)
+                    if is_new and self._is_orphaned(run_dir):
+                        self._serve_run(run_dir.path, keep=self._keeps_history)
 
     def _may_be_history(self, run_dir: RunDir) -> bool:
         return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
@@ -549,7 +551,7 @@ class Agent:
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
         return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
 
-    def _is_left_to_us(self, run_dir: RunDir) -> bool:
+    def _is_orphaned(self, run_dir: RunDir) -> bool:
         """Whether a run of this agent ended here, and our collector may lack some of its rows.
 
         A run with a living rank has an agent, or its rank will soon start one: the run is left to
@@ -587,14 +589,14 @@ class Agent:
             run.state_dir.set_destination(name)
             self._destined.add(run.run_id)
         is_away = self._is_collector_away
-        if is_away != self._told_away.get(run.run_id):
+        if is_away != self._outage_reported.get(run.run_id):
             note = run.folder / AWAY_FILE
             if is_away and run.folder.is_dir():
                 with os.fdopen(open_private(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as f:
                     f.write(name)
             elif not is_away:
                 note.unlink(missing_ok=True)
-            self._told_away[run.run_id] = is_away
+            self._outage_reported[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
         state_dir = self._state_dir_of(run_dir)
@@ -622,7 +624,7 @@ class Agent:
         self._counted["corrupt"] += run.spool.corrupt
         run.close()
         self._destined.discard(run_id)
-        self._told_away.pop(run_id, None)
+        self._outage_reported.pop(run_id, None)
         self._idle_since.pop(run_id, None)
         self.sampling.forget(run_id)
         self._hangs.pop(run_id, None)

@@ -162,19 +162,19 @@ class IoThread:
     def __init__(self, loop: IoLoop, *, interval_seconds: float) -> None:
         self._loop = loop
         self._interval = interval_seconds
-        self._told_to_end = threading.Event()
+        self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-agent-io", daemon=True)
         self._thread.start()
 
     def end(self, seconds: float) -> bool:
         """Let it turn a last time; return whether it ended within the time."""
-        self._told_to_end.set()
+        self._is_ending.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
-            is_ending = self._told_to_end.wait(self._interval)
+            is_ending = self._is_ending.wait(self._interval)
             self._loop.serve_runs(time.monotonic())
             if is_ending:
                 return

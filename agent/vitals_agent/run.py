@@ -149,7 +149,7 @@ class ServedRun:
         """The source ``node:ID``: samples of the node and its ranks, and the agent's events."""
         self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
-            self._tell_what_is_gone()
+            self._report_lost_journals()
 
     # ------------------------------------------------------------------------ own rows
 
@@ -270,9 +270,9 @@ class ServedRun:
                     # Checked before the copy: all rows of a dead process can then be read.
                     tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
-                self._tell_of_overflow(tail)
+                self._report_overflow(tail)
                 if not tail.alive and not tail.removed:
-                    self._bury(tail)
+                    self._finish_dead_rank(tail)
         self._num_copied += num_rows
         try:
             self._sync()
@@ -299,7 +299,7 @@ class ServedRun:
                 self.is_disk_full = is_full(error)
                 raise
 
-    def _bury(self, tail: JournalTail) -> None:
+    def _finish_dead_rank(self, tail: JournalTail) -> None:
         """Report a rank that ended without reporting it itself, and close its journal."""
         if tail.closed:
             return
@@ -318,9 +318,9 @@ class ServedRun:
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync()
-        tail.pronounce_dead()
+        tail.mark_dead()
 
-    def _tell_of_overflow(self, tail: JournalTail) -> None:
+    def _report_overflow(self, tail: JournalTail) -> None:
         """Report a rank that writes faster than it is read: at once, and after each doubling."""
         num_dropped, num_told = tail.num_dropped, self._overflowed.get(tail.directory, 0)
         if num_dropped <= 2 * num_told:
@@ -342,7 +342,7 @@ class ServedRun:
         with self._facts.faults.contained("spool"):
             write_notice(self.folder, note.text)
 
-    def look_at_strangers(self, now: float) -> None:
+    def check_foreign_nodes(self, now: float) -> None:
         """Report the first journal here of a node that no agent serves; ``now`` is monotonic."""
         for directory, (identity, since) in list(self._of_other_nodes.items()):
             if since is None:
@@ -371,7 +371,7 @@ class ServedRun:
             )
             self.node_source.say(FindingRaised(finding=finding))
 
-    def tell_of_stopped(self, key: Key, text: str) -> None:
+    def report_stopped_stream(self, key: Key, text: str) -> None:
         """Report a stream that the collector does not store."""
         _, incarnation, stream = key
         if incarnation == self.node_source.identity.incarnation:
@@ -403,7 +403,7 @@ class ServedRun:
                     tail.remove()
                     self._open.discard(tail.directory.name)
 
-    def _tell_what_is_gone(self) -> None:
+    def _report_lost_journals(self) -> None:
         """Report the journals that an earlier agent was copying when their memory was lost."""
         for journal in self._open.take_missing(self.folder):
             last = self._resume.get((self.run_id, journal.incarnation, "steps"), -1)

@@ -241,7 +241,7 @@ class JournalTail:
         """Return whether the writer exited cleanly, or was pronounced dead, and all is spooled."""
         return self.removed or (self._reader.take_end() and self._appended == self._synced)
 
-    def pronounce_dead(self) -> None:
+    def mark_dead(self) -> None:
         """Close the journal of a dead writer: a restarted agent sees that it was reported."""
         mark_closed(self.directory)
 

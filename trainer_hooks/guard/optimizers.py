@@ -172,7 +172,7 @@ class BufferShadow:
 
         A buffer moved if its place holds another tensor, or that tensor has another memory.
         """
-        if not self._stand():
+        if not self._is_unmoved():
             each_now = [buffers.get(name) for buffers, name in self._places]
             dense = [b if _is_kept(b) else None for b in each_now]
             each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
@@ -181,7 +181,7 @@ class BufferShadow:
             self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
         return self._live
 
-    def _stand(self) -> bool:
+    def _is_unmoved(self) -> bool:
         """Return whether every buffer is where it was last seen."""
         if len(self._seen) != len(self._places):
             return False
@@ -202,12 +202,12 @@ class BufferShadow:
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
-                self._lay_flat(live)
+                self._build_flat_shadows(live)
             for flat in () if is_kept else self._flat:
                 flat.keep()
             self._copy(self._written(self._one_by_one))
         else:
-            self._lift()
+            self._dissolve_flat_shadows()
             self._kept_of = live
             if self._fits(live):
                 self._copy(live)
@@ -219,7 +219,7 @@ class BufferShadow:
         if live:
             torch._foreach_copy_([self._kept[i] for i in live], list(live.values()))
 
-    def _lay_flat(self, live: dict[int, Tensor]) -> None:
+    def _build_flat_shadows(self, live: dict[int, Tensor]) -> None:
         """Move the copies made in each step into one memory, if their types allow it."""
         alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
         for i, buffer in live.items():
@@ -234,7 +234,7 @@ class BufferShadow:
             for i in group:
                 del self._kept[i]
 
-    def _lift(self) -> None:
+    def _dissolve_flat_shadows(self) -> None:
         """Keep each buffer separately again, because one has moved."""
         for flat, places in zip(self._flat, self._placed, strict=True):
             for i, bits in zip(places, flat.each(), strict=True):
@@ -272,7 +272,7 @@ class BufferShadow:
         flags: dict[torch.device, Tensor] = {}
         lies_flat = live is self._kept_of and bool(self._flat)
         if live is not self._kept_of:
-            self._lift()
+            self._dissolve_flat_shadows()
         else:
             for flat in self._flat:
                 flat.put_back(_flag_on(flat.device, bad, flags))

@@ -194,7 +194,7 @@ class _Slot:
             self._plan = CopyPlan(self.pairs)
         return self._mixed(self._plan.run())
 
-    def fill_beside(
+    def fill_on_side_stream(
         self,
         live: Mapping[str, Tensor],
         must_be_finite: Callable[[str], bool],
@@ -368,7 +368,7 @@ class SnapshotRing:
         self._unused = list(self._joined.regions or ())
         self._generation = 0
         self.slots = [self._new_slot() for _ in range(num_slots)]
-        self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
+        self._evaluated_slot = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
         self._pending: PendingCopy | None = None
@@ -388,7 +388,7 @@ class SnapshotRing:
     def bytes(self) -> int:
         """Return this rank's memory for all slots once the optimizer state exists."""
         whole = self._state.bytes_when_warm()
-        beside = 0 if self._beside is None else whole
+        beside = 0 if self._evaluated_slot is None else whole
         return self.num_slots * self._bytes_of_slot() + beside
 
     def _bytes_of_slot(self) -> int:
@@ -423,7 +423,7 @@ class SnapshotRing:
 
         Another slot is lent while a save holds one, if half of the memory has room for it.
         """
-        beside = "" if self._beside is None else " and one for the state that was evaluated"
+        beside = "" if self._evaluated_slot is None else " and one for the state that was evaluated"
         return f"{self.num_slots} slots{beside}"
 
     # -------------------------------------------------------------------------------- taking
@@ -526,7 +526,7 @@ class SnapshotRing:
                 wrong = torch.tensor(float(copied.num_wrong), device=device)
                 fingerprint = as_int64(copied.fingerprint)
             else:
-                wrong, fingerprint, end = slot.fill_beside(
+                wrong, fingerprint, end = slot.fill_on_side_stream(
                     live, self._state.must_be_finite, self.side, device
                 )
                 self._pending = PendingCopy(self.side, end)
@@ -546,14 +546,14 @@ class SnapshotRing:
         Raises:
             CheckpointError: the previous copy was not given up, or is still being written to disk.
         """
-        if self._beside is None or not self._beside.free:
+        if self._evaluated_slot is None or not self._evaluated_slot.free:
             raise CheckpointError("the state that was evaluated before is still being kept")
         name = f"evaluated-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta)
         try:
-            self._copy(entry, self._beside)
+            self._copy(entry, self._evaluated_slot)
         except BaseException:
-            self._beside.owned = False
+            self._evaluated_slot.owned = False
             raise
         return entry
 
@@ -1114,7 +1114,7 @@ class RecoveryManager:
         if differ and is_sound:
             if not is_shared:
                 self._stop_sharing(differ, step, attempt)
-                self.compare_anew()
+                self.reset_comparison()
             self._ring.commit(step, ok=False, why=f"replicas differ: {shown(differ)}")
         else:
             self._ring.commit(step, ok=is_sound)
@@ -1128,7 +1128,7 @@ class RecoveryManager:
         self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
 
-    def compare_anew(self) -> None:
+    def reset_comparison(self) -> None:
         """Compute the plans again, because a tensor is no longer compared."""
         self._ring.forget_plans()
 

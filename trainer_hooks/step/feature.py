@@ -212,7 +212,7 @@ class StepFeatures:
     """The features of a run, in the order in which a step calls them."""
 
     def __init__(self, kinds: Sequence[type[StepFeature]]) -> None:
-        """``kinds`` are all that a run can have: the state of a missing one is stored as None."""
+        """``kinds``: all kinds that a run can have; the state of a missing one is None."""
         self._kinds = tuple(kinds)
         self._no_states: dict[str, Any] = dict.fromkeys(k.state_key for k in kinds if k.state_key)
         self._resumable_keys = tuple(kind.state_key for kind in kinds if kind.is_resumable)

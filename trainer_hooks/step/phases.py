@@ -347,7 +347,7 @@ class StepPhases:
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their time counts as the loop's."""
-        with self.clock.not_ours():
+        with self.clock.optimizer_time():
             for guard in guards:
                 guard.apply(
                     orders.bad,

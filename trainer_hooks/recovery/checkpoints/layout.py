@@ -98,7 +98,7 @@ class Layout:
             collected.append(by_param)
         return collected
 
-    def lacks(self, scalars: Scalars) -> bool:
+    def is_missing_scalars(self, scalars: Scalars) -> bool:
         """Return whether the scalars of some parameters are missing, and other ranks have them."""
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)

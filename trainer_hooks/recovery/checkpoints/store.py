@@ -442,7 +442,7 @@ class CheckpointStore:
         """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
         rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in stored else 0
         host, meta = payload.read_host(folder, key := f"rank.{rank}.host", stored[key])
-        if saved_by != self._ranks.world_size or self._layout.lacks(host["moments"]):
+        if saved_by != self._ranks.world_size or self._layout.is_missing_scalars(host["moments"]):
             for other in range(saved_by):
                 theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", stored[key])
                 for ours, more in zip(host["moments"], theirs["moments"], strict=True):
