@@ -15,7 +15,7 @@ _LOG = logging.getLogger("trainvitals")
 
 
 class FaultCounter:
-    """Counts swallowed exceptions by place; logs the 1st, 2nd, 4th, 8th... of a place."""
+    """Counts swallowed exceptions by place; logs the 1st, 2nd, 4th, 8th... of them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

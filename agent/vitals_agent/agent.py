@@ -73,7 +73,7 @@ MAX_TAKEN_OVER = 256
 """Maximum runs, the latest, that the agent of one run checks for leftovers."""
 
 MAX_RUNS = 4096
-"""Maximum run directories for which it is cached whether they are ours."""
+"""Maximum run directories whose ownership is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,34 +95,34 @@ class AgentConfig:
     port: int = 0
     """Port that ``/metrics`` listens on; 0 takes a free one."""
     scrape_token: str = ""
-    """Token for ``/metrics``, made of the collector's where there is one: so that one scrape job
-    can read every agent. Empty makes one of this folder's own."""
+    """Token for ``/metrics``, derived from the collector's token if there is one, so that one
+    scrape job can read every agent. Empty: create one for this directory."""
     collector: str = ""
-    """The collector's name: its addresses or its data folder. Empty where there is none."""
+    """The collector's name: its URLs or its data directory. Empty without a collector."""
     is_collector_named: bool = True
     """Whether a user chose it; otherwise it is this user's own, and only receives runs that ran
     during its lifetime."""
     takes_over: bool = False
-    """With ``run_id``: also send rows that ended runs left here for the same collector."""
+    """With ``run_id``: also send rows of ended runs on this node to the same collector."""
     notice: str = ""
     """An error before the start, which is reported in every run."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
     keeps_history: bool | None = None
-    """Whether the run directory keeps what a collector has too; None: where no collector is."""
+    """Whether the run directory keeps rows that a collector has too; None: only without one."""
     spool_max_bytes: int = 5 << 30
     """Bound of one run's spool on this node."""
     retain_seconds: float = 24 * 3600.0
-    """How long what a collector acknowledged stays here: one that is restored from a backup asks
-    for what came after it. No shorter than the time between two backups."""
+    """How long acknowledged rows are retained: a collector restored from a backup requests the rows
+    after it. Must be at least the time between two backups."""
     retain_bytes: int = 1 << 30
-    """Bound of that, of one run on this node; the oldest goes first."""
+    """Limit of the retained rows of one run on this node; the oldest are deleted first."""
     hang: HangConfig | None = None
     """How long ranks may wait for one of them; None: the defaults."""
     mirrors: tuple[str, ...] = ()
-    """Trackers that each run whose rank 0 is here is mirrored to, as `vitals mirror --to`."""
+    """Trackers to which runs with rank 0 on this node are mirrored, as in `vitals mirror --to`."""
     mirror_source: tuple[str, ...] = ()
-    """Where a mirror reads the run; none: in its folder."""
+    """Arguments with which a mirror reads the run; empty: from its directory."""
     retire_seconds: float = 60.0
     """Time after which a run without a rank on this node is released."""
 
@@ -132,20 +132,20 @@ class Collects(Ingests, CommandClient, Protocol):
 
 
 class Agent:
-    """Serves the runs of one folder on one node.
+    """Serves the runs of one directory on one node.
 
-    Call ``start``, then ``run_once`` again and again, then ``stop``, all in one thread; in any
-    other one ``io_loop.turn``. ``cycle`` turns both.
+    Call ``start``, then ``run_once`` repeatedly, then ``stop``, all on one thread, and
+    ``io_loop.serve_runs`` on another one. ``cycle`` does both.
 
     Args:
         config: what to serve.
-        client: the collector, or None where there is none: then the spools are the history.
-        reachable: whether there is a collector to talk to now; None: always.
-        clock: stamps the agent's own rows.
+        client: the collector; None without one: then the spools are the history.
+        reachable: whether a collector currently responds; None: always.
+        clock: timestamps of the agent's own rows.
         nvml: a module like ``pynvml``.
-        ahead: sends events that cannot wait for the spool's turn; None: they wait.
-        spawn: begins what may hang.
-        rng: spreads the tries after a failure.
+        ahead: sends events before the backlog of the spool; None: they wait.
+        spawn: starts calls that may hang.
+        rng: jitter of retries.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
-        # Spools are retained for a time that no one who sets the clock can shorten.
+        # Retention is measured by this clock, which setting the wall clock cannot shorten.
         self._began_ns = self._clock.time_ns() - self._clock.monotonic_ns()
         self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
@@ -179,7 +179,7 @@ class Agent:
         chance = rng or random.Random()
         gpus = GpuSampler(nvml, clock=self._clock)
         self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
-        # One backoff each: what one part cannot have says nothing of the other.
+        # Separate backoffs: shipping may fail while queries succeed.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = (
             Shipper(
@@ -232,10 +232,10 @@ class Agent:
     # ------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Take the folder and begin to listen.
+        """Lock the directory and start listening.
 
         Raises:
-            UsageError: another agent serves the folder, or the address cannot be used.
+            UsageError: another agent serves the directory, or the address cannot be used.
         """
         self._state_dir.acquire()
         try:
@@ -261,7 +261,7 @@ class Agent:
 
     @property
     def info(self) -> AgentInfo | None:
-        """How to reach the agent, once it is started."""
+        """URL and token of the agent; None before ``start``."""
         return self._info
 
     def stop(self) -> None:
@@ -288,14 +288,14 @@ class Agent:
     # ----------------------------------------------------------------------------- cycle
 
     def cycle(self, now: float) -> None:
-        """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
+        """Run every part once, one after the other; ``now`` is monotonic seconds."""
         self.io_loop.find_collector(now)
         self.run_once(now)
         self.io_loop.serve_runs(now)
         self._retire(now)
 
     def run_once(self, now: float) -> None:
-        """Run the local parts once: this waits for no network and for no driver."""
+        """Run the local parts once; they wait for no network and no driver."""
         with self.faults.contained("spool"):
             self._check_disks(now)
         with self.faults.contained("discover"):
@@ -316,7 +316,7 @@ class Agent:
             self.sampling.sample(runs, now)
         self.sampling.collect(runs, now)
         for run in runs:
-            with self.faults.contained("hang"):  # before a rank that is gone is buried
+            with self.faults.contained("hang"):  # before the journal of a dead rank is closed
                 self._hang_watch(run).check(now)
             with self.faults.contained("tailer"):
                 run.copy()
@@ -341,12 +341,12 @@ class Agent:
 
     @property
     def num_living(self) -> int:
-        """Ranks that live here and have not said goodbye."""
+        """Ranks on this node that live and have not ended their journal."""
         return sum(run.num_living for run in self.runs.values())
 
     @property
     def drained(self) -> bool:
-        """Whether all is in the spools and, where there is a collector, stored there."""
+        """Whether all rows are in the spools and, with a collector, stored there."""
         runs = self.runs.values()
         return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
@@ -380,7 +380,7 @@ class Agent:
                     run.follow(ref.directory)
 
     def _journals(self) -> Iterable[JournalRef]:
-        # One that was taken over may be started again: its agent leaves where it finds us.
+        # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
         of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
         return filter(self._is_ours, chain.from_iterable(of_runs))
@@ -438,7 +438,7 @@ class Agent:
         return run
 
     def _open_spool(self, state_dir: AgentStateDir, *, keep: bool) -> Spool:
-        """Open the run's spool on its disk, or in the node's memory where that is full."""
+        """Open the run's spool on its disk, or in the node's memory if the disk is full."""
 
         def now() -> float:
             return (self._began_ns + self._clock.monotonic_ns()) / 1e9
@@ -458,7 +458,7 @@ class Agent:
         return spool
 
     def _report_memory_spool(self, run: ServedRun) -> None:
-        """Report once per run that its rows are on no disk of this node."""
+        """Report once per run that its rows are not on a disk of this node."""
         if not run.in_memory or run.run_id in self._memory_reported:
             return
         self._memory_reported.add(run.run_id)
@@ -486,7 +486,9 @@ class Agent:
         with self.faults.contained("spool"):
             self._return_state_to_disk()
         for run in list(self.runs.values()):
-            with self.faults.contained("spool"):  # one run's folder keeps no other in memory
+            with self.faults.contained(
+                "spool"
+            ):  # an error in one run must not keep the others in memory
                 self._check_disk_of(run)
 
     def _return_state_to_disk(self) -> None:
@@ -505,7 +507,7 @@ class Agent:
                 f"spool in {run.spool.directory} is full; free some space there"
             )
             note = Note(code="spool_full", text=text, severity="error")
-            run.report(note, stores=not run.spool.keep)  # a full one takes no note either
+            run.report(note, stores=not run.spool.keep)  # a full spool accepts no note either
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:
@@ -552,10 +554,10 @@ class Agent:
         return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
 
     def _is_orphaned(self, run_dir: RunDir) -> bool:
-        """Whether a run of this agent ended here, and our collector may lack some of its rows.
+        """Whether a run of this agent ended here, and the collector may lack some of its rows.
 
-        A run with a living rank has an agent, or its rank will soon start one: the run is left to
-        that agent even while its lock is free.
+        A run with a living rank has an agent, or its rank will soon start one: that agent serves
+        it, even while its lock is free.
         """
         state_dir = self._state_dir_of(run_dir)
         if not self._is_for_our_collector(state_dir):
@@ -611,7 +613,7 @@ class Agent:
                 self._let_go(run_id)
 
     def _let_go(self, run_id: str) -> bool:
-        """Close a run; return False if the I/O loop is serving it."""
+        """Close a run and release its directory; return False while the I/O loop serves it."""
         run = self.runs[run_id]
 
         def remove() -> None:
@@ -633,7 +635,7 @@ class Agent:
     # --------------------------------------------------------------- read by HTTP threads
 
     def health(self) -> Health:
-        """Return whether the cycle turned lately."""
+        """Return whether the cycle ran recently."""
         if not self._cycled_at_ns:
             return Health(ok=True, details={"seconds_since_cycle": None})
         age = self._cycle_age_seconds

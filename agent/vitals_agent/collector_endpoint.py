@@ -36,10 +36,10 @@ TIMEOUT_SECONDS = 3.0
 
 
 class AgentClient(CollectorClient):
-    """A collector's API over one connection that is kept. Thread-safe: one request at a time.
+    """A collector's API over one persistent connection. Thread-safe: one request at a time.
 
     Args:
-        address: where the collector is; the token for ingest goes along.
+        address: URL and ingest token of the collector.
         timeout: seconds for each of connecting, sending and waiting.
     """
 

@@ -82,7 +82,7 @@ class GpuSampler:
         """Notes to report once in each run."""
 
     def sample(self) -> GpuReport:
-        """Return one sample per GPU that answers."""
+        """Return one sample per GPU that responds."""
         if self.absent:
             return GpuReport()
         if self._devices is None:
@@ -111,7 +111,7 @@ class GpuSampler:
         )
 
     def _ask(self, uuid: str, device: _Device, changes: _Changes) -> dict[str, Value] | None:
-        """Return the row of one GPU or instance, and note what became of it."""
+        """Return the row of one GPU or instance, and record whether it was lost or is back."""
         if device.parent:
             return read_instance(self._nvml, device.handle)
         codes = list(self._new_xids(device))
@@ -174,7 +174,7 @@ class GpuSampler:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         except nvml.NVMLError as error:
-            # It fell off the bus before the agent came: without its UUID it has no source.
+            # It failed before the agent started: without its UUID it has no source.
             text = f"GPU {index} does not give its UUID: {error}"
             self.notes = (*self.notes, Note(code="gpu_lost", text=text, severity="error"))
             return
@@ -189,7 +189,7 @@ class GpuSampler:
                 try:
                     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
                 except nvml.NVMLError:
-                    continue  # taken apart between the two calls
+                    continue  # removed between the two calls
                 instances.append(uuid)
                 devices.setdefault(uuid, _Device(handle, parent=parent))
             if instances:
@@ -213,7 +213,7 @@ class GpuSampler:
             try:
                 yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             except nvml.NVMLError:
-                continue  # nothing is at this place
+                continue  # no instance with this index
 
     # --------------------------------------------------------------------------------- errors
 

@@ -58,7 +58,7 @@ class _Process(NamedTuple):
 
     state: str
     started: int
-    """Its start in clock ticks since boot: a process of the same number has another."""
+    """Its start in clock ticks since boot: distinguishes it from a later process with this pid."""
     cpu_seconds: float
     """CPU time of the training thread."""
     all_cpu_seconds: float

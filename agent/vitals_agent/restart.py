@@ -91,7 +91,7 @@ class HungJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its processes were told to end, and are not killed yet."""
+        """Whether its processes have received SIGTERM and are not killed yet."""
         return self._kill_at is not None
 
     def end_if_due(

@@ -58,7 +58,7 @@ class OpenJournals:
             self._write()
 
     def discard(self, folder: str) -> None:
-        """Take a journal off the list: all of it is in the spool. May raise OSError."""
+        """Remove a journal from the list: it is completely in the spool. May raise OSError."""
         if self._listed.pop(folder, None) is not None:
             self._write()
 
@@ -125,7 +125,7 @@ class ServedRun:
         self.spool = spool
         self.folder = folder
         self.writer_key = writer_key
-        """Secret that is sent with the batches: nobody else can write to their streams."""
+        """Secret that is sent with the batches, so that no other writer can use their streams."""
         self.tails: dict[Path, JournalTail] = {}
         self.num_written = 0
         """Batches appended so far: if it is unchanged, nothing was written in between."""
@@ -178,7 +178,7 @@ class ServedRun:
 
     def append(self, raw: bytes) -> bool:
         """Add a batch to the spool; ``copy`` makes it durable."""
-        with self._lock:  # two threads that count at once would count one
+        with self._lock:  # the counter is not atomic
             self.num_written += 1
             self._dirty = True
             try:
@@ -193,12 +193,12 @@ class ServedRun:
 
     @property
     def clock(self) -> Clock:
-        """The agent's."""
+        """Clock of the agent."""
         return self._facts.clock
 
     @property
     def faults(self) -> Faults:
-        """The agent's."""
+        """Fault counter of the agent."""
         return self._facts.faults
 
     @property
@@ -207,7 +207,7 @@ class ServedRun:
         return self.spool.directory.parent != self.state_dir.path
 
     def last_seqs(self) -> dict[Key, int]:
-        """Return up to where each stream is, or was, in a spool of the run."""
+        """Return the last sequence number per stream in any spool of the run on this node."""
         last = dict(self._resume)
         for key, seq in self.spool.last_seqs().items():
             last[key] = max(seq, last.get(key, -1))
@@ -281,7 +281,8 @@ class ServedRun:
             for tail in self.tails.values():
                 tail.not_synced()
             return num_rows
-        # Not what was appended: the I/O thread may have met the disk's refusal in between.
+        # The spool's own numbers: the I/O thread may have failed to write some of the appended
+        # rows.
         durable = self.spool.last_seqs()
         for tail in self.tails.values():
             with faults.contained("release"):
@@ -291,7 +292,7 @@ class ServedRun:
 
     def _sync(self) -> None:
         if self._dirty:
-            self._dirty = False  # before: another thread may append meanwhile
+            self._dirty = False  # before the sync: another thread may append meanwhile
             try:
                 self.spool.sync()
             except BaseException as error:
@@ -335,7 +336,7 @@ class ServedRun:
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
 
     def report(self, note: Note, *, stores: bool = True) -> None:
-        """Log a note, store it with the run, and leave it for the log of the rank."""
+        """Log a note, store it with the run, and write it for the rank's terminal."""
         log.warning("%s run=%s", note.text, self.run_id)
         if stores:
             self.node_source.say(note)
@@ -416,23 +417,23 @@ class ServedRun:
 
     @property
     def active(self) -> bool:
-        """Whether a rank of this run still writes, or has left something to copy."""
+        """Whether a rank of this run still writes, or has rows that are not copied yet."""
         return any(not tail.take_end() for tail in self.tails.values())
 
     @property
     def num_living(self) -> int:
-        """Ranks whose process lives and has not said goodbye."""
+        """Ranks whose process lives and that have not ended their journal."""
         living = [t for t in self.tails.values() if t.alive and not t.removed]
         return sum(not tail.closed for tail in living)
 
     def synced(self, directory: Path) -> dict[str, int]:
-        """Return up to where the journal's streams are safe in the spool."""
+        """Return the last sequence number per stream of the journal that is synced in the spool."""
         tail = self.tails.get(directory)
         return tail.synced_seqs if tail is not None else {}
 
     @property
     def holds_mailbox(self) -> bool:
-        """Whether rank 0 is here: a mailbox of its earlier start elsewhere delivers nothing."""
+        """Whether rank 0 is here: the mailbox of an earlier start on another node is unused."""
         return bool(self.rank0_incarnation)
 
     @property
@@ -442,11 +443,11 @@ class ServedRun:
         return max(here, key=lambda who: who.started_unix_ns).incarnation if here else ""
 
     def acked_number(self) -> int:
-        """Return the number of the newest command that a journal here acknowledged."""
+        """Return the number of the latest command that a journal here acknowledged."""
         return max((tail.last.acked_number for tail in self.tails.values()), default=0)
 
     def close(self) -> None:
-        """Close the spool and give the folder back."""
+        """Close the spool and release the directory."""
         with self._facts.faults.contained("spool"):
             is_done = self.in_memory and not self.spool.pending(1)
             self.spool.close()
@@ -456,6 +457,6 @@ class ServedRun:
 
 
 def boot_id() -> str:
-    """Return the id of this boot, or nothing where the system has none."""
+    """Return the id of this boot; empty if the system has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -142,15 +142,15 @@ class _Progress:
     last_reread: _InFlightBatch | None = None
     """The last batch up to which the collector has all batches that were read again."""
     is_resumed: bool = False
-    """Whether it started there, after a failure, and not at the oldest batch."""
+    """Whether it started at ``last_reread``, after a failure, and not at the oldest batch."""
     inherited: dict[Key, int | None] = field(default_factory=dict)
     """Streams of an earlier agent, which may have sent more than the disk kept: their durable
     numbers at the first report."""
     is_new: bool = True
-    """Whether the collector may be another one than before, or the same with fewer rows."""
+    """Whether the collector may be another one, or may have lost rows since the last request."""
 
     def is_done(self, sent: _InFlightBatch, spool: Ships) -> bool:
-        """Return whether a batch is settled: durable, refused, or lost by a full spool."""
+        """Return whether a batch is complete: durable, quarantined, or dropped by a full spool."""
         return self.is_settled(sent) or sent.end <= spool.acked
 
     def is_withheld(self, batch: _InFlightBatch) -> bool:
@@ -203,7 +203,7 @@ class _Progress:
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.quarantined
 
     def start_over(self, spool: Ships) -> None:
-        """Discard all reports of the collector: it may come back without the rows."""
+        """Discard all replies of the collector, which may have lost the rows."""
         self.unacked.clear()
         self.durable.clear()
         self.searched.clear()
@@ -279,7 +279,7 @@ class Shipper:
             self._ack(progress, spool, now)
         finally:
             if failure is not None:
-                # A collector may come back without rows that were not durable: all are resent.
+                # A collector may have lost rows that were not durable: all are resent.
                 progress.start_over(spool)
 
     def drained(self, run_id: str) -> bool:
@@ -339,9 +339,9 @@ class Shipper:
             try:
                 answers = self._ingest(progress, [raw for _, raw in to_send], asks=True)
             except NewerVersionError:
-                raise  # it will take them once it is upgraded
+                raise  # it will accept them once it is upgraded
             except FormatError as error:
-                if len(to_send) > 1:  # which of them is it?
+                if len(to_send) > 1:  # send them one by one to find the refused one
                     return all(self._send_together(progress, spool, [each], now) for each in group)
                 answers = [_refusal(error)]
             ends = [batch.end for batch, _ in to_send]
@@ -419,7 +419,7 @@ class Shipper:
     # ------------------------------------------------------- refused and missing batches
 
     def _check_latest_stored(self, progress: _Progress, spool: Ships) -> None:
-        """Show a collector that was down the latest batch that it is known to have had."""
+        """Send the latest acknowledged batch to a collector that was down, to detect lost rows."""
         if not progress.is_new:
             return
         last_reread = progress.last_reread
@@ -485,7 +485,7 @@ class Shipper:
             # Without a query: all earlier batches were sent before it.
             reply = self._ingest(progress, [raw])[0]
         except NewerVersionError:
-            raise  # it will take it once it is upgraded
+            raise  # it will accept it once it is upgraded
         except FormatError as error:
             reply = _refusal(error)
         if reply.code:

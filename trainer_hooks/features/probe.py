@@ -92,5 +92,5 @@ class ProbeFeature(StepFeature):
             run.emitter.note("no_probe", text, step=max(run.first_step, 0), attempt=run.attempt)
 
     def stop_collectives(self) -> None:
-        """Run no more forwards: they are collectives, and this rank may end alone."""
+        """Evaluate nothing from now on: it is collective, and other ranks may be gone."""
         self.probe.close()

@@ -77,7 +77,7 @@ class ScheduleFeature(StepFeature):
             )
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Report a rate that has left the declared schedule, also at the terminal."""
+        """Report a rate that deviates from the declared schedule, also at the terminal."""
         if self._declared is None:
             return
         with self._run.faults.fail_open("schedule"):

@@ -31,7 +31,7 @@ _OF_EACH_RANK = frozenset(metric.column for metric in STEP_METRICS if metric.sco
 
 
 class _Call(NamedTuple):
-    """A call of the loop, as far as it is known on the host."""
+    """A call of the loop, with values on the host."""
 
     name: str
     is_event: bool

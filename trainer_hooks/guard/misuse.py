@@ -63,7 +63,7 @@ def is_of_one_backward(loss: object) -> bool:
 
 
 def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | None:
-    """Return the initial scale of a gradient scaler that scales losses and was not given to us.
+    """Return the initial scale of a gradient scaler that was not given to ``watch``, if any.
 
     It checks all objects of the process, so it only does so if the norm is suspicious.
     """

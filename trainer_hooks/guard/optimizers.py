@@ -160,9 +160,9 @@ class BufferShadow:
         self._kept_of: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._flat: list[_FlatShadow] = []
-        """Copies of the buffers that stay in place, once they have for a step."""
+        """Copies of buffers that did not move for a step, combined into one memory per device."""
         self._one_by_one: dict[int, Tensor] = {}
-        """The other buffers."""
+        """Copies of the other buffers."""
         self._placed: list[list[int]] = []
         """Places of the buffers in each of the flat copies."""
         self.keep()
@@ -255,7 +255,7 @@ class BufferShadow:
     def put_back(self, bad: Tensor) -> None:
         """Restore every kept buffer if ``bad`` is 1. Does not wait.
 
-        If forward changed a buffer's shape or type, there is no copy to restore, so it is left.
+        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
         """
         self._put_back(bad)
 

@@ -1,7 +1,7 @@
 """The schedulers given to ``watch``: stepped by Vitals, once per update or once per epoch.
 
 Nothing is stored in a scheduler, because all its attributes are its ``state_dict``. If the loop
-steps it too, its count differs from the one that Vitals left.
+steps it too, its count differs from the count after Vitals' last step.
 """
 
 from __future__ import annotations

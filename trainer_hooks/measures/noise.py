@@ -132,9 +132,8 @@ def rounding_of(roundings: float, *, num_ranks: int) -> float:
         roundings: ``Sums.roundings``, summed over the ranks.
         num_ranks: number of averaged ranks.
     """
-    mean_square_of_weights = (
-        49 / 9
-    )  # mean square of products of two weights, each uniform from 1 to 2
+    # Mean square of a product of two weights, each uniform from 1 to 2.
+    mean_square_of_weights = 49 / 9
     return math.sqrt(mean_square_of_weights * (num_ranks + 1) * roundings / num_ranks)
 
 

@@ -283,7 +283,7 @@ class Bank:
         """Assign the copies since the last call to this step."""
         copies, self._copies = self._copies, []
         size, self._copied_bytes = self._copied_bytes, 0
-        self._waiting.pop(step, None)  # of an attempt that was rolled back
+        self._waiting.pop(step, None)  # belongs to an attempt that was rolled back
         if copies:
             self._waiting[step] = BankedBatches(step, copies, num_batches, loss_of, size)
         while len(self._waiting) > _MOST_WAITING:

@@ -1,9 +1,9 @@
 """States for rollbacks: snapshots in memory, checkpoints on disk, and their restore.
 
-Both lists are equal on all ranks, because otherwise no rank could choose from them: snapshots
-change at the same step on all ranks, and rank 0 reports a complete checkpoint on disk with the
-numbers of a step. A rank's own memory, disk or clock never decides (I2): a problem of one rank
-becomes a number in the pack, and ``commit`` gets the verdict of all ranks.
+Both lists must be equal on all ranks, because all choose the same state: snapshots change at the
+same step on all ranks, and rank 0 reports a complete checkpoint on disk with the numbers of a step.
+A rank's own memory, disk or clock never decides (docs/ARCHITECTURE.md): a problem of one rank
+becomes a number in the reduce vector, and ``commit`` receives the verdict of all ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
 Meta = dict[str, Any]
-"""Data stored with the state by the caller: detectors, data position. Plain values only."""
+"""Data stored with the state: detectors, data position. Plain values and tensors only."""
 IsReplica = Callable[[str], bool]
 """Returns whether every rank holds the tensor of this name with equal values."""
 
@@ -109,7 +109,7 @@ class _Slot:
         self._pinned = pinned
         self.region = region
         self.generation = 0
-        """Number of its fill: the same on all ranks that share it."""
+        """Counts how often it was filled; equal on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
         """Targets of ``pairs``, by name: own buffers, and views of the region."""
@@ -201,12 +201,15 @@ class _Slot:
         side: SideStream,
         device: torch.device,
     ) -> tuple[Tensor, Tensor, object]:
-        """Copy on the side stream; return the results of the checks, and a marker of the end.
+        """Copy on the side stream.
 
-        These are the number of non-finite tensors among those that must be finite, and the
-        fingerprint of the replicas. Buffers are copied on the training's own stream, because the
-        next forward writes them. Everything else is checked on the stream where it is copied, so
-        that no write comes in between.
+        Buffers are copied on the training's stream, because the next forward writes them.
+        Everything else is checked on the stream where it is copied, so that no write comes in
+        between.
+
+        Returns:
+            The number of non-finite tensors among those that must be finite, the fingerprint of the
+            replicas, and a marker of the end of the copy.
         """
         self._begin()
         # Not kept until the next snapshot: that would keep device memory of replaced tensors.
@@ -322,7 +325,7 @@ class Snapshot:
 
 
 class SnapshotRing:
-    """The latest states; the latest healthy one is never discarded (I6).
+    """The latest states; the latest healthy one is never discarded.
 
     Order of calls: ``capture(0, trusted=True)`` and ``commit`` before the first step; then after
     each step: ``capture`` if ``due``, ``commit`` when the flags came back, ``promote`` when a step
@@ -437,9 +440,9 @@ class SnapshotRing:
     ) -> Tensor:
         """Copy the live state; return, on the device, the number of problems with it.
 
-        Put the number into the next pack and pass the ranks' verdict to ``commit``. It never
-        raises: a rank that could not copy returns 1.0. On a GPU the host never waits; work queued
-        after this call runs after the copy. With ``overlap`` this is only true from the next
+        Put the number into the next reduce vector, and pass the ranks' verdict to ``commit``. It
+        never raises: a rank that could not copy returns 1.0. On a GPU the host never waits; work
+        queued after this call runs after the copy. With ``overlap`` this is only true from the next
         ``before_update`` or ``wait_for_copies`` on: call one of them before the number is read.
 
         Args:
@@ -459,7 +462,7 @@ class SnapshotRing:
         self._fingerprint = None
         try:
             wrong, self._fingerprint = self._copy(entry, self._free_slot())
-        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
+        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the vector
             self.num_missed += 1
             self.failure = entry.failure = f"{type(error).__name__}: {error}"
             return torch.ones((), device=self._state.device)
@@ -473,10 +476,10 @@ class SnapshotRing:
 
         So no rank overwrites data that another rank reads. A restore ends on each rank before it
         enters the next exchange, and no other rank reaches its next snapshot without that exchange.
-        A save holds its slot until rank 0 reported its end in a pack that was filled after the
+        A save holds its slot until rank 0 reported its end in a vector that was filled after the
         save's start; from then on no rank reads the tensors. As a precaution, and for a rank that
-        writes its last snapshot alone, each rank marks its part of a slot before it writes, and a
-        reader checks the marks before it uses the data (``Snapshot.check_whole``).
+        writes its last snapshot separately, each rank marks its part of a slot before it writes,
+        and a reader checks the marks before it uses the data (``Snapshot.check_whole``).
         """
         if self._joined.regions is None:
             self._replace_shared()
@@ -843,7 +846,7 @@ class RecoveryManager:
         self._groups = groups or (tuple(range(ranks.world_size)),)
         self._has_differed = False
         self._packs_before_save = 0
-        """Packs that may have been filled before the latest save started, without news of it."""
+        """Reduce vectors that may have been filled before the latest save started."""
 
     @classmethod
     def make(
@@ -936,7 +939,7 @@ class RecoveryManager:
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
-        """Return the keepers of the best evaluated state: in memory, and on disk."""
+        """Return the objects that store the best evaluated state, in memory and on disk."""
         return self._ring, self._store
 
     # ------------------------------------------------------------------------------ at the start
@@ -1077,7 +1080,7 @@ class RecoveryManager:
 
     @property
     def newest_saved(self) -> tuple[int, int]:
-        """Step and attempt of the latest complete checkpoint, for rank 0's words; (0, 0): none."""
+        """Step and attempt of the latest complete checkpoint, sent by rank 0; (0, 0): none."""
         return self._newest_saved
 
     @property
@@ -1225,7 +1228,7 @@ class RecoveryManager:
         return restored
 
     def _oldest_far_enough_back(self) -> CheckpointRef | None:
-        """Return the policy's target if no older one is left: it is still healthy."""
+        """Return the policy's target if no older state exists: it is still healthy."""
         cause = self._plan.plan.facts.cause
         latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
         usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]
@@ -1240,8 +1243,8 @@ class RecoveryManager:
     def save_now(self, step: int, attempt: int, meta: Meta) -> str:
         """Write the live state and wait for it; if it is invalid or not equal, a healthy one.
 
-        Collective: for a run that was told to stop. Returns the id, empty if nothing later than
-        the checkpoints on disk could be written.
+        Collective: for a run that received SIGTERM. Returns the id; empty if nothing later than the
+        checkpoints on disk could be written.
         """
         self._store.wait(None)
         self._ring.saves_ended()

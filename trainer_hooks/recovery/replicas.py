@@ -3,8 +3,8 @@
 In each step, a rank computes a value from the parameters due in this step, less often from
 optimizer state and averages, from the step's settings, and from a snapshot if one was taken: equal
 values mean equal ranks. The value is sent in the step's all-reduce. If values differ, all ranks
-know it at the same step and meet: they compare every tensor by its fingerprint, find the elements
-that differ, and take a vote.
+know it at the same step. They compare every tensor by its fingerprint (collectively), find the
+elements that differ, and take a vote.
 
 With two ranks there is no majority. After a rollback the steps are trained again, and the rank
 whose elements were further from the repeated result was wrong.
@@ -160,7 +160,7 @@ class Replicas:
         self._replayed: tuple[int, ReplicaDiagnosis] | None = None
         self._may_meet = True
         self._meeting: Ranks | None = None
-        """Separate group for the meeting, because a save may be using the other one."""
+        """Separate group for the comparison, because a save may be using the other one."""
         self._lay_out()
 
     @classmethod
@@ -323,7 +323,7 @@ class Replicas:
         tensors += [self._averages[key] for key in averages]
         keys += averages
         if self._apart:
-            # All of them once per round: separately they would cause a meeting in every step.
+            # All of them once per round: separately they would cause a comparison in every step.
             apart = set(self._apart)
             tensors = [t for k, t in zip(keys, tensors, strict=True) if k not in apart]
             if step % often == 0:
@@ -351,7 +351,7 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """Allow no further meetings: this rank may end alone."""
+        """Allow no further comparisons: this rank may end before the others."""
         self._may_meet = False
 
     def _together(self) -> Ranks:

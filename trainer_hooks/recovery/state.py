@@ -1,4 +1,4 @@
-"""Everything that training changes, under stable names: read in place, restored in place.
+"""Everything that training changes, under stable names; read and restored without a copy.
 
 Tensors are live ones, never copies: a snapshot copies from them, a restore copies into them, and
 their addresses never change, so a fused optimizer, a compiled step and DDP's buckets are not

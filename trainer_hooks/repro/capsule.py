@@ -40,7 +40,7 @@ MAX_NAMES = 16
 """Tensors of the state that are listed."""
 _MAX_FILE_BYTES = 512 << 20
 _MAX_ARRAY_BYTES = 512 << 20
-"""Of all arrays in a capsule: a forged file of a few megabytes could decompress to any size."""
+"""Total of all arrays in a capsule: a forged file of a few megabytes could unpack to any size."""
 _COMPRESSED_BYTES = 8 << 20
 """Above this, compression is not worth its CPU time."""
 _ARRAY_OVERHEAD = 320

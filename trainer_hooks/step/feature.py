@@ -90,8 +90,8 @@ class StepFeature:
     """One capability that takes part in every step, such as early stopping or snapshots.
 
     A base class and not a protocol: a feature overrides only the hooks it uses, and a step calls
-    only overridden ones, so a hook that nobody uses costs nothing. A contribution has two hooks,
-    because a rank that could not measure a step still has to report that it received SIGTERM.
+    only overridden ones, so an unused hook costs nothing. A contribution has two hooks, because a
+    rank that could not measure a step still has to report that it received SIGTERM.
 
     Hooks run on all ranks in the same order. Except for ``rank0_values`` and the contributions,
     they see the same numbers on all ranks, so all ranks must do the same; they read no clock and

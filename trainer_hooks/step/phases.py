@@ -215,7 +215,7 @@ class StepPhases:
         max_norm: MaxNorm | None = None,
         norm: Tensor | None = None,
     ) -> Prepared:
-        """Fill the pack. An internal error only sets this rank's failure flag in it.
+        """Fill the reduce vector. An internal error only sets this rank's failure flag in it.
 
         An invalid loss is counted and omitted: the gradients are still judged.
 
@@ -304,7 +304,7 @@ class StepPhases:
     # ----------------------------------------------------------------------- from the exchange on
 
     def exchange(self) -> Verdict:
-        """Sum the pack over the ranks, in the only collective of a step, and judge it."""
+        """Sum the vector over the ranks, the only collective of a step, and judge it."""
         packer, ranks = self._device.packer, self._run.ranks
         if ranks.world_size > 1:
             pack = packer.pack

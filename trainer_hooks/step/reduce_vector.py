@@ -68,7 +68,7 @@ class Slots:
     rank: tuple[str, ...] = ()
     """Numbers of each rank; adjacent ranks share a slot above MAX_SLOTS ranks."""
     exact: tuple[str, ...] = ()
-    """Those of ``rank`` that also have a place for each rank if slots are shared."""
+    """Those of ``rank`` that also have their own value per rank if slots are shared."""
 
 
 CORE_SLOTS = Slots(
@@ -235,20 +235,20 @@ class Rank0Values:
 
 
 class ReduceVector:
-    """Fills this rank's persistent pack."""
+    """Fills this rank's persistent vector."""
 
     def __init__(self, layout: PackLayout, device: torch.device) -> None:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
         self.squares = self.pack[: layout.num_params]
-        """The part of the pack for the norms; ``clear`` zeroes it."""
+        """The part of the vector for the squared norms; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
-        """The part of the pack for sampled signals; empty if none are enabled."""
+        """The part of the vector for sampled signals; empty if none are enabled."""
         self._position = {name: layout.mine(name) for name in layout.fields.rank}
         self._mine = {name: self.pack[position] for name, position in self._position.items()}
         is_shared = layout.is_shared
         self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
-        """Fields that are written twice: in the shared slot, and in this rank's own place."""
+        """Fields that are written twice: to the shared slot, and to this rank's own field."""
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
@@ -329,7 +329,7 @@ class ReduceVector:
 
     @property
     def auto_max_norm(self) -> Tensor:
-        """The limit of ``max_norm="auto"`` in the reduced pack, 0-dim float64; inf: none."""
+        """The limit of ``max_norm="auto"`` in the reduced vector, 0-dim float64; inf: none."""
         return self.pack[self.layout.root + self.layout.fields.rank0.index("auto_max_norm")]
 
     def undo_clip(self) -> None:
@@ -351,7 +351,7 @@ class ReduceVector:
 
 
 class Reduced:
-    """The summed pack on the host: plain numbers that are equal on every rank."""
+    """The summed vector on the host: plain numbers that are equal on every rank."""
 
     def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
         fields, self.layout = layout.fields, layout
@@ -454,12 +454,12 @@ class Verdict(NamedTuple):
     """Loss and norm, shape (2,)."""
 
     def derived(self) -> tuple[Tensor, Tensor]:
-        """Return the values that go to the host with the pack, each 1-dim: bits, values."""
+        """Return the values that are read back with the vector, each 1-dim: bits, values."""
         return self.bits[None], self.values
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
-    """Return the verdict on the reduced pack. Pure; no value reaches the host.
+    """Return the verdict on the reduced vector. Pure; no value reaches the host.
 
     A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
     as many updates as rank 0 allows were withheld immediately before it. If a rank's prepare
@@ -467,8 +467,8 @@ def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     update but does not count as a fault, whatever the norm.
 
     Args:
-        layout: layout of the pack.
-        pack: the reduced numbers.
+        layout: layout of the vector.
+        pack: the reduced vector, float64.
         row: ``row`` of the previous verdict.
     """
     # Each operation is a separate kernel: both numbers are judged at once, and a > b of flags means
@@ -619,12 +619,12 @@ def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
 
 
 NUM_FIGURES = 4
-"""Numbers after the pack from which ``Derived`` is made."""
+"""Values behind the vector from which ``Derived`` is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The device's own figures, read back with the pack."""
+    """Values computed on the device, read back with the vector."""
 
     bits: int
     loss: float

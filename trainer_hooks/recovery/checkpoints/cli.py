@@ -102,9 +102,9 @@ def verify(
     form: _Form = Format.TABLE,
 ) -> None:
     """Read checkpoints back: verify checksums and that all tensors are finite.
-    Changes nothing: training quarantines a damaged one when it meets it, as `vitals checkpoints
+
+    Changes nothing: training quarantines a damaged one when it loads it, as `vitals checkpoints
     quarantine` does. Without torch, only checksums are verified.
-        checkpoints quarantine`. Without torch, only checksums are verified.
     """
     checkpoints = find_checkpoints(run, directory)
     names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
