@@ -151,7 +151,7 @@ class Attached(Loop):
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._num_batches = 0
-        self._is_told = False
+        self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
@@ -166,7 +166,7 @@ class Attached(Loop):
             weight: its weight in the mean, usually the number of tokens.
         """
         self._add_loss(loss, weight)
-        if not self._is_told and self._parts.is_never_stepped:
+        if not self._is_reported and self._parts.is_never_stepped:
             self._report_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
@@ -294,7 +294,7 @@ class Attached(Loop):
 
     def _report_never_stepped(self, evidence: str) -> None:
         """Report that the loop steps something else than the optimizers given to ``attach``."""
-        self._is_told = True
+        self._is_reported = True
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         text = (
             f"{evidence}, but {names}.step() was never called, so no update is guarded: call "

@@ -69,7 +69,7 @@ class Monitor(Loop):
         self._feed = DataPosition(run, waited, lag=lag, restored=restored, schedules=by_epoch)
         self._own_steps = OwnSteps(device.optimizers, run.faults)
         self._best: RestoredBest | None = None
-        self._is_told_of_epochs = False
+        self._epochs_checked = False
         self._backwards: Backwards | None = Backwards(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
         self._begun: set[int] = set()
@@ -186,8 +186,8 @@ class Monitor(Loop):
             raise every_update()
         if not schedules.sees_epochs:
             schedules.end_epoch()
-        elif not self._is_told_of_epochs:
-            self._is_told_of_epochs = True
+        elif not self._epochs_checked:
+            self._epochs_checked = True
             text = "monitor.end_epoch() does nothing here: monitor.batches() ends the epochs itself"
             self._warn("end_epoch", text)
 
@@ -236,9 +236,9 @@ class Monitor(Loop):
         if turn.number:
             refuse_probe(self._probe.has_loss)
         if self._rng_after_abort is not None:
-            return self._pass_over()
+            return self._drop_update()
         if self._primes and self._prime():
-            self._leave_out_rest(turn)
+            self._skip_rest_of_batch(turn)
             return StepOutcome(step=self._step, next_step=self._step)
         run, parts, attempted = self._run, self._parts, self._step
         parts.turn = turn
@@ -280,7 +280,7 @@ class Monitor(Loop):
         if run.features.has_pending_work:
             self._run_between_steps(attempted)
         if restored is not None:
-            self._leave_out_rest(turn)
+            self._skip_rest_of_batch(turn)
         # Other optimizers may still step on this batch: a state to restore is between two batches.
         self._snapshot_waits = bool(turn.number) and self._feed.is_within_batch
         if not self._snapshot_waits:
@@ -301,12 +301,12 @@ class Monitor(Loop):
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
             run.recovery.after_step(self._step, run.attempt, self._meta)
 
-    def _leave_out_rest(self, turn: OptimizerGroup) -> None:
+    def _skip_rest_of_batch(self, turn: OptimizerGroup) -> None:
         """Make no further update on this batch, because the state was restored."""
         if turn.number and self._feed.is_within_batch:
             self._rng_after_abort = capture_rng()
 
-    def _pass_over(self) -> StepOutcome:
+    def _drop_update(self) -> StepOutcome:
         """Drop an update without any effect on the state."""
         self._parts.drop_losses()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
@@ -317,7 +317,7 @@ class Monitor(Loop):
     def _end_batch(self) -> None:
         """Finish the batch when the loop requests the next one."""
         if self._rng_after_abort is not None:
-            self._pass_over()
+            self._drop_update()
             restore_rng(self._rng_after_abort)
             self._rng_after_abort = None
         elif self._snapshot_waits and not self._closed:
@@ -348,9 +348,9 @@ class Monitor(Loop):
         self._primes = False
         recovery = self._run.recovery
         # If one rank's loader cannot, no rank does: a collective follows.
-        if recovery is None or not all(self._run.ranks.gather(self._feed.can_go_again())):
+        if recovery is None or not all(self._run.ranks.gather(self._feed.can_replay())):
             return False
-        self._feed.again()
+        self._feed.replay()
         recovery.restart()
         self._parts.drop_losses()
         self._start_again()

@@ -350,7 +350,7 @@ class Agent:
         runs = self.runs.values()
         return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
-    def report_left_behind(self) -> int:
+    def report_unspooled_rows(self) -> int:
         """Report rows that never reached a spool; return their number. They stay in memory."""
         total = 0
         for ref in self._journals():

@@ -149,7 +149,7 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         log.warning("the collector is busy: unshipped rows stay in the spools")
     agent.run_once(time.monotonic())  # reports of the I/O loop
     if config.child:
-        agent.report_left_behind()
+        agent.report_unspooled_rows()
 
 
 def _start(agent: Agent, config: LoopConfig) -> bool:

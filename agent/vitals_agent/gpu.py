@@ -88,7 +88,7 @@ class GpuSampler:
         if self._devices is None:
             self._devices = self._open()
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
-            self._take_up_instances(self._devices)
+            self._add_instances(self._devices)
         self._round += 1
         changes = _Changes()
         taken = Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
@@ -159,7 +159,7 @@ class GpuSampler:
         if not devices:
             self._note_absent("NVML sees no GPU that responds")
             return {}
-        self._take_up_instances(devices)
+        self._add_instances(devices)
         return devices
 
     def _note_absent(self, why: str) -> None:
@@ -180,7 +180,7 @@ class GpuSampler:
             return
         devices[uuid] = _Device(handle, events=self._listen(handle))
 
-    def _take_up_instances(self, devices: dict[str, _Device]) -> None:
+    def _add_instances(self, devices: dict[str, _Device]) -> None:
         """Add the current MIG instances; those that were removed no longer respond."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:

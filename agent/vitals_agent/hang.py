@@ -142,7 +142,7 @@ class HangWatch:
                 self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         with self._run.faults.contained("restart"):
-            self._mind_restart(ranks, tails, world_size, now)
+            self._end_hung_job(ranks, tails, world_size, now)
         step = max(rank.step for rank in ranks)
         self._take_stacks(tails, world_size, step, is_waiting=is_waiting)
 
@@ -203,7 +203,7 @@ class HangWatch:
         self._run.node_source.say(event)
         self._sent_at = now if is_still else None
 
-    def _mind_restart(
+    def _end_hung_job(
         self,
         ranks: list[RankActivity],
         tails: dict[int, JournalTail],

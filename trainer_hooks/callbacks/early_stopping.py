@@ -141,7 +141,7 @@ class Evaluations:
         copy = self._copy
         return copy is not None and (copy.step, copy.attempt) == (step, attempt)
 
-    # ------------------------------------------------------------------------- when it is back
+    # ------------------------------------------------------------------------- reduced numbers
 
     def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
         """Apply the reduced numbers of ``step``, which belongs to the current attempt."""

@@ -59,7 +59,7 @@ def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[
     return carried
 
 
-def among(window: BatchWindow, num_ranks: int) -> BatchWindow:
+def for_num_ranks(window: BatchWindow, num_ranks: int) -> BatchWindow:
     """Convert a window to another number of ranks, rounded outward so that it covers no less."""
     if window.num_ranks in (0, num_ranks):
         return window
@@ -125,7 +125,7 @@ class Batches:
         state: position to continue from, of an equal loader.
         loop: index of this loop over data in the run, from 0.
         num_ranks: ranks that share the data.
-        goes_back: whether ``go_back`` may be called: the initial state is then stored.
+        can_rewind: whether ``rewind`` may be called: the initial state is then stored.
         faults: counts exceptions of the loader's ``state_dict``.
         keeps_content: whether ``LoadedBatch`` includes the batch, not only its position.
         keeps_rng: whether ``LoadedBatch`` includes the RNG state.
@@ -145,7 +145,7 @@ class Batches:
         state: DataState | None = None,
         loop: int = 0,
         num_ranks: int = 1,
-        goes_back: bool = False,
+        can_rewind: bool = False,
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
         keeps_rng: bool = False,
@@ -171,11 +171,11 @@ class Batches:
         self._opening: Opening | None = None
         self._sampler_state: dict[str, Any] | None = None
         self._next = BatchIndex(0, 0)
-        self._back: DataState | None = None
-        self._beginning = state
+        self._rewound_to: DataState | None = None
+        self._initial_state = state
         self.resumes = state is not None
         """Whether it continues from the position of an earlier process."""
-        self._keeps_beginning = goes_back
+        self._keeps_initial_state = can_rewind
         self.windows: list[BatchWindow] = []
         saved_windows = (
             []
@@ -183,7 +183,7 @@ class Batches:
             else [BatchWindow(*saved_window) for saved_window in state["windows"]]
         )
         for window in (*saved_windows, *windows):
-            self.pass_over(window)
+            self.skip(window)
         self.position: BatchIndex | None = None
         """Batch that was yielded last; None before the first."""
         self.ended = False
@@ -217,7 +217,7 @@ class Batches:
         self._next = max(self._next, target)
         return target
 
-    def pass_over(self, window: BatchWindow) -> list[BatchWindow]:
+    def skip(self, window: BatchWindow) -> list[BatchWindow]:
         """Skip these batches from now on; return the window's part in each epoch."""
         parts = [window]
         if self._length:
@@ -229,7 +229,7 @@ class Batches:
 
     def why_not_exact(self, state: DataState | None) -> str:
         """Return why ``state`` cannot be resumed exactly; empty if it can."""
-        loader, saved_state = self._loader, state or self._beginning
+        loader, saved_state = self._loader, state or self._initial_state
         if saved_state is None:
             return "the checkpoint holds no position"
         if saved_state["loop"] != self.loop:
@@ -257,14 +257,14 @@ class Batches:
             return "the loader's state_dict could not be kept as plain values and tensors"
         return ""
 
-    def go_back(self, state: DataState | None) -> str:
+    def rewind(self, state: DataState | None) -> str:
         """Rewind to ``state`` to yield the same batches again; None is the initial state.
 
         Windows stay skipped. If an exact replay is impossible, do nothing and return the reason;
         otherwise return "".
         """
         reason = self.why_not_exact(state)
-        saved_state = state or self._beginning
+        saved_state = state or self._initial_state
         if not reason and saved_state is not None:
             self._take(saved_state)
         return reason
@@ -272,7 +272,7 @@ class Batches:
     def _take(self, state: DataState) -> None:
         # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
-        self._next, self._back = BatchIndex(state["epoch"], batch), state
+        self._next, self._rewound_to = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
         """Return the position as plain values and tensors; at first, the initial state.
@@ -280,7 +280,7 @@ class Batches:
         The state of the loader itself is omitted if a checkpoint cannot store it.
         """
         if self.position is None:
-            return self._beginning
+            return self._initial_state
         last = self.position
         return self._state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
@@ -316,7 +316,7 @@ class Batches:
                 yield from self._epoch(epoch)
                 # Each epoch draws from the RNG state that the previous one left, so none may be
                 # left out.
-                by_one = seekable and self._back is None
+                by_one = seekable and self._rewound_to is None
                 epoch = epoch + 1 if by_one else self._next.epoch
         finally:
             self.ended = True
@@ -326,7 +326,7 @@ class Batches:
         self._waits()
         begin = self._clock.monotonic_ns()
         for index, indices, batch in self._open(epoch):
-            if self._passes_over(epoch, index):
+            if self._is_skipped(epoch, index):
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = BatchIndex(epoch, index)
@@ -340,7 +340,7 @@ class Batches:
                 self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
             # Draw the sampler to its end: the next epoch starts from the RNG state behind it.
-            if self._back is not None or (self._next.epoch > epoch and not seekable):
+            if self._rewound_to is not None or (self._next.epoch > epoch and not seekable):
                 return
             self._waits()
             begin = self._clock.monotonic_ns()
@@ -357,7 +357,7 @@ class Batches:
         if self._next.epoch == epoch:
             self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
 
-    def _passes_over(self, epoch: int, index: int) -> bool:
+    def _is_skipped(self, epoch: int, index: int) -> bool:
         return BatchIndex(epoch, index) < self._next or holds(self.windows, epoch, index)
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
@@ -373,24 +373,24 @@ class Batches:
 
     def _open(self, epoch: int) -> Iterator[_Found]:
         """Return the epoch's batches with their indices; the caller skips windows."""
-        state, self._back = self._back, None
+        state, self._rewound_to = self._rewound_to, None
         self._set_epoch(epoch)
         if state is not None and state["opening"] is None:
-            self._as_at_the_beginning(state)
+            self._restart_from(state)
         elif state is not None:
             self._opening = state["opening"]
             return self._reopen(state)
         self._opening = opening_of(self._loader)
-        if begins := self._keeps_beginning and self._beginning is None:
-            self._beginning = self._state(epoch, self._next.batch) | {"first": self._opening}
+        if begins := self._keeps_initial_state and self._initial_state is None:
+            self._initial_state = self._state(epoch, self._next.batch) | {"first": self._opening}
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
-            draws = Draws(self._loader, lambda index: self._passes_over(epoch, index))
+            draws = Draws(self._loader, lambda index: self._is_skipped(epoch, index))
             return self._drawn(draws.open(self._loader), draws)
         iterator = iter(self._loader)
         if state is not None:
             set_own_states(self._loader, state["own"])
-        elif begins and self._beginning is not None:
-            self._beginning["own"] = own_states(self._loader)
+        elif begins and self._initial_state is not None:
+            self._initial_state["own"] = own_states(self._loader)
         return self._counted(iterator, 0)
 
     def _counted(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
@@ -419,7 +419,7 @@ class Batches:
                 if set_epoch is not None:
                     set_epoch(epoch)
 
-    def _as_at_the_beginning(self, state: DataState) -> None:
+    def _restart_from(self, state: DataState) -> None:
         """Restart the loop from its initial state, including the RNG state of the process."""
         loader, first = self._loader, state["first"]
         restore_rng(first["rng"])
@@ -435,13 +435,13 @@ class Batches:
         epoch = self._next.epoch
         source: Iterator[_Found]
         if isinstance(loader, DataLoader) and is_seekable(loader):
-            draws = Draws(loader, lambda index: self._passes_over(epoch, index))
+            draws = Draws(loader, lambda index: self._is_skipped(epoch, index))
             sampler = state["sampler"] if start == state["batch"] else None
             iterator = draws.reopen(loader, state["opening"], start, sampler)
             source = self._drawn(iterator, draws)
         else:
             with _kept_rng():
-                iterator = self._at_state(state) or self._dropped(state["opening"], start)
+                iterator = self._at_state(state) or self._skip_ahead(state["opening"], start)
             source = self._counted(iterator, start)
         set_own_states(loader, state["own"])
         return source
@@ -455,7 +455,7 @@ class Batches:
             return iter(self._loader)
         return None
 
-    def _dropped(self, opening: Opening, start: int) -> Iterator[Any]:
+    def _skip_ahead(self, opening: Opening, start: int) -> Iterator[Any]:
         """Return an iterator from which the first ``start`` batches were drawn and dropped."""
         restore_rng(opening["rng"])
         set_own_states(self._loader, opening["own"])

@@ -123,10 +123,10 @@ class Draws:
     prefetches.
     """
 
-    def __init__(self, loader: DataLoader[Any], passed_over: Callable[[int], bool]) -> None:
+    def __init__(self, loader: DataLoader[Any], is_skipped: Callable[[int], bool]) -> None:
         self._key = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler: Any = loader.__dict__[self._key]
-        self._passed_over = passed_over
+        self._is_skipped = is_skipped
         self._source: Iterator[Any] | None = None
         self._reopened = False
         self._stateful = sampler_with_state(loader)
@@ -191,7 +191,7 @@ class Draws:
 
     def close(self) -> None:
         """Stop skipping: persistent workers keep the loader alive, and it keeps this object."""
-        self._passed_over = lambda _: False
+        self._is_skipped = lambda _: False
 
     def __len__(self) -> int:
         assert isinstance(self._sampler, Sized), "asked of a loader with a length only"
@@ -207,7 +207,7 @@ class Draws:
         while True:
             indices = next(self._source)
             index, self.num_drawn = self.num_drawn, self.num_drawn + 1
-            if not self._passed_over(index):
+            if not self._is_skipped(index):
                 break
         ids = tuple(indices) if isinstance(indices, list | tuple) else (indices,)
         state = None if self._stateful is None else deepcopy(self._stateful.state_dict())

@@ -22,7 +22,7 @@ from trainer_hooks.data.loader import (
     BatchPosition,
     DataState,
     LoadedBatch,
-    among,
+    for_num_ranks,
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
@@ -180,7 +180,7 @@ class DataPosition:
             outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
-        windows = [among(w, self._num_ranks) for w in self._run.plan.plan.windows]
+        windows = [for_num_ranks(w, self._num_ranks) for w in self._run.plan.plan.windows]
         stream = Batches(
             loader,
             epochs=epochs,
@@ -191,7 +191,7 @@ class DataPosition:
             state=state,
             loop=loop,
             num_ranks=self._num_ranks,
-            goes_back=after_rollback == "replay",
+            can_rewind=after_rollback == "replay",
             faults=self._run.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             keeps_rng=outer is None and keep_batches,
@@ -317,17 +317,17 @@ class DataPosition:
         num_batches = -(-decision.skip_batches // steps_a_batch) * num_a_step
         return BatchWindow(*first, num_batches, stream.loop, self._num_ranks)
 
-    def can_go_again(self) -> bool:
+    def can_replay(self) -> bool:
         """Return whether this rank could replay exactly what followed the resumed checkpoint."""
         stream = self._stream
         if stream is None or stream.position is None or self._resumed is None:
             return False
         return not stream.why_not_exact(self._resumed)
 
-    def again(self) -> None:
+    def replay(self) -> None:
         """Rewind to the position this process resumed from, if the loader supports it."""
         if self._stream is not None:
-            self._stream.go_back(self._resumed)
+            self._stream.rewind(self._resumed)
             self._handed_out.pop_batches()
 
     def rolled_back(
@@ -342,7 +342,7 @@ class DataPosition:
         if stream is None or stream.position is None:
             return False
         if window is not None:
-            for part in stream.pass_over(window):
+            for part in stream.skip(window):
                 event = DataWindowSkipped(
                     epoch=part.epoch,
                     first_batch=part.first_batch,
@@ -351,7 +351,7 @@ class DataPosition:
                 )
                 attempt = self._run.attempt
                 self._run.emitter.of_run(event, step=step, attempt=attempt)
-        reason = stream.go_back(state) if self._replays else "the loop is not to replay"
+        reason = stream.rewind(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
             stream.move_to(BatchIndex(window.epoch, past))
@@ -415,7 +415,7 @@ def _check_loader(loader: object, epochs: int) -> None:
         )
 
 
-# ------------------------------------------------------------------- what fed each step
+# ----------------------------------------------------------------- samples of each step
 
 
 MAX_STEPS = 64

@@ -41,7 +41,7 @@ AUTO_EVERY_NS = 3600 * 10**9
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
 """Columns of the time that a rank waits for others: the rank that waits least is the slowest."""
 _PROFILER: Any = autograd_profiler
-_BY_ITSELF = "auto"
+_AUTOMATIC_PREFIX = "auto"
 """Prefix of the name of an automatic trace."""
 
 
@@ -135,7 +135,7 @@ class StepProfile:
                     hint="profile fewer steps",
                 )
             os.replace(partial, self._path)  # noqa: PTH105
-            forget_oldest(self._path)
+            delete_oldest(self._path)
             self._done(
                 f"the profile is {self._path} ({size / 1e6:.1f} MB); open it with Perfetto or "
                 "chrome://tracing"
@@ -172,7 +172,7 @@ class _Guard:
             _PROFILER._prepare_profiler = self._theirs
 
 
-def forget_oldest(path: Path) -> None:
+def delete_oldest(path: Path) -> None:
     """Keep only the latest traces of this rank."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
@@ -234,7 +234,7 @@ class Profiling:
             name = f"step-{first_step:06d}-rank{self._ranks.rank}.json.gz"
             self._profile = StepProfile(
                 ensure_private_dir(self._folder)
-                / (f"{_BY_ITSELF}-{name}" if profiled.by_itself else name),
+                / (f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name),
                 num_steps=profiled.num_steps,
                 done=self._say,
                 failed=lambda error: self._faults.count("profile", error),
@@ -307,7 +307,7 @@ class Slowdowns:
             run_id=run_id,
             action="profile",
             reason=reason,
-            issued_by=BY_ITSELF,
+            issued_by=AUTOMATIC_ISSUER,
             issued_unix_ns=0,
             expires_unix_ns=0,
             argument=Profiled(AUTO_STEPS, by_itself=True).argument,
@@ -316,11 +316,11 @@ class Slowdowns:
 
     def _spent(self) -> int:
         """Return the number of automatic profiles: those of one step count as one."""
-        names = (path.name for path in self._folder.glob(f"{_BY_ITSELF}-step-*"))
+        names = (path.name for path in self._folder.glob(f"{_AUTOMATIC_PREFIX}-step-*"))
         return len({re.sub(r"-rank.*", "", name) for name in names})
 
 
-BY_ITSELF = "vitals"
+AUTOMATIC_ISSUER = "vitals"
 """Issuer of an automatic order."""
 
 

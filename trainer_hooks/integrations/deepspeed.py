@@ -87,7 +87,7 @@ class DeepSpeedAttached(Attached):
         self._listen(engine)
         seat.hook(self, engine)
 
-    # --------------------------------------------------------------------- what is replaced
+    # --------------------------------------------------------------------- replaced methods
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method on the object until the end; ``make`` receives the current one."""
@@ -227,7 +227,7 @@ def _marked_as_overflow(judged: Judged) -> Judged:
     return judged._replace(verdict=verdict, orders=judged.orders._replace(bad=bad))
 
 
-# ------------------------------------------------------------------ the place in each of them
+# -------------------------------------------------------------------- hooks of the optimizers
 
 
 class _EngineHook(NamedTuple):
@@ -344,7 +344,7 @@ def _engine_hook_of(engine: Any) -> _EngineHook:
     return _EngineHook(outer.optimizer, hook, holder(engine))
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------- refusals
 
 
 def _refuse(engine: Any) -> None:

@@ -58,7 +58,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached_state = {} if self.attached is None else self.attached.state_dict()
         return {"args": {}, "attributes": {"kept": attached_state}}
 
-    # ------------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------------ start and end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: the model is prepared, and a checkpoint was loaded.

@@ -78,7 +78,7 @@ class VitalsCallback(_Callback):
         """Keep the state until training starts and the guard exists."""
         self._state = state_dict
 
-    # ------------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------------ start and end
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Discard the state of an earlier fit; Lightning loads a checkpoint's state after this."""

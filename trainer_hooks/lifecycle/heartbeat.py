@@ -119,7 +119,7 @@ class HeartbeatThread:
         still = now - self._moved_at
         where, is_debugged = "", False
         if still >= PLACE_AFTER_SECONDS:
-            where, is_debugged = self._place()
+            where, is_debugged = self._code_position()
         if still >= RECORDER_AFTER_SECONDS and sequences:
             self._recorder.ask(self._directory, sequences)
         self._beat += 1
@@ -155,7 +155,7 @@ class HeartbeatThread:
                     continue  # the backend does not count, so this group is left out
         return numbers
 
-    def _place(self) -> tuple[str, bool]:
+    def _code_position(self) -> tuple[str, bool]:
         """Return the training thread's position in user code, and whether a debugger stopped it."""
         frame: FrameType | None = sys._current_frames().get(self._ident)
         innermost, user_frame, is_debugged = "", "", False

@@ -359,7 +359,7 @@ class Loop:
                 with run.faults.fail_open("terminal"):
                     run.terminal.ended(how, run.last_step + 1)
                     if away and run.agent is not None:
-                        run.terminal.left_behind(away, run.agent.pid)
+                        run.terminal.agent_still_sending(away, run.agent.pid)
             self._release()
             closed(self)
 

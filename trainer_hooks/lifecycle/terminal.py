@@ -144,12 +144,12 @@ class Terminal:
         if action == "skip_step":
             self._last_skip = decision.step
             was_in_row, self.in_row = self.in_row, True
-            if was_in_row or not self._may_say(action):
+            if was_in_row or not self._may_print(action):
                 self._untold += 1
                 return
-        elif action == "accept_level" and not self._may_say(action):
+        elif action == "accept_level" and not self._may_print(action):
             return
-        _LOG.warning("vitals: step %d: %s", decision.step, self._in_words(decision))
+        _LOG.warning("vitals: step %d: %s", decision.step, self._describe(decision))
 
     def unprotected(self, findings: Sequence[Finding]) -> None:
         """Print findings that reduce protection without an action, once per consecutive stretch."""
@@ -188,7 +188,7 @@ class Terminal:
             )
         _LOG.info("vitals: details: vitals show %s", self._path)
 
-    def left_behind(self, collector: str, agent_pid: int | None) -> None:
+    def agent_still_sending(self, collector: str, agent_pid: int | None) -> None:
         """Print that the agent keeps running to send rows to a collector that is down."""
         _LOG.warning(
             "vitals: the collector at %s does not answer, so rows of this run wait on disk. Its "
@@ -215,7 +215,7 @@ class Terminal:
             self._run_id,
         )
 
-    def _may_say(self, kind: str) -> bool:
+    def _may_print(self, kind: str) -> bool:
         now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)
         if last is not None and now - last < SECONDS_BETWEEN_LINES * 1e9:
             return False
@@ -224,13 +224,13 @@ class Terminal:
 
     def _end_row(self) -> None:
         self.in_row = False
-        if self._untold and self._may_say("more"):
+        if self._untold and self._may_print("more"):
             verb = "would be skipped" if self._mode == "observe" else "skipped"
             text = "vitals: and %s %s, the last one at step %d"
             _LOG.warning(text, _num(self._untold, "more update"), verb, self._last_skip)
             self._untold = 0
 
-    def _in_words(self, decision: Decision) -> str:
+    def _describe(self, decision: Decision) -> str:
         text = decision_text(decision)
         if decision.action == "halt" and decision.acted:
             text = f"{text}; next: vitals why {self._path} {decision.step}"

@@ -139,7 +139,7 @@ def _relative_change(before: Tensor, now: Tensor) -> Tensor:
     return torch.where(torch.isfinite(changed), changed, turned.to(changed))
 
 
-# --------------------------------------------------------------------- all of it as one
+# -------------------------------------------------------------------------- the sampler
 
 
 _HEAD = 5

@@ -302,7 +302,7 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
             yield from _all_tensors(part, depth - 1)
 
 
-# ------------------------------------------------------------------------------ what is placed
+# ---------------------------------------------------------------------------- supported models
 
 
 def placed_in(model: nn.Module) -> list[nn.Module]:

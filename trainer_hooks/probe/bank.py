@@ -242,7 +242,7 @@ class Bank:
         steps = _NEAR_STEPS // stride + (far if _LEVELS[self._level].far else 0)
         return min(self.max_bytes, steps * max(batches.num_bytes for batches in banked))
 
-    # ------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------- batches of a step
 
     def wants(self, step: int) -> bool:
         """Return whether another batch of the step would be kept."""

@@ -169,7 +169,7 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
             param.requires_grad_(asks)
 
 
-# -------------------------------------------------------------------- what wrappers note of it
+# -------------------------------------------------------------------------------- DDP and FSDP
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Probe:
         self.is_on = False
         """Whether the probe can be used; equal on all ranks."""
 
-    # ------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------- batches of a step
 
     def use(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
         """Set the loss of batches that are yielded from now on; the first of them feed ``step``."""

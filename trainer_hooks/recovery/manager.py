@@ -415,13 +415,13 @@ class SnapshotRing:
         self.may_lend = free is None or needed + one_more <= free // 2
         if free is not None and needed > free // 2:
             raise CheckpointError(
-                f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
+                f"snapshots need {_gib(needed)} on this node ({self.describe_slots()}, "
                 f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(free // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
 
-    def slots_in_words(self) -> str:
+    def describe_slots(self) -> str:
         """Return a description of the memory's use.
 
         Another slot is lent while a save holds one, if half of the memory has room for it.
@@ -919,7 +919,7 @@ class RecoveryManager:
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)
         text = (
-            f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
+            f"{ring.describe_slots()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
             f"{interval} steps"
         )
         if ring.shares:

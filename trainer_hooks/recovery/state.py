@@ -89,7 +89,7 @@ class TrainingState:
         live = self.tensors()
         self._finite_at_start = {k: Spec.of(t) for k, t in live.items() if k not in nonfinite}
 
-    # ------------------------------------------------------------------------------- its place
+    # -------------------------------------------------------------------------------- position
 
     def held(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
         """Return the positions of this rank's parameters in the complete ones, by their names.

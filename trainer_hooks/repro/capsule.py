@@ -389,7 +389,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     return take(batch)
 
 
-# ---------------------------------------------------------------------- what is around a step
+# ------------------------------------------------------------------------ state around a step
 
 
 @dataclass(frozen=True, slots=True)
