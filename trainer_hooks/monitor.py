@@ -340,7 +340,7 @@ class Monitor(Loop):
             )
 
     def _prime(self) -> bool:
-        """Discard the first backward after a restart, and repeat its batch.
+        """Run the first batch after a restart twice, and discard the first backward.
 
         DDP uses provisional gradient buckets until one backward has shown their order. Other
         buckets round differently, and the interrupted run already had the final ones.
@@ -504,7 +504,7 @@ class Monitor(Loop):
         return decision, restored
 
     def _after_rollback(self) -> None:
-        """Record the steps in flight, and discard them."""
+        """Record the steps in flight, and discard them: they belong to the old attempt."""
         while (remaining := self._device.readback.pop()) is not None:
             judge_returned(self._run, *remaining, now_step=self._step)
         self._start_again()

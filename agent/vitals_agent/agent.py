@@ -576,7 +576,7 @@ class Agent:
         return self.io_loop.can_ship is False or self._ships.num_failures > 0
 
     def _is_collector_back(self) -> bool:
-        """Whether it was down since leftovers were last checked, and is up again."""
+        """Whether the collector responds again, after being down since the last check."""
         self._was_away = self._was_away or self._is_collector_away
         return self._was_away and not self._is_collector_away
 

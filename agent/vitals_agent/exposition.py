@@ -56,7 +56,7 @@ class Exposed(Protocol):
     """Interface for the server, which calls both on its own threads, so they only read."""
 
     def readings(self) -> Iterable[MetricSample]:
-        """Return the current values."""
+        """Return the current values of all metrics."""
         ...
 
     def health(self) -> Health:

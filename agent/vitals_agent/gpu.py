@@ -126,7 +126,7 @@ class GpuSampler:
         return values
 
     def close(self) -> None:
-        """Release NVML."""
+        """Shut NVML down."""
         if self._devices is not None and not self.absent:
             devices, self._devices = self._devices, None
             try:

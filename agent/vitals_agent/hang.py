@@ -404,7 +404,7 @@ class ExitWatch:
         return self._ended.get(pid, "")
 
     def close(self) -> None:
-        """Stop waiting."""
+        """Stop the thread."""
         pipe, self._pipe = self._pipe, None
         if pipe is None or self._thread is None:
             return

@@ -154,7 +154,7 @@ class ServedRun:
     # ------------------------------------------------------------------------ own rows
 
     def gpu_source(self, uuid: str) -> OwnSource:
-        """The source of one GPU."""
+        """Return the source of rows about one GPU."""
         return self._source(Source("gpu", uuid))
 
     def _source(self, source: Source) -> OwnSource:
@@ -228,7 +228,7 @@ class ServedRun:
     # ------------------------------------------------------------------------- journals
 
     def follow(self, directory: Path) -> None:
-        """Start tailing a journal, once its first segment identifies its writer."""
+        """Start copying a journal, once its first segment identifies its writer."""
         if directory in self.tails or directory in self._strangers:
             return
         try:

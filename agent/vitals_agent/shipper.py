@@ -193,7 +193,7 @@ class _Progress:
         self.rewind(self.reread_from)
 
     def note_reread(self, group: Sequence[_InFlightBatch]) -> None:
-        """Record that the collector has everything up to the end of these, if it does."""
+        """Record that everything up to the end of this group is stored in the collector, if so."""
         begins = self.reread_from if self.last_reread is None else self.last_reread.end
         if begins == group[0].start and all(map(self.is_settled, group)):
             self.last_reread = group[-1]

@@ -122,7 +122,7 @@ class AgentStateDir:
             ) from error
 
     def _lock_or_take_local(self, fd: int) -> int:
-        """Lock the open file and return it, or the one in memory if the disk has no locks."""
+        """Lock the open file; lock one in the node's memory if the file system has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

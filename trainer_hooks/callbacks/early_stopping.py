@@ -173,7 +173,7 @@ class Evaluations:
             self._say("early_stopping", self._stopper.why(value, step=step), step, attempt)
 
     def _settle(self, step: int, attempt: int, best: float | None) -> None:
-        """Start writing the copy if it is the best; otherwise release the slot."""
+        """Start writing the copied state if it is the best so far; otherwise free its slot."""
         copy = self._copy
         if copy is None or not self.holds(step, attempt):
             return

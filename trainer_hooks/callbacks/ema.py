@@ -371,7 +371,7 @@ class EMA(nn.Module):
             _copy([(weight, average) for average, weight in self._parts()])
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        """Return the names of its parameters that are among ``params``."""
+        """Return the names of the averaged parameters that are among ``params``."""
         ids = {id(param) for param in params}
         return [name for name, weight in self._weights.items() if id(weight) in ids]
 

@@ -64,7 +64,7 @@ class ProbeFeature(StepFeature):
         step.evaluation = step.reduced.root["evaluation_ratio"] or None
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Keep the batches of a clean step, and drop those of another one."""
+        """Keep the batches of a step that was judged clean; drop those of any other step."""
         if not self.probe.has_loss:
             return
         record = step.record

@@ -52,7 +52,7 @@ class Lateness:
         self._steps: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, columns: Mapping[str, Value], data_wait: float | None) -> None:
-        """Add a step's columns."""
+        """Add the times of a step from its columns."""
         waits = [float(value) for name in _WAITS if (value := columns.get(name)) is not None]
         self._steps.append((data_wait or 0.0) - sum(waits))
 
@@ -167,7 +167,7 @@ class _Guard:
         _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching for other profilers."""
         if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
             _PROFILER._prepare_profiler = self._theirs
 
@@ -248,7 +248,7 @@ class Profiling:
         return slowest_and_typical(all_of_them.tolist())
 
     def close(self) -> None:
-        """Write an unfinished profile."""
+        """Write the trace of an unfinished profile."""
         if self._profile is not None:
             self._profile.close()
             self._profile = None
@@ -355,7 +355,7 @@ class ProfilingFeature(StepFeature):
         self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Use the times of a step."""
+        """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured
         self._lateness.add(step.columns, measured.data_wait_seconds)
         if self.slowdowns is not None and measured.turn <= 1:
@@ -393,6 +393,6 @@ class ProfilingFeature(StepFeature):
         return ()
 
     def close(self) -> None:
-        """Write an unfinished profile."""
+        """Write the trace of an unfinished profile."""
         with self._run.faults.fail_open("profile"):
             self._profiling.close()

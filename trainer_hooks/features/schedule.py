@@ -104,6 +104,6 @@ class ScheduleFeature(StepFeature):
         return None if self._declared is None else self._declared.follower.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Continue the comparison."""
+        """Continue at the saved position in the declared schedule."""
         if self._declared is not None:
             self._declared.follower.load_state_dict(state)

@@ -161,7 +161,7 @@ class RankAlerts:
                 self._look_for_series(step)
 
     def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Judge a scalar of the loop."""
+        """Evaluate the rules about a scalar that the loop recorded."""
         if self._unseen and len(self._scalar_names) < MISSING_AFTER:
             self._scalar_names.add(name)
         rules = self._rules.by_series.get(name)
@@ -278,7 +278,7 @@ class UserAlertsFeature(StepFeature):
         return None if self._alerts is None else self._alerts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Restore the rules' windows."""
+        """Restore the windows of the alert rules."""
         if self._alerts is not None:
             self._alerts.load_state_dict(state)
 

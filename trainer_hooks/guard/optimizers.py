@@ -69,7 +69,7 @@ class RestorableData(Protocol):
     """Data that forward or backward writes."""
 
     def keep(self) -> None:
-        """Copy it; call after the update, before the next forward."""
+        """Copy the data; call after the update, before the next forward."""
 
     def put_back(self, bad: Tensor) -> None:
         """Restore the kept copy if ``bad`` is 1. Does not wait."""
@@ -304,7 +304,7 @@ class _FlatShadow:
         return torch.split(self._kept, self._sizes)
 
     def keep(self) -> None:
-        """Copy all buffers."""
+        """Copy the live buffers to the shadow."""
         torch.cat(self._live, out=self._kept)
 
     def put_back(self, flag: Tensor) -> None:
@@ -382,7 +382,7 @@ class OptimizerGuard:
             self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """Check again: a loaded state has its own ``fused``, and may have no momentum."""
+        """Check the optimizer after a load: it may now be fused, or have no momentum buffers."""
         self.on_device = takes_found_inf(optimizer)
         if self.on_device:
             _create_momentum(optimizer)

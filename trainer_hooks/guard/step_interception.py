@@ -29,7 +29,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def not_compiled(function: Function) -> Function:
-    """Keep a function out of graphs: it reads clocks and talks to other ranks.
+    """Exclude a function from compiled graphs: it reads clocks and runs collectives.
 
     With ``fullgraph=True`` torch raises an error instead, and prints the reason.
     """

@@ -273,7 +273,7 @@ class Hooks:
         return clip_grad_value_
 
     def _before_clip(self, clipped: list[Tensor], max_norm: float | None) -> None:
-        """Judge the gradients, if these are all of them and the last backward is done."""
+        """Judge the gradients if the loop clips all of them after the step's last backward."""
         attached, owned = self._attached, self._owned()
         if self._owns_clip:
             self._refuse_clip()

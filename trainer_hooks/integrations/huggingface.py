@@ -166,7 +166,7 @@ class _Probed:
         return compute_loss
 
     def _loss_of(self, real: Callable[..., Any], model: Any, inputs: Any) -> Any:
-        """Return the mean over the batch, whatever its share of the step was."""
+        """Return the mean loss over the batch, without the trainer's scaling by accumulation."""
         with self._trainer.compute_loss_context_manager():
             return real(model, inputs).mean()
 

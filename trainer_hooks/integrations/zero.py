@@ -74,7 +74,7 @@ class Holder(ABC):
 
     @property
     def scale(self) -> float:
-        """Divisor of the gradients."""
+        """Factor by which the measured gradients are multiplied; divide by it."""
         return self.own_scale
 
     @property
@@ -287,7 +287,7 @@ class HalfHeld(_Replicated):
 
     @property
     def scale(self) -> float:
-        """Divisor of the gradients."""
+        """Factor by which the measured gradients are multiplied; divide by it."""
         return self.own_scale if self.scales_losses else 1.0
 
     @property

@@ -220,7 +220,7 @@ class NodeAgent:
         self._say("agent_restarted", text, step, attempt)
 
     def _say(self, code: str, text: str, step: int, attempt: int) -> None:
-        """Write a note to the run, and log it until all delays have been reached."""
+        """Write a note to the run, and log it unless the agent was lost many times in a row."""
         if self._losses <= len(WAITS_NS):
             _LOG.warning("vitals: %s", text)
         note = Note(code=code, text=text, severity="warning")

@@ -42,10 +42,10 @@ class Open(Protocol):
         """Guarded optimizers."""
 
     def end(self, state: EndState, reason: str) -> None:
-        """Close it with this end state."""
+        """Close the monitor with this end state."""
 
     def end_by(self, error: BaseException) -> None:
-        """Close it with the end state that the error implies."""
+        """Close the monitor with the end state that the error implies."""
 
 
 class Shutdown:

@@ -201,7 +201,7 @@ class StepClock:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Announce a phase for the body: it may take long."""
+        """Announce that the body takes long: the heartbeat shows this phase as expected."""
         before = self.phase, self.is_announced
         begin, aside_ns = self.clock.monotonic_ns(), self._aside_ns()
         self.phase, self.is_announced = phase, True
@@ -372,7 +372,10 @@ class Change(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether it is the 1st, 2nd, 4th, 8th...: schedules may change it at every step."""
+        """Whether to report this change: the 1st, 2nd, 4th, 8th... of the setting.
+
+        A schedule may change a setting at every step.
+        """
         return self.times & (self.times - 1) == 0
 
     def numbers(self) -> dict[str, float]:

@@ -217,7 +217,7 @@ class OwnGradients:
         return self._turn is not None and bucket.index() == self._turn % self._num_buckets
 
     def see(self, bucket: GradBucket) -> None:
-        """Measure a bucket before it is averaged; does not wait."""
+        """Measure a bucket of local gradients before DDP averages them; does not wait."""
         if not self._measures_square and self._turn is None:
             return
         with self._faults.fail_open("own_gradients"):

@@ -41,7 +41,7 @@ class Updates:
 
     @torch.no_grad()
     def weight_squares(self) -> Tensor:
-        """Return the squared norm of each parameter, this rank's share of it."""
+        """Return this rank's share of each parameter's squared norm, 1-dim on the device."""
         return self._share_of(self._norms.local_parameters())
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class Updates:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Compute the squared norms of the changes since ``keep``, if it was called.
+        """Compute squared norms of the parameters' changes since ``keep``, if it was called.
 
         Call right after the update: later writes do not belong to it.
         """

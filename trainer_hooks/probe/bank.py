@@ -290,7 +290,7 @@ class Bank:
             del self._waiting[min(self._waiting)]
 
     def accepted(self, step: int, loss: float) -> None:
-        """Keep the step's batches with its local loss."""
+        """Keep the batches of a step that was judged clean, with its local loss."""
         batches = self._waiting.pop(step, None)
         if batches is not None:
             batches.loss = loss
@@ -298,7 +298,7 @@ class Bank:
             self._evict_old()
 
     def dropped(self, step: int) -> None:
-        """Drop the step's batches."""
+        """Drop the batches of a step that was not judged clean."""
         self._waiting.pop(step, None)
 
     def rolled_back(self, step: int) -> None:
@@ -310,7 +310,7 @@ class Bank:
         self._copied_bytes = 0
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all batches."""
         self._kept.clear()
         self._waiting.clear()
         self._copies.clear()

@@ -124,7 +124,7 @@ class Probe:
         return self._loss_of is not None and self._was_fed and not self._why_not
 
     def keep(self, batch: Any) -> None:
-        """Copy a batch before it is yielded, if its step is one to keep."""
+        """Copy a batch before it is yielded, if batches of this step are kept."""
         if self._is_over or self._why_not or not self.bank.wants(self._next_step):
             return
         try:
@@ -463,7 +463,7 @@ def _number(value: object) -> float:
 def _verdict(
     results: Sequence[_TaskResult], saved: BankedBatches, num_read: int, loss: float
 ) -> str:
-    """Return why a rehearsal failed; empty if it passed."""
+    """Return why the rehearsal's losses do not match those of the step; empty if they do."""
     first, second = results[0], results[1]
     read = (first.loss + second.loss) / 2
     # Two forwards differ by the random numbers of dropout, and by the choice of batches.

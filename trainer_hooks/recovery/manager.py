@@ -238,7 +238,7 @@ class _Slot:
             self.region.mark_incomplete(self.generation)
 
     def _mixed(self, copied: CopyCheck) -> CopyCheck:
-        """Make the fingerprints of ranks differ if they fill different slots or layouts."""
+        """Mix slot and layout into the fingerprint: ranks that filled other slots then differ."""
         number = 0 if self.region is None else self.region.number
         mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
         return copied._replace(fingerprint=mixed)
@@ -567,7 +567,7 @@ class SnapshotRing:
 
     @property
     def ranks_per_copy(self) -> int:
-        """Number of ranks that share it."""
+        """Number of ranks that share one copy of the replicas."""
         return self._joined.num_ranks
 
     @property
@@ -596,7 +596,7 @@ class SnapshotRing:
             entry._slot.being_saved = True
 
     def saves_ended(self) -> None:
-        """Allow those slots to be filled again: all ranks know that the saves have ended."""
+        """Allow the slots of finished saves to be filled again; called on all ranks together."""
         for slot in self.slots:
             slot.being_saved = False
 
@@ -1228,7 +1228,7 @@ class RecoveryManager:
         return restored
 
     def _oldest_far_enough_back(self) -> CheckpointRef | None:
-        """Return the policy's target if no older state exists: it is still healthy."""
+        """Return the oldest healthy state that is far enough before the onset, or None."""
         cause = self._plan.plan.facts.cause
         latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
         usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]

@@ -561,7 +561,7 @@ class Replicas:
             self._replayed = (evidence.step + self.every, ReplicaDiagnosis(rank, text))
 
     def replayed(self, step: int) -> ReplicaDiagnosis | None:
-        """Return the replay's result, once a full round after it has shown no difference."""
+        """Return the diagnosis of an earlier difference, a full round after its replay; or None."""
         if self._replayed is None or step < self._replayed[0]:
             return None
         named, self._replayed, self._evidence = self._replayed[1], None, None

@@ -174,7 +174,7 @@ class TrainingState:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters as the model has them, by the names of ``tensors``."""
+        """Parameters by the names of ``tensors``, as the model has them: DTensors, not shards."""
         return {f"model.{name}": param for name, param in self._params.items()}
 
     def moments_of(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
@@ -315,11 +315,11 @@ class TrainingState:
                 del self._finite_at_start[key]
 
     def is_trained(self, key: str) -> bool:
-        """Return whether an optimizer has it, or created it."""
+        """Return whether the tensor is a trained parameter or optimizer state."""
         return key.startswith("optim.") or key in self._trained
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Stop checking that these are finite; trained tensors always have to be."""
+        """Stop requiring finite values in these tensors, except for trained ones."""
         for key in keys:
             self._finite_at_start.pop(key, None)
 

@@ -136,20 +136,20 @@ class StepFeature:
         """Add to ``step.record`` what the ranks know together; may be collective, and may raise."""
 
     def on_reduced(self, step: ReturnedStep) -> None:
-        """Apply what all ranks reported with a step, before it is judged."""
+        """Apply the reduced numbers of a step, before it is judged."""
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Return the judgement with names and reasons added; never with another action."""
         return judgement
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Use the final judgement of a step, before its row is written."""
+        """Process the final judgement of a step, before its row is written."""
 
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row and its findings; also for steps of an old attempt."""
 
     def on_step_done(self, step: ReturnedStep) -> None:
-        """Work at the end of a judged step, once everything about it is written."""
+        """Do the work at the end of a judged step, after its row and findings are written."""
 
     def own_command(self) -> Command | None:
         """Return a command that the run orders itself; on rank 0, if no operator's is waiting."""
@@ -312,7 +312,7 @@ class StepFeatures:
             hook(step, judgement)
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Report on a step after its row."""
+        """Call ``on_row_written`` of all features."""
         for hook in self._on_row_written:
             hook(step)
 
@@ -349,7 +349,7 @@ class StepFeatures:
             yield from feature.run_between_steps(step, device)
 
     def on_change_expected(self, num_steps: int) -> None:
-        """Abstain for some steps."""
+        """Call ``on_change_expected`` of all features."""
         for feature in self._features:
             feature.on_change_expected(num_steps)
 
@@ -358,7 +358,7 @@ class StepFeatures:
         return "".join(feature.on_second_start() for feature in self._features)
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Continue as an attempt."""
+        """Call ``on_attempt`` of all features."""
         for feature in self._features:
             feature.on_attempt(attempt)
 

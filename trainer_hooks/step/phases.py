@@ -132,7 +132,7 @@ class StepPhases:
         return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
 
     def drop_losses(self) -> None:
-        """Discard the step's losses: it does not count."""
+        """Discard the losses given for the current step, which does not count."""
         self._micro.clear()
 
     def close(self) -> None:

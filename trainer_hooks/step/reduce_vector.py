@@ -103,7 +103,7 @@ class VectorFields:
 
     @classmethod
     def of(cls, slots: Iterable[Slots]) -> VectorFields:
-        """Return the fields of the core and of these parts, in their order."""
+        """Return the layout of the core's numbers, followed by those of the features."""
         parts = (CORE_SLOTS, *slots)
         fields = cls(
             tuple(name for part in parts for name in part.rank0),
@@ -315,7 +315,7 @@ class ReduceVector:
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
     def _sign(self, exact: Iterable[str]) -> None:
-        """Mark this rank's numbers in a shared slot, and write its own fields."""
+        """Mark which ranks of a shared slot contributed, and write this rank's exact fields."""
         pack, layout = self.pack, self.layout
         width = len(layout.fields.rank)
         begin = layout.slot * width
@@ -388,7 +388,7 @@ class Reduced:
         )
 
     def losses(self) -> list[float | None]:
-        """Return each rank's own loss; None if it gave none."""
+        """Return the local loss of each rank; None for a rank without a loss."""
         if self.layout.is_shared:
             losses: list[float | None] = [None] * self.layout.world_size
             for rank in self.ranks_where("weight"):
@@ -633,7 +633,7 @@ class Derived:
 
     @classmethod
     def of(cls, numbers: list[float]) -> Derived:
-        """Return the figures in the order in which they were stacked."""
+        """Build the object from the values behind the vector, in the order of ``derived``."""
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
 

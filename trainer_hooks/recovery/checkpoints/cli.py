@@ -224,7 +224,7 @@ def _verified(folder: CheckpointFolder, name: str) -> _VerifyResult:
 
 
 def _refused(folder: CheckpointFolder, name: str) -> str:
-    """Return the reason why a training of this user would refuse it, intact or not."""
+    """Return why this user's training would refuse the checkpoint, even if intact."""
     try:
         folder.proven(folder.path / name, manifests.read)
     except (InsecurePathError, OSError) as error:

@@ -49,7 +49,7 @@ class Layout:
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
-        """Return the position of the tensor in the complete ones; None if it has none."""
+        """Return the position of a tensor within the complete ones; None if it has none."""
         if not key.startswith("optim."):
             tensor = self._held.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None

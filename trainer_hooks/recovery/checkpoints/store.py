@@ -335,7 +335,7 @@ class CheckpointStore:
         return content
 
     def _scan(self, content: Manifest, only: Sequence[MetadataIndex] | None = None) -> None:
-        """Refuse stored non-finite values, in all boxes or in these."""
+        """Raise if stored boxes contain non-finite values; checks all, or only the given ones."""
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
@@ -529,7 +529,7 @@ def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
 
 
 def _plain(key: str) -> str:
-    """Return the name without its rank."""
+    """Return the key without the rank prefix."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
