@@ -22,7 +22,7 @@ from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
-from trainer_hooks.guard.route import StepInterception
+from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
@@ -151,7 +151,7 @@ class Attached(Loop):
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._num_batches = 0
-        self._is_told = False
+        self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
@@ -166,8 +166,8 @@ class Attached(Loop):
             weight: its weight in the mean, usually the number of tokens.
         """
         self._add_loss(loss, weight)
-        if not self._is_told and self._parts.is_never_stepped:
-            self._tell_never_stepped("20 losses were given")
+        if not self._is_reported and self._parts.is_never_stepped:
+            self._report_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
         """Report the norm of all gradients before the loop's clip.
@@ -203,9 +203,8 @@ class Attached(Loop):
         """Keep this batch for the probe, if it is due.
 
         Call before the forward of the batch, on all ranks and in every step. ``attach`` does not
-        roll
-        back: if the probe finds damaged weights, an alert pages. The step's loss must be known
-            (``loss``, or the adapter), because the result of ``probe`` is compared with it.
+        roll back: if the probe finds damaged weights, an alert pages. The step's loss must be known
+        (``loss``, or the adapter), because the result of ``probe`` is compared with it.
 
         Args:
             batch: the argument for ``probe``.
@@ -236,7 +235,7 @@ class Attached(Loop):
         if judged is None:
             judged = self._judge(self._max_norm, before_clip=False)
         else:
-            self._parts.clock.come_back()
+            self._parts.clock.reenter()
         self._orders = judged.orders
         self._parts.apply(guards, judged.orders)
         self._finish(judged)
@@ -250,7 +249,7 @@ class Attached(Loop):
         if first:
             run.features[ProbeFeature].report_missing(_PROBE_LINE)
         if first and not before_clip:
-            self._say_what_is_not_judged()
+            self._report_unjudged_parts()
         norm = None if before_clip else self._norm
         clips_to = self._max_norm if run.given.owns_clip else max_norm
         prepared = parts.prepare(
@@ -293,9 +292,9 @@ class Attached(Loop):
         if run.features.has_pending_work:
             self._run_between_steps(attempted)
 
-    def _tell_never_stepped(self, evidence: str) -> None:
+    def _report_never_stepped(self, evidence: str) -> None:
         """Report that the loop steps something else than the optimizers given to ``attach``."""
-        self._is_told = True
+        self._is_reported = True
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         text = (
             f"{evidence}, but {names}.step() was never called, so no update is guarded: call "
@@ -306,7 +305,7 @@ class Attached(Loop):
         with run.faults.fail_open("unguarded"):
             run.report_unguarded(text, step=self._step)
 
-    def _say_what_is_not_judged(self) -> None:
+    def _report_unjudged_parts(self) -> None:
         if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "

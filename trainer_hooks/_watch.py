@@ -30,7 +30,7 @@ from trainer_hooks.features import FEATURES, vector_fields
 from trainer_hooks.features.earlier_losses import RestartCheck, read_earlier_losses
 from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.schedule import ScheduleFeature
-from trainer_hooks.guard.declared import Declared
+from trainer_hooks.guard.declared_schedule import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
@@ -229,7 +229,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
         vector_fields(),
     )
     with ExitStack() as undo:
-        undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
+        undo.callback(device.release)  # a failed setup leaves the optimizers unchanged
         run_paths = open_run(ranks, environ, arguments.dir, clock, faults)
         run = _run_context(mode, arguments, ranks, device, run_paths, environ, faults, clock)
         undo.callback(run.emitter.close)
@@ -376,7 +376,7 @@ def _run_context(
 
 
 def _state(arguments: Arguments, device: Device) -> TrainingState | None:
-    """Return the state of a rank among others; None where it is of a kind that cannot be read."""
+    """Return the training state for the replica checks; None if it cannot be read."""
     try:
         return TrainingState(
             arguments.model,
@@ -385,12 +385,12 @@ def _state(arguments: Arguments, device: Device) -> TrainingState | None:
             scaler=device.scaler,
             extra=device.extra,
         )
-    except Exception:  # noqa: BLE001 - where it is needed it is made again, and raises there
+    except Exception:  # noqa: BLE001 - features that need it create it again and raise
         return None
 
 
 def _start(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
-    """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
+    """Load the latest checkpoint of this run, if any; record the start; take the first snapshot."""
     recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=run_paths.attempt, parent=None, fork_step=0, reason="start")
@@ -412,7 +412,7 @@ def _start(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | No
     if (replicas := run.replicas) is not None:
         drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
-            recovery.compare_anew()
+            recovery.reset_comparison()
     return restored
 
 
@@ -462,7 +462,7 @@ def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str
     missing = missing_packages()
     if missing:
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
-        note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
+        note = Note(code="no_agent", text=text)  # for this node; this is its first rank
         run.emitter.event(note, step=0, attempt=run_paths.attempt)
         if run.terminal is not None:
             run.terminal.without_agent(missing)

@@ -1,4 +1,4 @@
-"""What ``watch`` and ``attach`` were given: kept together, and checked before anything is made."""
+"""Arguments of ``watch`` and ``attach``, validated before anything is created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_hooks.guard.declared import Declared, DeclaredSchedule
+from trainer_hooks.guard.declared_schedule import Declared, DeclaredSchedule
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
@@ -39,7 +39,7 @@ _OLDEST_TORCH = (2, 6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What ``watch`` documents, and a framework's engine that owns the step."""
+    """Arguments documented at ``watch``, and those of a framework engine that owns the step."""
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
@@ -62,25 +62,25 @@ class Arguments:
     total_steps: int | None = None
     schedule: Declared | None = None
     names: tuple[str, ...] = ()
-    """Of the optimizers, where they may take turns."""
+    """Names of the optimizers, if they may take turns (GAN)."""
     owns_clip: bool = True
-    """Whether the gradients are clipped by us, if at all; else they may come clipped."""
+    """Whether only Vitals clips; otherwise gradients may arrive clipped."""
     owns_step: bool = True
-    """Whether the loop hands its step to us, so that a rollback is ours to make."""
+    """Whether Vitals controls the step of the loop, so that it can roll back."""
     max_norm: MaxNorm | None = None
 
     def tokens(self) -> int | None:
-        """Return the tokens of a step as a number, checked."""
+        """Return the tokens per step as a number; raise if invalid."""
         return _tokens(self.tokens_per_step)
 
     def hyperparameters(self) -> Mapping[str, object]:
-        """Return the configuration as a mapping, checked."""
+        """Return the configuration as a mapping; raise if invalid."""
         return _mapping(self.config)
 
     def declared_schedule(self) -> DeclaredSchedule | None:
-        """Return what the learning rates are held against; None where nothing was declared.
+        """Return the declared schedule that learning rates are compared with; None without one.
 
-        Made before a checkpoint is loaded: it begins where the schedulers do.
+        Call before a checkpoint is loaded: it starts at the current state of the schedulers.
         """
         total = self.total_steps
         if total is not None and (
@@ -101,7 +101,7 @@ class Arguments:
         )
 
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
-        """Return the mode, once all ranks were told the same; one that differs would part."""
+        """Return the mode after checking that all ranks have equal arguments. Collective."""
 
         def checked() -> tuple[Mode, bool, object, object, LossKind]:
             _check_torch()
@@ -136,7 +136,7 @@ class Arguments:
         return cast(Mode, modes[0])
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
-        """Return where and how checkpoints are kept; None where they are not."""
+        """Return where and how checkpoints are stored; None if they are off."""
         if not self.checkpoints:
             return None
         if isinstance(self.checkpoints, CheckpointSettings):
@@ -147,8 +147,8 @@ class Arguments:
 
 
 def _check_kinds(arguments: Arguments) -> None:
-    """Refuse what stands in the place of something else."""
-    # What a person gives may be of any type, whatever is asked for.
+    """Refuse arguments of wrong types."""
+    # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
     optimizers: tuple[Any, ...] = arguments.optimizers
     order = "the argument order is watch(model, optimizer, scheduler, scaler=scaler)"
@@ -253,8 +253,8 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
 
 
 def _check_words(arguments: Arguments) -> None:
-    """Refuse names and places that are of another type; what is read by others looks like these."""
-    # What a person gives may be of any type, whatever is asked for.
+    """Refuse names and paths of wrong types; other tools read them."""
+    # Any: users may pass any type, whatever the annotation says.
     run: Any = arguments.run
     tags: Any = arguments.tags
     if run is not None and not isinstance(run, str):
@@ -262,7 +262,7 @@ def _check_words(arguments: Arguments) -> None:
             f"run is {name_type(run)}; it must be a name (text)",
             hint="watch(..., run='my-experiment')",
         )
-    if not isinstance(tags, Iterable):  # one text alone is one tag
+    if not isinstance(tags, Iterable):  # a single string is one tag
         raise UsageError(
             f"tags is {tags!r:.100}; it must be a list or tuple of texts", hint="tags=('demo',)"
         )
@@ -285,7 +285,7 @@ def _check_words(arguments: Arguments) -> None:
 def _mode(
     mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
 ) -> Mode:
-    override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
+    override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
             f"VITALS_MODE is {override!r}; the environment can only set off or observe",
@@ -343,9 +343,9 @@ def _mapping(config: object) -> Mapping[str, object]:
 
 
 def together(model: Any) -> Any:
-    """Return the module to watch: several models as one that has them by name.
+    """Return the module to watch; several models become one with submodules by name.
 
-    What cannot be one is left as it is: it is refused where all ranks hear of it.
+    Invalid models are returned unchanged: they are refused later, on all ranks together.
     """
     if not _are_several(model) or _wrong_models(model) is not None:
         return model
@@ -357,7 +357,7 @@ def _are_several(model: Any) -> bool:
 
 
 def _wrong_models(models: Any) -> UsageError | None:
-    """Return what is wrong with several models, if anything is."""
+    """Return the error of an invalid collection of models, or None."""
     by_name = _by_name(models)
     if not by_name:
         return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
@@ -378,7 +378,7 @@ def _wrong_models(models: Any) -> UsageError | None:
 
 
 def _by_name(models: Any) -> dict[str, Any]:
-    """Return several models by name: as given, else by their class where those differ."""
+    """Return several models by name: as given, or by class name if those differ."""
     if isinstance(models, Mapping):
         return {str(name): model for name, model in models.items()}
     classes = [type(unwrap(m)[0] if isinstance(m, nn.Module) else m).__name__ for m in models]
@@ -388,7 +388,7 @@ def _by_name(models: Any) -> dict[str, Any]:
 
 
 def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
-    """Return what each optimizer is called where they take turns: as its model, if it has one."""
+    """Return names of optimizers that take turns: that of its model, if it belongs to one."""
     owners: dict[int, str] = {}
     if _are_several(model):
         for name, part in _by_name(model).items():
@@ -397,7 +397,7 @@ def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
     names = []
     for i, optimizer in enumerate(optimizers):
         of: set[str] = set()
-        with suppress(TypeError, KeyError):  # of what is no optimizer: all ranks hear of it later
+        with suppress(TypeError, KeyError):  # not an optimizer: refused later, on all ranks
             groups = getattr(optimizer, "param_groups", ())
             of = {owners.get(id(p), "") for group in groups for p in group["params"]} - {""}
         names.append(of.pop() if len(of) == 1 else f"optimizer{i}")
@@ -412,15 +412,15 @@ _BELONGS = {
     **dict.fromkeys(("epochs", "probe", "sample_ids", "keep_batches"), "batches(loader, {}=...)"),
     **dict.fromkeys(("loss", "weight", "max_norm"), "step(loss, {}=...)"),
 }
-"""Arguments of the monitor's methods, which people give to ``watch``."""
+"""Arguments of the monitor's methods that users often pass to ``watch``."""
 
 
 def refuse_misplaced(options: Mapping[str, object]) -> None:
     """Refuse arguments that ``watch`` does not have.
 
     Raises:
-        UsageError: it belongs to another call, which is named.
-        TypeError: there is none of that name.
+        UsageError: the argument belongs to another method, which the message names.
+        TypeError: no method has an argument of that name.
     """
     for name in options:
         if name in _BELONGS:
@@ -432,10 +432,10 @@ def refuse_misplaced(options: Mapping[str, object]) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return what was given as one or as several, as a list."""
+    """Return one or several objects as a list."""
     if value is None:
         return []
-    # A Sequential and a loader iterate too: given by mistake, they must not be gone through.
+    # A Sequential or a loader is iterable too, but must count as one object.
     single = (Optimizer, nn.Module, torch.Tensor, DataLoader, str)
     many = isinstance(value, Iterable) and not isinstance(value, single)
     if isinstance(value, Mapping):

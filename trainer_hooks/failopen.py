@@ -1,6 +1,6 @@
-"""The one place where an exception of ours is swallowed, and counted.
+"""The only place that swallows exceptions of Vitals, and counts them.
 
-It never lies around a collective, a decision or a checkpoint (docs/ARCHITECTURE.md).
+It never encloses a collective, a decision or a checkpoint (docs/ARCHITECTURE.md).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ _LOG = logging.getLogger("trainvitals")
 
 
 class FaultCounter:
-    """Counts swallowed exceptions by place; logs the 1st, 2nd, 4th, 8th... of each."""
+    """Counts swallowed exceptions by place; logs the 1st, 2nd, 4th, 8th... of them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.last: dict[str, str] = {}
-        """By place, the latest error in one line."""
+        """Latest error per place, in one line."""
 
     def fail_open(self, where: str) -> FailOpen:
-        """Run the body; an ``Exception`` in it is counted under ``where`` and goes no further."""
+        """Run the body; swallow an ``Exception`` in it and count it under ``where``."""
         return FailOpen(self, where)
 
     def count(self, where: str, error: Exception) -> None:
-        """Count an error that was kept from the loop, and log it if it is the 1st, 2nd, 4th..."""
+        """Count an error that is hidden from the loop, and log the 1st, 2nd, 4th..."""
         self.counts[where] += 1
         self.last[where] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         count = self.counts[where]
         if count & (count - 1):
             return
-        if isinstance(error, UsageError):  # a person's to mend: the text says how
+        if isinstance(error, UsageError):  # the user can fix it: the message includes how
             text = f"{error.text}; {error.hint}" if error.hint else error.text
             _LOG.warning("vitals: %s (%s, %d so far)", text, where, count)
         else:
@@ -48,12 +48,12 @@ class FaultCounter:
 
     @property
     def total(self) -> int:
-        """All swallowed exceptions."""
+        """Number of all swallowed exceptions."""
         return self.counts.total()
 
 
 class FailOpen:
-    """The boundary itself: a class, for a generator would cost each step three times as much."""
+    """Context manager of ``fail_open``; a generator would cost each step three times as much."""
 
     __slots__ = ("_faults", "_where")
 
@@ -62,7 +62,7 @@ class FailOpen:
         self._where = where
 
     def __enter__(self) -> None:
-        """Begin the body."""
+        """Enter the body."""
 
     def __exit__(
         self,
@@ -70,7 +70,7 @@ class FailOpen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Swallow an ``Exception``; what ends a process goes on."""
+        """Swallow an ``Exception``; let ``KeyboardInterrupt`` and ``SystemExit`` through."""
         if not isinstance(error, Exception):
             return False
         self._faults.count(self._where, error)

@@ -1,4 +1,4 @@
-"""The monitor of a training loop: one call per step, in the order of DESIGN section 4."""
+"""The monitor of a training loop: one call per step, in the order of docs/ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
-from trainer_hooks.guard.route import not_compiled
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
+from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
@@ -71,12 +71,12 @@ class Monitor(Loop):
         self._own_steps = OwnSteps(device.optimizers, run.faults)
         self._clearing = GradientClearing(device.optimizers)
         self._best: RestoredBest | None = None
-        self._is_told_of_epochs = False
+        self._epochs_checked = False
         self._backwards: Backwards | None = Backwards(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
         self._begun: set[int] = set()
         """Optimizer groups that have made their first step."""
-        self._void: dict[str, Any] | None = None
+        self._rng_after_abort: dict[str, Any] | None = None
         """RNG state to continue with at the next batch, if the rest of this batch is dropped
         because the state was restored in the middle of it.
         """
@@ -158,7 +158,7 @@ class Monitor(Loop):
                     return
         finally:
             # The loop left in the middle of a batch: later steps do not belong to it.
-            if self._void is not None and not self._closed:
+            if self._rng_after_abort is not None and not self._closed:
                 self._end_batch()
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
@@ -188,8 +188,8 @@ class Monitor(Loop):
             raise every_update()
         if not schedules.sees_epochs:
             schedules.end_epoch()
-        elif not self._is_told_of_epochs:
-            self._is_told_of_epochs = True
+        elif not self._epochs_checked:
+            self._epochs_checked = True
             text = "monitor.end_epoch() does nothing here: monitor.batches() ends the epochs itself"
             self._warn("end_epoch", text)
 
@@ -237,10 +237,10 @@ class Monitor(Loop):
         turn = device.turns[0] if optimizer is None else device.turn_of(optimizer)
         if turn.number:
             refuse_probe(self._probe.has_loss)
-        if self._void is not None:
-            return self._pass_over()
+        if self._rng_after_abort is not None:
+            return self._drop_update()
         if self._primes and self._prime():
-            self._leave_out_rest(turn)
+            self._skip_rest_of_batch(turn)
             return StepOutcome(step=self._step, next_step=self._step)
         run, parts, attempted = self._run, self._parts, self._step
         parts.turn = turn
@@ -282,7 +282,7 @@ class Monitor(Loop):
         if run.features.has_pending_work:
             self._run_between_steps(attempted)
         if restored is not None:
-            self._leave_out_rest(turn)
+            self._skip_rest_of_batch(turn)
         # Other optimizers may still step on this batch: a state to restore is between two batches.
         self._snapshot_waits = bool(turn.number) and self._feed.is_within_batch
         if not self._snapshot_waits:
@@ -303,12 +303,12 @@ class Monitor(Loop):
             # After the judgement: it may prove a snapshot healthy that would be evicted before it.
             run.recovery.after_step(self._step, run.attempt, self._meta)
 
-    def _leave_out_rest(self, turn: OptimizerGroup) -> None:
+    def _skip_rest_of_batch(self, turn: OptimizerGroup) -> None:
         """Make no further update on this batch, because the state was restored."""
         if turn.number and self._feed.is_within_batch:
-            self._void = capture_rng()
+            self._rng_after_abort = capture_rng()
 
-    def _pass_over(self) -> StepOutcome:
+    def _drop_update(self) -> StepOutcome:
         """Drop an update without any effect on the state."""
         self._parts.drop_losses()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
@@ -317,10 +317,10 @@ class Monitor(Loop):
 
     def _end_batch(self) -> None:
         """Finish the batch when the loop requests the next one."""
-        if self._void is not None:
-            self._pass_over()
-            restore_rng(self._void)
-            self._void = None
+        if self._rng_after_abort is not None:
+            self._drop_update()
+            restore_rng(self._rng_after_abort)
+            self._rng_after_abort = None
         elif self._snapshot_waits and not self._closed:
             self._snapshot_waits = False
             self._keep_state()
@@ -341,7 +341,7 @@ class Monitor(Loop):
             )
 
     def _prime(self) -> bool:
-        """Discard the first backward after a restart, and repeat its batch.
+        """Run the first batch after a restart twice, and discard the first backward.
 
         DDP uses provisional gradient buckets until one backward has shown their order. Other
         buckets round differently, and the interrupted run already had the final ones.
@@ -349,9 +349,9 @@ class Monitor(Loop):
         self._primes = False
         recovery = self._run.recovery
         # If one rank's loader cannot, no rank does: a collective follows.
-        if recovery is None or not all(self._run.ranks.gather(self._feed.can_go_again())):
+        if recovery is None or not all(self._run.ranks.gather(self._feed.can_replay())):
             return False
-        self._feed.again()
+        self._feed.replay()
         recovery.restart()
         self._parts.drop_losses()
         self._start_again()
@@ -445,7 +445,7 @@ class Monitor(Loop):
             raise nothing_kept("the monitor is closed")
         if self._device.averages is not None:
             self._device.averages.refuse_swapped()
-        self._take_in_what_is_left(patience_seconds=None)
+        self._judge_unread_steps(patience_seconds=None)
         stopping = self._run.features.get(EarlyStoppingFeature)
         if stopping is None:
             raise nothing_kept("the run has no early stopping, so no best state is known")
@@ -464,7 +464,7 @@ class Monitor(Loop):
             parts.apply(turn.guards, orders)
         parts.settle(orders)
         update_scaler(device.scaler, turn.optimizers, verdict.overflow)
-        with parts.clock.not_ours():
+        with parts.clock.optimizer_time():
             if self._schedules is not None:
                 self._schedules.stepped(turn.optimizers if turn.number else ())
         self._clearing.clear()
@@ -505,7 +505,7 @@ class Monitor(Loop):
         return decision, restored
 
     def _after_rollback(self) -> None:
-        """Record the steps in flight, and discard them."""
+        """Record the steps in flight, and discard them: they belong to the old attempt."""
         while (remaining := self._device.readback.pop()) is not None:
             judge_returned(self._run, *remaining, now_step=self._step)
         self._start_again()

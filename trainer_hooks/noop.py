@@ -1,4 +1,4 @@
-"""``mode="off"``: the loop as it was before Vitals, through the same calls."""
+"""``mode="off"``: the same calls, without Vitals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import emas_in
 from trainer_hooks.guard.optimizers import unscale
-from trainer_hooks.guard.route import StepInterception
 from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
+from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.tensors.clearing import GradientClearing
@@ -25,7 +25,7 @@ from trainvitals.records import Severity
 
 
 class NullMonitor:
-    """Has the methods of ``Monitor``; clips, steps, schedules and zeroes, and nothing else."""
+    """Same methods as ``Monitor``; only clips, steps, schedules and clears the gradients."""
 
     run_id = ""
     attempt = 0
@@ -65,7 +65,7 @@ class NullMonitor:
                 self._schedule()
 
     def end_epoch(self) -> None:
-        """Step the schedulers of epochs, unless ``batches`` does."""
+        """Step schedulers that count epochs; ``batches`` does it if it is used."""
         if self._scheduler_every == "step" and self._schedulers:
             raise every_update()
         if not self._ends_epochs:
@@ -97,7 +97,7 @@ class NullMonitor:
         """Do nothing."""
 
     def restore_best(self) -> None:
-        """Do nothing: the state at the end is the one there is."""
+        """Do nothing: no other state was saved."""
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
         """Do nothing."""
@@ -113,11 +113,11 @@ class NullMonitor:
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was loaded: the next run that is watched goes on from it."""
+        """Return the loaded state unchanged, so that a later watched run can continue from it."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the state as it is."""
+        """Keep the state unchanged."""
         self._state = dict(state)
 
     def step(
@@ -128,7 +128,7 @@ class NullMonitor:
         max_norm: MaxNorm | None = None,
         optimizer: Optimizer | None = None,
     ) -> StepOutcome:
-        """Clip, update, schedule and zero the gradients, whatever they are."""
+        """Clip, update, step the schedulers and clear the gradients, without any check."""
         scaler = self._scaler
         stepped = self._optimizers if optimizer is None else (optimizer,)
         if scaler is not None and scaler.is_enabled():
@@ -166,7 +166,7 @@ class NullMonitor:
 
 
 class Unattached(NullMonitor):
-    """Has the methods of ``Attached``; only clips, where the loop left that to ``attach``.
+    """Same methods as ``Attached``; only clips, if ``attach`` was given ``max_norm``.
 
     A registered EMA is updated after the last optimizer's step.
     """
@@ -215,7 +215,7 @@ class Unattached(NullMonitor):
         """Do nothing."""
 
     def close(self) -> None:
-        """Put ``optimizer.step`` back."""
+        """Restore ``optimizer.step``."""
         for hook in self._hooks:
             hook.remove()
         if self._route is not None:
@@ -226,11 +226,11 @@ class Unattached(NullMonitor):
 
 
 class _Clipper:
-    """Clips as a watched loop does: to a number, or to ``max_norm="auto"``."""
+    """Clips as a watched loop does: to a number, or with ``max_norm="auto"``."""
 
     def __init__(self) -> None:
         self._auto: dict[tuple[int, ...], AutoClip] = {}
-        """Norms by the optimizers that were stepped together."""
+        """Norms by the set of optimizers stepped together."""
         self._unread: deque[tuple[AutoClip, int, Tensor]] = deque()
         self._step = 0
 
@@ -242,7 +242,7 @@ class _Clipper:
             torch.nn.utils.clip_grad_norm_(params, max_norm)
             return
         auto = self._auto.setdefault(tuple(map(id, optimizers)), AutoClip())
-        # A norm is read only when a limit needs it: reading it at once waits for the device.
+        # Read a norm only when a limit needs it: reading it at once would wait for the device.
         while self._unread and self._unread[0][1] <= self._step - DELAY:
             clip, step, norm = self._unread.popleft()
             clip.add(step, norm.item())

@@ -1,6 +1,6 @@
-"""Which rank this is, and the few collectives that are allowed: at set-up, and one per step.
+"""This process's rank, and its collectives: at setup, and one per step.
 
-At the start all ranks succeed, or all raise: none is left waiting in a collective.
+At setup all ranks succeed, or all raise: none is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Ranks:
     """This process among the ranks of the job.
 
-    ``side`` is a gloo group of our own for set-up and checkpoints: on the training's group a
-    background collective hangs the job. It is None in a single process.
+    ``side`` is a separate gloo group for setup and checkpoints; None in a single process. A
+    background collective on the training's group could hang the job.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def join(cls) -> Ranks:
-        """Return this process's place; collective when ``torch.distributed`` is initialised."""
+        """Return this process's ranks; collective if ``torch.distributed`` is initialized."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(0, 1, 0, None)
         side = dist.new_group(backend="gloo")
@@ -45,13 +45,13 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), local, side, on_host)
 
     def apart(self) -> Ranks:
-        """Return the same ranks with another group: two threads on one abort it. Collective."""
+        """Return the same ranks with a new group: two threads must not share one. Collective."""
         if self.side is None:
             return self
         return replace(self, side=cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank. Set-up only: it waits."""
+        """Return rank 0's value on every rank. For setup only, since it waits. Collective."""
         if self.side is None:
             return value
         box = [value]
@@ -59,7 +59,7 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order. Set-up only: it waits."""
+        """Return every rank's value, in rank order. For setup only, since it waits. Collective."""
         if self.side is None:
             return [value]
         out: list[T] = [value] * self.world_size
@@ -67,7 +67,7 @@ class Ranks:
         return out
 
     def gather_on_root(self, value: T) -> list[T] | None:
-        """Return every rank's value on rank 0, in rank order, and None elsewhere."""
+        """Return every rank's value on rank 0, in rank order; None elsewhere. Collective."""
         if self.side is None:
             return [value]
         out: list[T] | None = [value] * self.world_size if self.rank == 0 else None
@@ -75,7 +75,7 @@ class Ranks:
         return out
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this rank's one of the values that rank 0 has for each."""
+        """Return this rank's element of rank 0's list, which has one per rank. Collective."""
         if self.side is None:
             assert values is not None, "a single process is rank 0"
             return values[0]
@@ -84,10 +84,10 @@ class Ranks:
         return cast(T, out[0])
 
     def reduce(self, pack: torch.Tensor) -> None:
-        """Sum ``pack`` over the ranks, in place: the one collective of a step.
+        """Sum ``pack`` over the ranks, in place: the only collective of a step.
 
-        Over the training's own group, or ours if that cannot: FSDP2's parameters that are offloaded
-        to the host, over plain NCCL.
+        It uses the training's own group, or ours if that cannot sum tensors of the host, for
+        example with FSDP2's offloaded parameters over plain NCCL.
         """
         if self.world_size > 1:
             is_on_side = pack.device.type == "cpu" and not self.reduces_on_host
@@ -98,11 +98,11 @@ class Ranks:
 
 
 def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
-    """Run the call on every rank and return what each returned, in rank order. Collective.
+    """Run ``call`` on every rank and return all results, in rank order. Collective.
 
     Raises:
-        Exception: this rank's own error; elsewhere the first failing rank's, as a VitalsError. What
-            not all ranks met names those that did.
+        Exception: the error of this rank, or otherwise that of the first failing rank as a
+            VitalsError. If not all ranks failed, the message names those that did.
     """
     value: T | None = None
     failure: Exception | None = None
@@ -110,7 +110,7 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
         value = call()
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
-    outcomes = ranks.gather((value, _to_tell(failure, ranks.rank)))
+    outcomes = ranks.gather((value, _sendable_error(failure, ranks.rank)))
     failed = [rank for rank, (_, error) in enumerate(outcomes) if error is not None]
     if failure is not None:
         raise named(failure, failed, ranks.world_size)
@@ -121,7 +121,7 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
 
 
 def named(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
-    """Say on which ranks it happened, where that is not all of them."""
+    """Add the failed ranks to the message, if not all ranks failed."""
     if not isinstance(error, VitalsError) or isinstance(error, TrainingHalted):
         return error
     if len(failed) == world_size or error.text.startswith("rank "):
@@ -132,7 +132,7 @@ def named(error: Exception, failed: Sequence[int], world_size: int) -> Exception
     return error
 
 
-def _to_tell(error: Exception | None, rank: int) -> VitalsError | None:
+def _sendable_error(error: Exception | None, rank: int) -> VitalsError | None:
     if error is None or isinstance(error, VitalsError):
         return error
     return UsageError(
@@ -142,10 +142,10 @@ def _to_tell(error: Exception | None, rank: int) -> VitalsError | None:
 
 
 def check_same(what: str, values: Sequence[object], hint: str) -> None:
-    """Refuse, on all ranks alike, what differs between them.
+    """Refuse values that differ between ranks, on all ranks together.
 
     Raises:
-        UsageError: it does; the first rank that differs is named.
+        UsageError: they differ; the message names the first rank that does.
     """
     for rank, value in enumerate(values):
         if value != values[0]:

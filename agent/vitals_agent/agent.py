@@ -73,7 +73,7 @@ MAX_TAKEN_OVER = 256
 """Maximum runs, the latest, that the agent of one run checks for leftovers."""
 
 MAX_RUNS = 4096
-"""Maximum run directories for which it is cached whether they are ours."""
+"""Maximum run directories whose ownership is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,34 +95,34 @@ class AgentConfig:
     port: int = 0
     """Port that ``/metrics`` listens on; 0 takes a free one."""
     scrape_token: str = ""
-    """Token for ``/metrics``, made of the collector's where there is one: so that one scrape job
-    can read every agent. Empty makes one of this folder's own."""
+    """Token for ``/metrics``, derived from the collector's token if there is one, so that one
+    scrape job can read every agent. Empty: create one for this directory."""
     collector: str = ""
-    """The collector's name: its addresses or its data folder. Empty where there is none."""
+    """The collector's name: its URLs or its data directory. Empty without a collector."""
     is_collector_named: bool = True
     """Whether a user chose it; otherwise it is this user's own, and only receives runs that ran
     during its lifetime."""
     takes_over: bool = False
-    """With ``run_id``: also send rows that ended runs left here for the same collector."""
+    """With ``run_id``: also send rows of ended runs on this node to the same collector."""
     notice: str = ""
     """An error before the start, which is reported in every run."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
     keeps_history: bool | None = None
-    """Whether the run directory keeps what a collector has too; None: where no collector is."""
+    """Whether the run directory keeps rows that a collector has too; None: only without one."""
     spool_max_bytes: int = 5 << 30
     """Bound of one run's spool on this node."""
     retain_seconds: float = 24 * 3600.0
-    """How long what a collector acknowledged stays here: one that is restored from a backup asks
-    for what came after it. No shorter than the time between two backups."""
+    """How long acknowledged rows are retained: a collector restored from a backup requests the rows
+    after it. Must be at least the time between two backups."""
     retain_bytes: int = 1 << 30
-    """Bound of that, of one run on this node; the oldest goes first."""
+    """Limit of the retained rows of one run on this node; the oldest are deleted first."""
     hang: HangConfig | None = None
     """How long ranks may wait for one of them; None: the defaults."""
     mirrors: tuple[str, ...] = ()
-    """Trackers that each run whose rank 0 is here is mirrored to, as `vitals mirror --to`."""
+    """Trackers to which runs with rank 0 on this node are mirrored, as in `vitals mirror --to`."""
     mirror_source: tuple[str, ...] = ()
-    """Where a mirror reads the run; none: in its folder."""
+    """Arguments with which a mirror reads the run; empty: from its directory."""
     retire_seconds: float = 60.0
     """Time after which a run without a rank on this node is released."""
 
@@ -132,20 +132,20 @@ class Collects(Ingests, CommandClient, Protocol):
 
 
 class Agent:
-    """Serves the runs of one folder on one node.
+    """Serves the runs of one directory on one node.
 
-    Call ``start``, then ``run_once`` again and again, then ``stop``, all in one thread; in any
-    other one ``io_loop.turn``. ``cycle`` turns both.
+    Call ``start``, then ``run_once`` repeatedly, then ``stop``, all on one thread, and
+    ``io_loop.serve_runs`` on another one. ``cycle`` does both.
 
     Args:
         config: what to serve.
-        client: the collector, or None where there is none: then the spools are the history.
-        reachable: whether there is a collector to talk to now; None: always.
-        clock: stamps the agent's own rows.
+        client: the collector; None without one: then the spools are the history.
+        reachable: whether a collector currently responds; None: always.
+        clock: timestamps of the agent's own rows.
         nvml: a module like ``pynvml``.
-        ahead: sends events that cannot wait for the spool's turn; None: they wait.
-        spawn: begins what may hang.
-        rng: spreads the tries after a failure.
+        ahead: sends events before the backlog of the spool; None: they wait.
+        spawn: starts calls that may hang.
+        rng: jitter of retries.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Agent:
         self.runs: dict[str, ServedRun] = {}
         self.has_served = False
         self._clock = clock or SystemClock()
-        # Spools are retained for a time that no one who sets the clock can shorten.
+        # Retention is measured by this clock, which setting the wall clock cannot shorten.
         self._began_ns = self._clock.time_ns() - self._clock.monotonic_ns()
         self.ahead = None if ahead is None else EventsAhead(ahead, faults=self.faults)
         self._facts = NodeFacts(
@@ -179,10 +179,12 @@ class Agent:
         chance = rng or random.Random()
         gpus = GpuSampler(nvml, clock=self._clock)
         self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
-        # One backoff each: what one part cannot have says nothing of the other.
+        # Separate backoffs: shipping may fail while queries succeed.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = (
-            Shipper(client, backoff=ships, faults=self.faults, on_stopped=self._tell_of_stopped)
+            Shipper(
+                client, backoff=ships, faults=self.faults, on_stopped=self._report_stopped_stream
+            )
             if client
             else None
         )
@@ -208,15 +210,15 @@ class Agent:
         self._token = config.scrape_token
         self._ships = ships
         self._destined: set[str] = set()
-        self._told_away: dict[str, bool] = {}
+        self._outage_reported: dict[str, bool] = {}
         self._elsewhere: set[str] = set()
         self._ours: dict[Path, bool] = {}
-        self._looked_for_leftovers_at: float | None = None
+        self._leftovers_checked_at: float | None = None
         self._was_away = False
         self._idle_since: dict[str, float] = {}
-        self._looked_at_disks_at = 0.0
-        self._told_of_memory: set[str] = set()
-        self._told_dropped: dict[str, int] = {}
+        self._disks_checked_at = 0.0
+        self._memory_reported: set[str] = set()
+        self._dropped_reported: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
         self._turned_at_ns = 0
@@ -230,10 +232,10 @@ class Agent:
     # ------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Take the folder and begin to listen.
+        """Lock the directory and start listening.
 
         Raises:
-            UsageError: another agent serves the folder, or the address cannot be used.
+            UsageError: another agent serves the directory, or the address cannot be used.
         """
         self._state_dir.acquire()
         try:
@@ -259,7 +261,7 @@ class Agent:
 
     @property
     def info(self) -> AgentInfo | None:
-        """How to reach the agent, once it is started."""
+        """URL and token of the agent; None before ``start``."""
         return self._info
 
     def stop(self) -> None:
@@ -286,24 +288,24 @@ class Agent:
     # ----------------------------------------------------------------------------- cycle
 
     def cycle(self, now: float) -> None:
-        """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
+        """Run every part once, one after the other; ``now`` is monotonic seconds."""
         self.io_loop.find_collector(now)
         self.run_once(now)
         self.io_loop.serve_runs(now)
         self._retire(now)
 
     def run_once(self, now: float) -> None:
-        """Run the local parts once: this waits for no network and for no driver."""
+        """Run the local parts once; they wait for no network and no driver."""
         with self.faults.contained("spool"):
-            self._mind_the_disks(now)
+            self._check_disks(now)
         with self.faults.contained("discover"):
-            looked_at = self._looked_for_leftovers_at
+            looked_at = self._leftovers_checked_at
             pause = AFTER_OUTAGE_SECONDS if self._is_collector_back() else LEFTOVERS_SECONDS
             is_due = looked_at is None or now - looked_at >= pause
             if self.io_loop.can_ship and is_due:
-                self._looked_for_leftovers_at = now
+                self._leftovers_checked_at = now
                 self._was_away = False
-                self._take_up_leftovers()
+                self._serve_ended_runs()
             self._discover()
         runs = list(self.runs.values())
         for run in runs:
@@ -314,7 +316,7 @@ class Agent:
             self.sampling.sample(runs, now)
         self.sampling.collect(runs, now)
         for run in runs:
-            with self.faults.contained("hang"):  # before a rank that is gone is buried
+            with self.faults.contained("hang"):  # before the journal of a dead rank is closed
                 self._hang_watch(run).check(now)
             with self.faults.contained("tailer"):
                 run.copy()
@@ -322,7 +324,7 @@ class Agent:
                 self._mirrors.start_if_due(run)
             with self.faults.contained("tailer"):
                 run.sweep()
-                run.look_at_strangers(now)
+                run.check_foreign_nodes(now)
         self._retire(now)
         served_refs = [run for run in runs if self.config.run_id in ("", run.run_id)]
         self.has_served = self.has_served or any(run.tails for run in served_refs)
@@ -339,16 +341,16 @@ class Agent:
 
     @property
     def num_living(self) -> int:
-        """Ranks that live here and have not said goodbye."""
+        """Ranks on this node that live and have not ended their journal."""
         return sum(run.num_living for run in self.runs.values())
 
     @property
     def drained(self) -> bool:
-        """Whether all is in the spools and, where there is a collector, stored there."""
+        """Whether all rows are in the spools and, with a collector, stored there."""
         runs = self.runs.values()
         return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
-    def report_left_behind(self) -> int:
+    def report_unspooled_rows(self) -> int:
         """Report rows that never reached a spool; return their number. They stay in memory."""
         total = 0
         for ref in self._journals():
@@ -373,12 +375,12 @@ class Agent:
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
                 run = self.runs.get(ref.run_id)
-                run = run or self._take_up(ref.run_dir, keep=self._keeps_history)
+                run = run or self._serve_run(ref.run_dir, keep=self._keeps_history)
                 if run is not None:
                     run.follow(ref.directory)
 
     def _journals(self) -> Iterable[JournalRef]:
-        # One that was taken over may be started again: its agent leaves where it finds us.
+        # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
         of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
         return filter(self._is_ours, chain.from_iterable(of_runs))
@@ -392,7 +394,7 @@ class Agent:
             return here
         return self._ours[ref.run_dir]
 
-    def _take_up(
+    def _serve_run(
         self, path: Path, *, keep: bool, resume: Mapping[Key, int] | None = None
     ) -> ServedRun | None:
         """Start serving a run, unless another agent of this node does."""
@@ -432,11 +434,11 @@ class Agent:
             log.error("%s run=%s", self.config.notice, run.run_id)
             note = Note(code="not_shipped", text=self.config.notice, severity="error")
             run.node_source.say(note)
-        self._tell_of_memory(run)
+        self._report_memory_spool(run)
         return run
 
     def _open_spool(self, state_dir: AgentStateDir, *, keep: bool) -> Spool:
-        """Open the run's spool on its disk, or in the node's memory where that is full."""
+        """Open the run's spool on its disk, or in the node's memory if the disk is full."""
 
         def now() -> float:
             return (self._began_ns + self._clock.monotonic_ns()) / 1e9
@@ -455,11 +457,11 @@ class Agent:
         move_to_disk(memory, spool)
         return spool
 
-    def _tell_of_memory(self, run: ServedRun) -> None:
-        """Report once per run that its rows are on no disk of this node."""
-        if not run.in_memory or run.run_id in self._told_of_memory:
+    def _report_memory_spool(self, run: ServedRun) -> None:
+        """Report once per run that its rows are not on a disk of this node."""
+        if not run.in_memory or run.run_id in self._memory_reported:
             return
-        self._told_of_memory.add(run.run_id)
+        self._memory_reported.add(run.run_id)
         text = (
             f"the disk of {run.state_dir.path} is full: node {self.config.node} holds what its "
             f"ranks write in memory, at most {run.spool.max_bytes >> 20} MiB, and forwards it from "
@@ -468,24 +470,26 @@ class Agent:
         )
         run.report(Note(code="spool_in_memory", text=text, severity="warning"))
 
-    def _tell_of_stopped(self, key: Key, text: str) -> None:
+    def _report_stopped_stream(self, key: Key, text: str) -> None:
         run = self.runs.get(key[0])
         if run is not None:
-            run.tell_of_stopped(key, text)
+            run.report_stopped_stream(key, text)
 
-    def _mind_the_disks(self, now: float) -> None:
+    def _check_disks(self, now: float) -> None:
         """Continue in memory if a disk has become full, and on disk once it has space again.
 
         The rows on a full disk are shipped first: a run has one spool at a time.
         """
-        if now - self._looked_at_disks_at < DISK_SECONDS:
+        if now - self._disks_checked_at < DISK_SECONDS:
             return
-        self._looked_at_disks_at = now
+        self._disks_checked_at = now
         with self.faults.contained("spool"):
             self._return_state_to_disk()
         for run in list(self.runs.values()):
-            with self.faults.contained("spool"):  # one run's folder keeps no other in memory
-                self._mind_disk_of(run)
+            with self.faults.contained(
+                "spool"
+            ):  # an error in one run must not keep the others in memory
+                self._check_disk_of(run)
 
     def _return_state_to_disk(self) -> None:
         if self._state_dir.in_memory and has_room(self._state_dir.path):
@@ -494,27 +498,27 @@ class Agent:
             self._state_dir.load_or_create_token(self._token)
             self._publish(self._server.url)
 
-    def _mind_disk_of(self, run: ServedRun) -> None:
+    def _check_disk_of(self, run: ServedRun) -> None:
         num_dropped = run.spool.dropped_rows
-        if num_dropped > 2 * self._told_dropped.get(run.run_id, 0):
-            self._told_dropped[run.run_id] = num_dropped
+        if num_dropped > 2 * self._dropped_reported.get(run.run_id, 0):
+            self._dropped_reported[run.run_id] = num_dropped
             text = (
                 f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
                 f"spool in {run.spool.directory} is full; free some space there"
             )
             note = Note(code="spool_full", text=text, severity="error")
-            run.report(note, stores=not run.spool.keep)  # a full one takes no note either
+            run.report(note, stores=not run.spool.keep)  # a full spool accepts no note either
         if run.in_memory:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:
             moves = run.is_disk_full and not run.spool.pending(1)
         if moves and self._let_go(run.run_id):
             last = run.last_seqs()
-            again = self._take_up(run.run_dir.path, keep=run.keeps_history, resume=last)
+            again = self._serve_run(run.run_dir.path, keep=run.keeps_history, resume=last)
             if again is not None and not again.in_memory:
                 log.info("the disk has room again run=%s", run.run_id)
 
-    def _take_up_leftovers(self) -> None:
+    def _serve_ended_runs(self) -> None:
         """Serve runs that ended while the collector was down, to ship their spools.
 
         A spool that was for no collector, or for another one, may be a run's only history, so it is
@@ -528,7 +532,7 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    run = self._take_up(run_dir.path, keep=self._may_be_history(run_dir))
+                    run = self._serve_run(run_dir.path, keep=self._may_be_history(run_dir))
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -537,8 +541,8 @@ class Agent:
             for run_dir in run_dirs[-MAX_TAKEN_OVER:]:
                 with self.faults.contained("discover"):
                     is_new = run_dir.is_ours and run_dir.run_id not in self.runs
-                    if is_new and self._is_left_to_us(run_dir):
-                        self._take_up(run_dir.path, keep=self._keeps_history)
+                    if is_new and self._is_orphaned(run_dir):
+                        self._serve_run(run_dir.path, keep=self._keeps_history)
 
     def _may_be_history(self, run_dir: RunDir) -> bool:
         return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
@@ -549,11 +553,11 @@ class Agent:
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
         return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
 
-    def _is_left_to_us(self, run_dir: RunDir) -> bool:
-        """Whether a run of this agent ended here, and our collector may lack some of its rows.
+    def _is_orphaned(self, run_dir: RunDir) -> bool:
+        """Whether a run of this agent ended here, and the collector may lack some of its rows.
 
-        A run with a living rank has an agent, or its rank will soon start one: the run is left to
-        that agent even while its lock is free.
+        A run with a living rank has an agent, or its rank will soon start one: that agent serves
+        it, even while its lock is free.
         """
         state_dir = self._state_dir_of(run_dir)
         if not self._is_for_our_collector(state_dir):
@@ -572,7 +576,7 @@ class Agent:
         return self.io_loop.can_ship is False or self._ships.num_failures > 0
 
     def _is_collector_back(self) -> bool:
-        """Whether it was down since leftovers were last checked, and is up again."""
+        """Whether the collector responds again, after being down since the last check."""
         self._was_away = self._was_away or self._is_collector_away
         return self._was_away and not self._is_collector_away
 
@@ -587,14 +591,14 @@ class Agent:
             run.state_dir.set_destination(name)
             self._destined.add(run.run_id)
         is_away = self._is_collector_away
-        if is_away != self._told_away.get(run.run_id):
+        if is_away != self._outage_reported.get(run.run_id):
             note = run.folder / AWAY_FILE
             if is_away and run.folder.is_dir():
                 with os.fdopen(open_private(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as f:
                     f.write(name)
             elif not is_away:
                 note.unlink(missing_ok=True)
-            self._told_away[run.run_id] = is_away
+            self._outage_reported[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
         state_dir = self._state_dir_of(run_dir)
@@ -609,7 +613,7 @@ class Agent:
                 self._let_go(run_id)
 
     def _let_go(self, run_id: str) -> bool:
-        """Close a run; return False if the I/O loop is serving it."""
+        """Close a run and release its directory; return False while the I/O loop serves it."""
         run = self.runs[run_id]
 
         def remove() -> None:
@@ -622,7 +626,7 @@ class Agent:
         self._counted["corrupt"] += run.spool.corrupt
         run.close()
         self._destined.discard(run_id)
-        self._told_away.pop(run_id, None)
+        self._outage_reported.pop(run_id, None)
         self._idle_since.pop(run_id, None)
         self.sampling.forget(run_id)
         self._hangs.pop(run_id, None)
@@ -631,7 +635,7 @@ class Agent:
     # --------------------------------------------------------------- read by HTTP threads
 
     def health(self) -> Health:
-        """Return whether the cycle turned lately."""
+        """Return whether the cycle ran recently."""
         if not self._cycled_at_ns:
             return Health(ok=True, details={"seconds_since_cycle": None})
         age = self._cycle_age_seconds

@@ -175,7 +175,7 @@ def agent(
 
 
 def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) -> None:
-    """Wait for the collector with what it lacks of the run, if it is to have any of it."""
+    """Wait until the collector responds, and send the rest of the run's rows."""
     from trainvitals.io.rundir import RunDir
     from vitals_agent.agent import Agent
     from vitals_agent.daemon import LoopConfig, linger, log, run
@@ -204,13 +204,13 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
 
 
 def _source(collector: str, token_file: Path | None) -> tuple[str, ...]:
-    """Return how a mirror is told to read from the collector that this agent ships to."""
+    """Return the options with which a mirror reads from the agent's collector."""
     tokens = () if token_file is None else ("--token-file", str(token_file.absolute()))
     return ("--collector", _name_of(collector), *tokens)
 
 
 def _name_of(collector: str) -> str:
-    """Return the collector's name in files: the same for all who mean the same one."""
+    """Return the collector's name in files; equal for all ways to specify the same one."""
     from trainvitals.io.setting_paths import collector_folder, default_data_dir
 
     folder = collector_folder(collector) if collector else default_data_dir(os.environ)
@@ -244,7 +244,7 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 def _node_id(node: str, *, child: bool) -> str:
-    """Return the id that the ranks here go by: an agent with another one would find no journal."""
+    """Return the node id that the ranks here use: with another one, no journal would be found."""
     safe = safe_node_id(node or socket.gethostname())
     if node and node != safe and not child:
         raise ConfigError(

@@ -36,10 +36,10 @@ TIMEOUT_SECONDS = 3.0
 
 
 class AgentClient(CollectorClient):
-    """A collector's API over one connection that is kept. Thread-safe: one request at a time.
+    """A collector's API over one persistent connection. Thread-safe: one request at a time.
 
     Args:
-        address: where the collector is; the token for ingest goes along.
+        address: URL and ingest token of the collector.
         timeout: seconds for each of connecting, sending and waiting.
     """
 
@@ -183,13 +183,13 @@ class CollectorEndpoint:
         return False
 
     def ingest(self, raw: bytes) -> IngestReply:
-        """Store one batch."""
+        """Send one batch to the collector, which stores it."""
         return self._call(lambda client: client.ingest(raw))
 
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
-        """Store batches together."""
+        """Send batches in one request; return one reply per batch."""
         return self._call(lambda client: client.ingest_all(raws, asks=asks, writer_key=writer_key))
 
     def send_ahead(self, raws: Sequence[bytes], writer_key: str = "") -> None:
@@ -261,7 +261,7 @@ class CollectorEndpoint:
         return call(client)
 
     def _turn_to(self, owner: str) -> None:
-        """Connect to a collector of those that were named, or to the next one."""
+        """Connect to the named collector if it is one of the known URLs, or to the next URL."""
         address = first = self._find()
         while owner and address is not None and not _is_at(address, owner):
             address = self._find()

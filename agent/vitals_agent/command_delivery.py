@@ -46,10 +46,10 @@ class _Desk:
     newest: int = 0
     delivered: set[int] = field(default_factory=set)
     refused: dict[int, Command] = field(default_factory=dict)
-    """Those that were not genuine: said once, and no bar to what comes after."""
+    """Commands that were not genuine: reported once; later commands are still delivered."""
     polled_at: float = -ELSEWHERE_SECONDS
     stacks: int = 0
-    """Number of the newest command that asked for stacks: it is the agent's, and waits for none."""
+    """Number of the latest request for stacks, which the agent carries out itself, at once."""
 
 
 class CommandDelivery:

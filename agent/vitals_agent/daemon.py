@@ -121,7 +121,7 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
 
 
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
-    """Run the agent here, and its I/O loop on a separate thread, until the end."""
+    """Run the agent on this thread and its I/O loop on another one, until it should end."""
     ending = AgentStopCondition(config)
     if config.lingers:
         agent.io_loop.find_collector(
@@ -149,11 +149,11 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         log.warning("the collector is busy: unshipped rows stay in the spools")
     agent.run_once(time.monotonic())  # reports of the I/O loop
     if config.child:
-        agent.report_left_behind()
+        agent.report_unspooled_rows()
 
 
 def _start(agent: Agent, config: LoopConfig) -> bool:
-    """Start the agent; return False if it is a child and another agent stays."""
+    """Start the agent; return False for a child if another agent serves the directory."""
     deadline = time.monotonic() + config.lock_wait_seconds
     while True:
         try:

@@ -56,7 +56,7 @@ class Exposed(Protocol):
     """Interface for the server, which calls both on its own threads, so they only read."""
 
     def readings(self) -> Iterable[MetricSample]:
-        """Return the current values."""
+        """Return the current values of all metrics."""
         ...
 
     def health(self) -> Health:
@@ -85,8 +85,8 @@ class AgentCollector(Collector):
 class MetricsServer:
     """Serves one agent on its own threads until closed.
 
-    ``/metrics`` needs the token for it (nodes are shared, loopback is not private); ``/healthz`` is
-    open and says nothing about a run.
+    ``/metrics`` needs the token (nodes are shared, and loopback is not private); ``/healthz`` is
+    open and contains no data of a run.
     """
 
     def __init__(self, exposed: Exposed, *, host: str, port: int, token: str) -> None:
@@ -111,7 +111,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address it is reached at: the machine's name, where it listens on all of its own."""
+        """The URL; with the machine's name if it listens on all addresses."""
         host, port = str(self._server.server_address[0]), self._server.server_address[1]
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()

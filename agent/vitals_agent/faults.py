@@ -1,4 +1,4 @@
-"""The only place of the agent that swallows errors: counted, and logged with growing gaps."""
+"""The only place of the agent that swallows errors: counts them, and logs the 1st, 2nd, 4th..."""
 
 import logging
 import threading
@@ -28,7 +28,7 @@ Part = Literal[
     "spool",
     "tailer",
 ]
-"""A part of the agent whose errors are kept from the others."""
+"""A part of the agent whose errors do not affect the others."""
 PARTS: tuple[str, ...] = get_args(Part)
 
 
@@ -64,7 +64,7 @@ class Faults:
 
 
 class _Contained:
-    """The block; a class, as it is entered dozens of times a second and a generator costs more."""
+    """Context manager of ``contained``; a generator would cost more, dozens of times per second."""
 
     __slots__ = ("_faults", "_part")
 

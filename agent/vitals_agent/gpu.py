@@ -82,13 +82,13 @@ class GpuSampler:
         """Notes to report once in each run."""
 
     def sample(self) -> GpuReport:
-        """Return one sample per GPU that answers."""
+        """Return one sample per GPU that responds."""
         if self.absent:
             return GpuReport()
         if self._devices is None:
             self._devices = self._open()
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
-            self._take_up_instances(self._devices)
+            self._add_instances(self._devices)
         self._round += 1
         changes = _Changes()
         taken = Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
@@ -111,7 +111,7 @@ class GpuSampler:
         )
 
     def _ask(self, uuid: str, device: _Device, changes: _Changes) -> dict[str, Value] | None:
-        """Return the row of one GPU or instance, and note what became of it."""
+        """Return the row of one GPU or instance, and record whether it was lost or is back."""
         if device.parent:
             return read_instance(self._nvml, device.handle)
         codes = list(self._new_xids(device))
@@ -126,7 +126,7 @@ class GpuSampler:
         return values
 
     def close(self) -> None:
-        """Release NVML."""
+        """Shut NVML down."""
         if self._devices is not None and not self.absent:
             devices, self._devices = self._devices, None
             try:
@@ -159,7 +159,7 @@ class GpuSampler:
         if not devices:
             self._note_absent("NVML sees no GPU that responds")
             return {}
-        self._take_up_instances(devices)
+        self._add_instances(devices)
         return devices
 
     def _note_absent(self, why: str) -> None:
@@ -174,13 +174,13 @@ class GpuSampler:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         except nvml.NVMLError as error:
-            # It fell off the bus before the agent came: without its UUID it has no source.
+            # It failed before the agent started: without its UUID it has no source.
             text = f"GPU {index} does not give its UUID: {error}"
             self.notes = (*self.notes, Note(code="gpu_lost", text=text, severity="error"))
             return
         devices[uuid] = _Device(handle, events=self._listen(handle))
 
-    def _take_up_instances(self, devices: dict[str, _Device]) -> None:
+    def _add_instances(self, devices: dict[str, _Device]) -> None:
         """Add the current MIG instances; those that were removed no longer respond."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
@@ -189,7 +189,7 @@ class GpuSampler:
                 try:
                     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
                 except nvml.NVMLError:
-                    continue  # taken apart between the two calls
+                    continue  # removed between the two calls
                 instances.append(uuid)
                 devices.setdefault(uuid, _Device(handle, parent=parent))
             if instances:
@@ -213,7 +213,7 @@ class GpuSampler:
             try:
                 yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             except nvml.NVMLError:
-                continue  # nothing is at this place
+                continue  # no instance with this index
 
     # --------------------------------------------------------------------------------- errors
 

@@ -58,7 +58,7 @@ class _Process(NamedTuple):
 
     state: str
     started: int
-    """Its start in clock ticks since boot: a process of the same number has another."""
+    """Its start in clock ticks since boot: distinguishes it from a later process with this pid."""
     cpu_seconds: float
     """CPU time of the training thread."""
     all_cpu_seconds: float
@@ -118,8 +118,8 @@ class HangWatch:
         self._follower = HangFollower(config)
         self._job = HungJob(run, self._follower.config, run.clock)
         self._sent_at: float | None = None
-        self._is_told_of_recorder = False
-        self._is_told_of_nodes = False
+        self._is_recorder_reported = False
+        self._are_nodes_reported = False
 
     def check(self, now: float) -> None:
         """Check every rank; report what is new. Call before the journals are copied.
@@ -142,7 +142,7 @@ class HangWatch:
                 self._say(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         with self._run.faults.contained("restart"):
-            self._mind_restart(ranks, tails, world_size, now)
+            self._end_hung_job(ranks, tails, world_size, now)
         step = max(rank.step for rank in ranks)
         self._take_stacks(tails, world_size, step, is_waiting=is_waiting)
 
@@ -173,19 +173,19 @@ class HangWatch:
         say = self._run.node_source.say
         for finding in self._follower.new_findings(ranks, world_size=world_size):
             say(FindingRaised(finding=finding), step=finding.step, attempt=attempt)
-            self._tell_of_recorder()
+            self._report_recorder()
         if before is not None and self._follower.verdict is None:
             living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
             if living and before.reason not in ("gone", "ended"):
                 text = f"The wait is over, after {before.seconds:.1f} s. It was: {before.text}"
                 say(Note(code="wait_over", text=text), step=before.step, attempt=attempt)
 
-    def _tell_of_recorder(self) -> None:
+    def _report_recorder(self) -> None:
         """Report once why the names of collectives are missing."""
         recorder_entries = [seen.word for seen in self._seen.values() if seen.word is not None]
         why = next((word.no_recorder for word in recorder_entries if word.no_recorder), "")
-        if why and not self._is_told_of_recorder:
-            self._is_told_of_recorder = True
+        if why and not self._is_recorder_reported:
+            self._is_recorder_reported = True
             text = f"{why}: which collective a rank waits in is not known"
             self._run.node_source.say(Note(code="no_flight_recorder", text=text))
 
@@ -203,7 +203,7 @@ class HangWatch:
         self._run.node_source.say(event)
         self._sent_at = now if is_still else None
 
-    def _mind_restart(
+    def _end_hung_job(
         self,
         ranks: list[RankActivity],
         tails: dict[int, JournalTail],
@@ -216,7 +216,7 @@ class HangWatch:
         if any(word.on_hang != "restart" for word in rank_words):
             return
         if len(ranks) < world_size:
-            self._tell_of_nodes()
+            self._report_nodes()
             return
         processes = [
             Process(tails[rank].identity.pid, each.started, each.state, tails[rank].directory)
@@ -225,10 +225,10 @@ class HangWatch:
         ]
         self._job.end_if_due(self._follower.verdict, ranks, processes, now)
 
-    def _tell_of_nodes(self) -> None:
+    def _report_nodes(self) -> None:
         """Report once that a job on several nodes is not ended by this agent."""
-        if not self._is_told_of_nodes:
-            self._is_told_of_nodes = True
+        if not self._are_nodes_reported:
+            self._are_nodes_reported = True
             text = "on_hang='restart' works where all ranks are on one node; here a hang only pages"
             self._run.node_source.say(Note(code="no_restart", text=text, severity="warning"))
 
@@ -405,7 +405,7 @@ class ExitWatch:
         return self._ended.get(pid, "")
 
     def close(self) -> None:
-        """Stop waiting."""
+        """Stop the thread."""
         pipe, self._pipe = self._pipe, None
         if pipe is None or self._thread is None:
             return

@@ -48,7 +48,7 @@ class IoLoop:
         self._sent: dict[str, tuple[ServedRun, int]] = {}
 
     def find_collector(self, now: float) -> None:
-        """Find out whether there is a collector to talk to."""
+        """Check whether a collector is available."""
         can_ship = False
         with self._faults.contained("shipper"):
             can_ship = self._shipper is not None and self._reachable(now)
@@ -73,7 +73,7 @@ class IoLoop:
             self._forget(run_id)
 
     def leave(self, run_id: str, remove: Callable[[], None]) -> bool:
-        """Take a run from those that are served; False where it is being served just now."""
+        """Stop serving a run; return False if it is being served at the moment."""
         with self._lock:
             if self._serving == run_id:
                 return False
@@ -118,10 +118,10 @@ MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
 
 
 class EventsAhead:
-    """Sends events as they are read; the spool sends them again, in its turn. Thread-safe.
+    """Sends events as soon as they are read; the spool also sends them in order. Thread-safe.
 
-    People may be waiting for what they say, and the spool for answers about rows, which come a
-    second later, or after a merge of files. What cannot be sent now is left to the spool.
+    Operators may wait for events, while the spool waits for replies about rows, for a second or for
+    the merge of files. Events that cannot be sent now are only sent by the spool.
     """
 
     def __init__(self, send: SendAhead, *, faults: Faults) -> None:
@@ -130,7 +130,7 @@ class EventsAhead:
         self._came = threading.Event()
 
     def enqueue(self, raw: bytes, writer_key: str) -> None:
-        """Have a batch sent ahead if it is one of events."""
+        """Queue a batch to be sent early, if it contains events."""
         if len(raw) <= MAX_AHEAD_BYTES and is_of_events(raw):
             self._waiting.append((raw, writer_key))
             self._came.set()
@@ -157,24 +157,24 @@ class EventsAhead:
 
 
 class IoThread:
-    """Turns the loop until it is told to end; the end of the process does not wait for it."""
+    """Runs the loop until ``end``; a daemon thread, so the process does not wait for it."""
 
     def __init__(self, loop: IoLoop, *, interval_seconds: float) -> None:
         self._loop = loop
         self._interval = interval_seconds
-        self._told_to_end = threading.Event()
+        self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-agent-io", daemon=True)
         self._thread.start()
 
     def end(self, seconds: float) -> bool:
-        """Let it turn a last time; return whether it ended within the time."""
-        self._told_to_end.set()
+        """Run the loop a last time; return whether it ended within the time."""
+        self._is_ending.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
-            is_ending = self._told_to_end.wait(self._interval)
+            is_ending = self._is_ending.wait(self._interval)
             self._loop.serve_runs(time.monotonic())
             if is_ending:
                 return

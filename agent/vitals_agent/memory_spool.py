@@ -1,4 +1,4 @@
-"""Place of a run's spool: on its disk, and in the node's memory while the disk is full.
+"""Location of a run's spool: on its disk, or in the node's memory while the disk is full.
 
 A spool in memory is shipped to the collector in the same way; it is bounded, and survives the
 agent, but not the node. Once the disk has space again, its pending rows are appended to the spool

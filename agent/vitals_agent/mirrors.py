@@ -24,18 +24,18 @@ class MirrorStarter:
     """Starts one process for each run, once.
 
     Args:
-        targets: as `vitals mirror --to` takes them; none: nothing is ever started.
-        source: further arguments, where the run is not read from its folder.
+        targets: as in `vitals mirror --to`; if empty, nothing is started.
+        source: further arguments, if the run is not read from its directory.
     """
 
     def __init__(self, targets: Sequence[str], source: Sequence[str] = ()) -> None:
         self._to = [word for target in targets for word in ("--to", target)]
         self._source = list(source)
         self._pids: dict[str, int | None] = {}
-        """By run; None: it has ended."""
+        """Pid by run; None after it has ended."""
 
     def start_if_due(self, run: ServedRun) -> None:
-        """Start it where the run has its rank 0 here, and say it where one failed."""
+        """Start it if rank 0 of the run is on this node; report a mirror that failed."""
         if not self._to:
             return
         if run.run_id not in self._pids:

@@ -1,6 +1,6 @@
-"""Which NVML call gives which column of a GPU's row, in base units.
+"""NVML calls for the columns of a GPU's row, in base units.
 
-What a GPU, a driver or the bindings do not have is missing, never zero.
+A value that the GPU, the driver or the bindings do not provide is missing, never zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trainvitals.rows import Value
 
 ALL_LINKS = 0xFFFFFFFF
-"""The scope of a field that is summed over all NVLinks of the GPU (nvml.h: UINT_MAX)."""
+"""Scope of a field that is summed over all NVLinks of the GPU (nvml.h: UINT_MAX)."""
 
 _MAX_I8 = (1 << 63) - 1
 """NVML counts in unsigned 64 bits, rows in signed ones."""
@@ -17,17 +17,17 @@ _MAX_I8 = (1 << 63) - 1
 _SUCCESS = 0
 _UNSIGNED_BITS = {1: 32, 2: 64, 3: 64, 6: 16}
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""The member of ``nvmlValue_t`` that each ``nvmlValueType_t`` names, in its order."""
+"""Member of ``nvmlValue_t`` by ``nvmlValueType_t``, in its order."""
 
 
 class Field(NamedTuple):
-    """A column that ``nvmlDeviceGetFieldValues`` gives; all of them in one call."""
+    """A column from ``nvmlDeviceGetFieldValues``, which returns all of them in one call."""
 
     column: str
     name: str
     """The field's name in nvml.h."""
     factor: float | None = None
-    """What makes base units of it; None keeps a count."""
+    """Factor to base units; None for a count."""
     scope: int | None = None
 
 
@@ -52,12 +52,12 @@ _Reader = Callable[[Any, Any], Mapping[str, Value]]
 
 
 def read_gpu(nvml: Any, handle: Any) -> dict[str, Value] | None:
-    """Return what a whole GPU says by column, or None where it says nothing: it is lost."""
+    """Return the columns of a whole GPU; None if it is lost and every call fails."""
     return _read(nvml, handle, _GPU_READERS)
 
 
 def read_instance(nvml: Any, handle: Any) -> dict[str, Value] | None:
-    """Return what a MIG instance says: its memory. The rest is known of the whole GPU only."""
+    """Return the columns of a MIG instance: memory only; other values exist for whole GPUs."""
     return _read(nvml, handle, (_memory,))
 
 
@@ -70,7 +70,7 @@ def _read(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Val
         except lost:
             return None  # each further call may take seconds, and says the same
         except (nvml.NVMLError, AttributeError):
-            continue  # this GPU, driver or binding does not have it: missing
+            continue  # not supported by this GPU, driver or binding: missing
     return values or None
 
 
@@ -90,7 +90,7 @@ def _utilization(nvml: Any, handle: Any) -> Mapping[str, Value]:
 def _memory(nvml: Any, handle: Any) -> Mapping[str, Value]:
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except nvml.NVMLError_FunctionNotFound:  # before driver 510: in use and reserved are one
+    except nvml.NVMLError_FunctionNotFound:  # before driver 510, used includes reserved memory
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
         return {"memory_used_bytes": float(info.used), "memory_total_bytes": float(info.total)}
     return {
@@ -124,7 +124,7 @@ def _memory_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
 def _reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
     try:
         mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    except (AttributeError, nvml.NVMLError_FunctionNotFound):  # its older name
+    except (AttributeError, nvml.NVMLError_FunctionNotFound):  # earlier name of the function
         mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     return {"throttle_reasons": int(mask) & _MAX_I8}
 
@@ -158,7 +158,7 @@ def _fields(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _value(answer: Any) -> float | int | None:
-    """Return the number in a field's answer; None where it has none."""
+    """Return the number in a field's response; None if it has none."""
     kind = answer.valueType
     if answer.nvmlReturn != _SUCCESS or not 0 <= kind < len(_MEMBERS):
         return None
@@ -181,4 +181,4 @@ _GPU_READERS: tuple[_Reader, ...] = (
     _pcie_receive,
     _pcie_transmit,
 )
-"""PCIe comes last: each of its calls takes the 20 milliseconds that it measures."""
+"""PCIe comes last: each of its calls measures for 20 milliseconds."""

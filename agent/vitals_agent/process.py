@@ -1,4 +1,4 @@
-"""Rank processes: whether they exist, what they use. Pids are reused, so ages are compared."""
+"""State and resource use of rank processes. Pids are reused, so process ages are compared."""
 
 import os
 import time
@@ -12,11 +12,11 @@ from trainvitals.identity import Identity
 from trainvitals.rows import Value
 
 AGE_SLACK_SECONDS = 5.0
-"""Clock ticks and NTP: a process may seem this much younger than the journal it wrote."""
+"""Tolerance for clock ticks and NTP: a process may seem this much younger than its journal."""
 
 
 class RankProcess:
-    """The process behind a journal. Once gone, it stays gone, whoever gets its pid."""
+    """The process that writes a journal; after its end, a new one with its pid never counts."""
 
     def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         self.identity = identity
@@ -31,7 +31,7 @@ class RankProcess:
             if exists and self._process.status() != psutil.STATUS_ZOMBIE:
                 return True
         except psutil.NoSuchProcess:
-            pass  # it ended between the two questions: gone, as below
+            pass  # it ended between the two calls
         self._process = None
         return False
 
@@ -46,7 +46,7 @@ class RankProcess:
                 try:
                     values.update(read(process))
                 except (psutil.Error, OSError):
-                    continue  # another user's process, or it ends just now: missing
+                    continue  # another user's process, or it is ending: missing
         return values
 
 
@@ -72,9 +72,9 @@ def _switches(process: psutil.Process) -> dict[str, Value]:
 
 
 def _faults(process: psutil.Process) -> dict[str, Value]:
-    """Return the page faults that needed a disk: psutil does not tell them."""
+    """Return the major page faults, which need a disk; psutil does not provide them."""
     stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    fields = stat.rpartition(b")")[2].split()  # the name before may hold anything
+    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
     return {"major_page_faults": int(fields[9])}
 
 
@@ -87,13 +87,13 @@ _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
     _switches,
     _faults,
 )
-"""What costs more than a read of a small file is left out: unshared memory walks all pages."""
+"""Values that cost more than reading a small file are omitted, such as unshared memory."""
 
 
 def _find(identity: Identity, clock: Clock) -> psutil.Process | None:
-    """Return the process that wrote the journal, or None if it is gone or was another one.
+    """Return the process that wrote the journal; None if it ended or was a different process.
 
-    Ages are compared, not times: the wall clock may have been set since the journal began.
+    Ages are compared, not start times: the wall clock may have been set since the journal started.
     """
     if identity.pid <= 0 or _other_boot(identity.boot_id):
         return None
@@ -118,14 +118,14 @@ def _age(process: psutil.Process, clock: Clock) -> float:
         stat = Path(f"/proc/{process.pid}/stat").read_bytes()
         ticks = int(stat.rpartition(b")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, AttributeError):  # gone, or no Linux
+    except (OSError, IndexError, AttributeError):  # ended, or not Linux
         return clock.time_ns() / 1e9 - float(process.create_time())
 
 
 def holds_files(pid: int, directory: Path) -> bool:
-    """Return whether the process has a file of this journal open, as the rank that writes it has.
+    """Return whether the process has a file of this journal open, as its writer does.
 
-    Containers may share memory and not process ids: the number that a rank calls itself is another
+    Containers may share memory without sharing process ids: then the rank's pid refers to another
     process here. Check this before any signal.
     """
     files = {(s.st_dev, s.st_ino) for path in _listed(directory) if (s := _status(path))}
@@ -136,7 +136,7 @@ def holds_files(pid: int, directory: Path) -> bool:
 def _listed(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
-    except OSError:  # gone, or another user's
+    except OSError:  # deleted, or another user's
         return []
 
 

@@ -91,7 +91,7 @@ class HungJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its processes were told to end, and are not killed yet."""
+        """Whether its processes have received SIGTERM and are not killed yet."""
         return self._kill_at is not None
 
     def end_if_due(
@@ -110,7 +110,7 @@ class HungJob:
             now: monotonic seconds.
         """
         if self._kill_at is not None:
-            self._insist(processes, now)
+            self._kill_if_due(processes, now)
             return
         gap, self._looked_at = now - self._looked_at, now
         present = frozenset((process.pid, process.started) for process in processes)
@@ -154,12 +154,12 @@ class HungJob:
         # Before the action, like all budgets: an agent that dies in between returns none.
         self._run.run_dir.write_restarts([*recent, time_ns])
         self._ended_at.append(now)
-        self._enter(verdict, budget - num_recent - 1)
+        self._write_decision(verdict, budget - num_recent - 1)
         for process in processes:
             process.send(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS
 
-    def _enter(self, verdict: HangVerdict, budget_left: int) -> None:
+    def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
         """Write the entry of the decision log."""
         hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
@@ -180,7 +180,7 @@ class HungJob:
         event = DecisionMade(decision=decision)
         self._run.node_source.say(event, step=decision.step, attempt=decision.attempt)
 
-    def _insist(self, processes: Collection[Process], now: float) -> None:
+    def _kill_if_due(self, processes: Collection[Process], now: float) -> None:
         """Kill the remaining processes: once only stopped ones are left, or after the grace."""
         assert self._kill_at is not None
         remaining = [each for each in processes if (each.pid, each.started) in self._ended]

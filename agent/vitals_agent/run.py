@@ -58,7 +58,7 @@ class OpenJournals:
             self._write()
 
     def discard(self, folder: str) -> None:
-        """Take a journal off the list: all of it is in the spool. May raise OSError."""
+        """Remove a journal from the list: it is completely in the spool. May raise OSError."""
         if self._listed.pop(folder, None) is not None:
             self._write()
 
@@ -125,7 +125,7 @@ class ServedRun:
         self.spool = spool
         self.folder = folder
         self.writer_key = writer_key
-        """Secret that is sent with the batches: nobody else can write to their streams."""
+        """Secret that is sent with the batches, so that no other writer can use their streams."""
         self.tails: dict[Path, JournalTail] = {}
         self.num_written = 0
         """Batches appended so far: if it is unchanged, nothing was written in between."""
@@ -149,12 +149,12 @@ class ServedRun:
         """The source ``node:ID``: samples of the node and its ranks, and the agent's events."""
         self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
-            self._tell_what_is_gone()
+            self._report_lost_journals()
 
     # ------------------------------------------------------------------------ own rows
 
     def gpu_source(self, uuid: str) -> OwnSource:
-        """The source of one GPU."""
+        """Return the source of rows about one GPU."""
         return self._source(Source("gpu", uuid))
 
     def _source(self, source: Source) -> OwnSource:
@@ -178,7 +178,7 @@ class ServedRun:
 
     def append(self, raw: bytes) -> bool:
         """Add a batch to the spool; ``copy`` makes it durable."""
-        with self._lock:  # two threads that count at once would count one
+        with self._lock:  # the counter is not atomic
             self.num_written += 1
             self._dirty = True
             try:
@@ -193,12 +193,12 @@ class ServedRun:
 
     @property
     def clock(self) -> Clock:
-        """The agent's."""
+        """Clock of the agent."""
         return self._facts.clock
 
     @property
     def faults(self) -> Faults:
-        """The agent's."""
+        """Fault counter of the agent."""
         return self._facts.faults
 
     @property
@@ -207,7 +207,7 @@ class ServedRun:
         return self.spool.directory.parent != self.state_dir.path
 
     def last_seqs(self) -> dict[Key, int]:
-        """Return up to where each stream is, or was, in a spool of the run."""
+        """Return the last sequence number per stream in any spool of the run on this node."""
         last = dict(self._resume)
         for key, seq in self.spool.last_seqs().items():
             last[key] = max(seq, last.get(key, -1))
@@ -228,7 +228,7 @@ class ServedRun:
     # ------------------------------------------------------------------------- journals
 
     def follow(self, directory: Path) -> None:
-        """Start tailing a journal, once its first segment identifies its writer."""
+        """Start copying a journal, once its first segment identifies its writer."""
         if directory in self.tails or directory in self._strangers:
             return
         try:
@@ -270,9 +270,9 @@ class ServedRun:
                     # Checked before the copy: all rows of a dead process can then be read.
                     tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
-                self._tell_of_overflow(tail)
+                self._report_overflow(tail)
                 if not tail.alive and not tail.removed:
-                    self._bury(tail)
+                    self._finish_dead_rank(tail)
         self._num_copied += num_rows
         try:
             self._sync()
@@ -281,7 +281,8 @@ class ServedRun:
             for tail in self.tails.values():
                 tail.not_synced()
             return num_rows
-        # Not what was appended: the I/O thread may have met the disk's refusal in between.
+        # The spool's own numbers: the I/O thread may have failed to write some of the appended
+        # rows.
         durable = self.spool.last_seqs()
         for tail in self.tails.values():
             with faults.contained("release"):
@@ -291,7 +292,7 @@ class ServedRun:
 
     def _sync(self) -> None:
         if self._dirty:
-            self._dirty = False  # before: another thread may append meanwhile
+            self._dirty = False  # before the sync: another thread may append meanwhile
             try:
                 self.spool.sync()
             except BaseException as error:
@@ -299,7 +300,7 @@ class ServedRun:
                 self.is_disk_full = is_full(error)
                 raise
 
-    def _bury(self, tail: JournalTail) -> None:
+    def _finish_dead_rank(self, tail: JournalTail) -> None:
         """Report a rank that ended without reporting it itself, and close its journal."""
         if tail.closed:
             return
@@ -318,9 +319,9 @@ class ServedRun:
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync()
-        tail.pronounce_dead()
+        tail.mark_dead()
 
-    def _tell_of_overflow(self, tail: JournalTail) -> None:
+    def _report_overflow(self, tail: JournalTail) -> None:
         """Report a rank that writes faster than it is read: at once, and after each doubling."""
         num_dropped, num_told = tail.num_dropped, self._overflowed.get(tail.directory, 0)
         if num_dropped <= 2 * num_told:
@@ -335,14 +336,14 @@ class ServedRun:
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
 
     def report(self, note: Note, *, stores: bool = True) -> None:
-        """Log a note, store it with the run, and leave it for the log of the rank."""
+        """Log a note, store it with the run, and write it for the rank's terminal."""
         log.warning("%s run=%s", note.text, self.run_id)
         if stores:
             self.node_source.say(note)
         with self._facts.faults.contained("spool"):
             write_notice(self.folder, note.text)
 
-    def look_at_strangers(self, now: float) -> None:
+    def check_foreign_nodes(self, now: float) -> None:
         """Report the first journal here of a node that no agent serves; ``now`` is monotonic."""
         for directory, (identity, since) in list(self._of_other_nodes.items()):
             if since is None:
@@ -371,7 +372,7 @@ class ServedRun:
             )
             self.node_source.say(FindingRaised(finding=finding))
 
-    def tell_of_stopped(self, key: Key, text: str) -> None:
+    def report_stopped_stream(self, key: Key, text: str) -> None:
         """Report a stream that the collector does not store."""
         _, incarnation, stream = key
         if incarnation == self.node_source.identity.incarnation:
@@ -403,7 +404,7 @@ class ServedRun:
                     tail.remove()
                     self._open.discard(tail.directory.name)
 
-    def _tell_what_is_gone(self) -> None:
+    def _report_lost_journals(self) -> None:
         """Report the journals that an earlier agent was copying when their memory was lost."""
         for journal in self._open.take_missing(self.folder):
             last = self._resume.get((self.run_id, journal.incarnation, "steps"), -1)
@@ -416,23 +417,23 @@ class ServedRun:
 
     @property
     def active(self) -> bool:
-        """Whether a rank of this run still writes, or has left something to copy."""
+        """Whether a rank of this run still writes, or has rows that are not copied yet."""
         return any(not tail.take_end() for tail in self.tails.values())
 
     @property
     def num_living(self) -> int:
-        """Ranks whose process lives and has not said goodbye."""
+        """Ranks whose process lives and that have not ended their journal."""
         living = [t for t in self.tails.values() if t.alive and not t.removed]
         return sum(not tail.closed for tail in living)
 
     def synced(self, directory: Path) -> dict[str, int]:
-        """Return up to where the journal's streams are safe in the spool."""
+        """Return the last sequence number per stream of the journal that is synced in the spool."""
         tail = self.tails.get(directory)
         return tail.synced_seqs if tail is not None else {}
 
     @property
     def holds_mailbox(self) -> bool:
-        """Whether rank 0 is here: a mailbox of its earlier start elsewhere delivers nothing."""
+        """Whether rank 0 is here: the mailbox of an earlier start on another node is unused."""
         return bool(self.rank0_incarnation)
 
     @property
@@ -442,11 +443,11 @@ class ServedRun:
         return max(here, key=lambda who: who.started_unix_ns).incarnation if here else ""
 
     def acked_number(self) -> int:
-        """Return the number of the newest command that a journal here acknowledged."""
+        """Return the number of the latest command that a journal here acknowledged."""
         return max((tail.last.acked_number for tail in self.tails.values()), default=0)
 
     def close(self) -> None:
-        """Close the spool and give the folder back."""
+        """Close the spool and release the directory."""
         with self._facts.faults.contained("spool"):
             is_done = self.in_memory and not self.spool.pending(1)
             self.spool.close()
@@ -456,6 +457,6 @@ class ServedRun:
 
 
 def boot_id() -> str:
-    """Return the id of this boot, or nothing where the system has none."""
+    """Return the id of this boot; empty if the system has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -26,7 +26,7 @@ Spawn = Callable[[str, Callable[[], None]], None]
 
 
 def on_a_thread(name: str, function: Callable[[], None]) -> None:
-    """Begin the function on a thread that the end of the process does not wait for."""
+    """Run the function on a daemon thread, which does not delay the end of the process."""
     threading.Thread(target=function, name=name, daemon=True).start()
 
 

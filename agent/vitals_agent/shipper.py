@@ -132,32 +132,32 @@ class _Progress:
     all_sent: bool = False
     heard_at: float = 0.0
     stopped: dict[Key, _Stopped] = field(default_factory=dict)
-    set_aside: set[SpoolPosition] = field(default_factory=set)
+    quarantined: set[SpoolPosition] = field(default_factory=set)
     """End positions of abandoned batches; within one process, and therefore few."""
     searched: dict[Key, int] = field(default_factory=dict)
     """Start of the gap for which a stream's batches were last searched."""
-    looks_back: bool = False
+    is_rereading: bool = False
     """Whether the cursor reads everything still in the spool again."""
-    looked_from: SpoolPosition | None = None
-    looked: _InFlightBatch | None = None
+    reread_from: SpoolPosition | None = None
+    last_reread: _InFlightBatch | None = None
     """The last batch up to which the collector has all batches that were read again."""
     is_resumed: bool = False
-    """Whether it started there, after a failure, and not at the oldest batch."""
+    """Whether it started at ``last_reread``, after a failure, and not at the oldest batch."""
     inherited: dict[Key, int | None] = field(default_factory=dict)
     """Streams of an earlier agent, which may have sent more than the disk kept: their durable
     numbers at the first report."""
     is_new: bool = True
-    """Whether the collector may be another one than before, or the same with fewer rows."""
+    """Whether the collector may be another one, or may have lost rows since the last request."""
 
     def is_done(self, sent: _InFlightBatch, spool: Ships) -> bool:
-        """Return whether a batch is settled: durable, refused, or lost by a full spool."""
-        return self.is_there(sent) or sent.end <= spool.acked
+        """Return whether a batch is complete: durable, quarantined, or dropped by a full spool."""
+        return self.is_settled(sent) or sent.end <= spool.acked
 
-    def keeps_back(self, batch: _InFlightBatch) -> bool:
+    def is_withheld(self, batch: _InFlightBatch) -> bool:
         """Return whether the batch is not to be sent now."""
-        return batch.key in self.stopped or self.is_there(batch)
+        return batch.key in self.stopped or self.is_settled(batch)
 
-    def pass_by(self, batch: _InFlightBatch) -> None:
+    def advance_past(self, batch: _InFlightBatch) -> None:
         """Advance past a batch; it stays pending until it is done.
 
         Not for a batch after the one that its stream waits for: it is read again later.
@@ -178,42 +178,42 @@ class _Progress:
         self.durable[key] = max(durable_seq, self.durable.get(key, -1))
         return True
 
-    def go_back(self, position: SpoolPosition) -> None:
+    def rewind(self, position: SpoolPosition) -> None:
         """Read the batches after the position again."""
         self.cursor = min(position, self.cursor)
         self.all_sent = False
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
-    def look_back(self, spool: Ships) -> None:
+    def reread_spool(self, spool: Ships) -> None:
         """Read everything still in the spool again."""
-        self.looks_back, self.looked, self.is_resumed = True, None, False
-        self.looked_from = spool.kept_from
+        self.is_rereading, self.last_reread, self.is_resumed = True, None, False
+        self.reread_from = spool.kept_from
         self.durable.clear()
-        self.go_back(self.looked_from)
+        self.rewind(self.reread_from)
 
-    def note_looked(self, group: Sequence[_InFlightBatch]) -> None:
-        """Record that the collector has everything up to the end of these, if it does."""
-        begins = self.looked_from if self.looked is None else self.looked.end
-        if begins == group[0].start and all(map(self.is_there, group)):
-            self.looked = group[-1]
+    def note_reread(self, group: Sequence[_InFlightBatch]) -> None:
+        """Record that everything up to the end of this group is stored in the collector, if so."""
+        begins = self.reread_from if self.last_reread is None else self.last_reread.end
+        if begins == group[0].start and all(map(self.is_settled, group)):
+            self.last_reread = group[-1]
 
-    def is_there(self, batch: _InFlightBatch) -> bool:
+    def is_settled(self, batch: _InFlightBatch) -> bool:
         """Return whether the collector has the batch, or will never accept it."""
-        return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.set_aside
+        return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.quarantined
 
     def start_over(self, spool: Ships) -> None:
-        """Discard all reports of the collector: it may come back without the rows."""
+        """Discard all replies of the collector, which may have lost the rows."""
         self.unacked.clear()
         self.durable.clear()
         self.searched.clear()
         self.is_new, self.all_sent = True, False
-        if not self.looks_back:
+        if not self.is_rereading:
             self.cursor = spool.acked
-        elif self.looked is None:
-            self.cursor = self.looked_from = spool.kept_from
+        elif self.last_reread is None:
+            self.cursor = self.reread_from = spool.kept_from
         else:
-            self.cursor, self.is_resumed = self.looked.end, True
+            self.cursor, self.is_resumed = self.last_reread.end, True
 
 
 class Shipper:
@@ -266,7 +266,7 @@ class Shipper:
             self._progress[run_id] = progress
         failure: VitalsError | None = None
         try:
-            self._ask_whether_it_is_there(progress, spool)
+            self._check_latest_stored(progress, spool)
             self._try_again(progress, spool, now)
             self._send(progress, spool, now)
             self._refresh(progress, spool, now)
@@ -279,7 +279,7 @@ class Shipper:
             self._ack(progress, spool, now)
         finally:
             if failure is not None:
-                # A collector may come back without rows that were not durable: all are resent.
+                # A collector may have lost rows that were not durable: all are resent.
                 progress.start_over(spool)
 
     def drained(self, run_id: str) -> bool:
@@ -314,16 +314,16 @@ class Shipper:
                 return
             if not progress.pace.due(now + elapsed):
                 return
-            num_bytes = sum(len(raw) for batch, raw in group if not progress.keeps_back(batch))
+            num_bytes = sum(len(raw) for batch, raw in group if not progress.is_withheld(batch))
             if not self._send_together(progress, spool, group, now):
-                progress.look_back(spool)
+                progress.reread_spool(spool)
                 return
-            progress.note_looked([batch for batch, _ in group])
+            progress.note_reread([batch for batch, _ in group])
             answered = self._stopwatch() - began
             if num_bytes:
                 progress.pace.sent(num_bytes, answered - elapsed, now + answered)
         progress.all_sent = True
-        progress.looks_back, progress.looked = False, None
+        progress.is_rereading, progress.last_reread = False, None
 
     def _send_together(
         self,
@@ -333,15 +333,15 @@ class Shipper:
         now: float,
     ) -> bool:
         """Send the batches that are due; False: the collector lacks acknowledged rows."""
-        to_send = [each for each in group if not progress.keeps_back(each[0])]
+        to_send = [each for each in group if not progress.is_withheld(each[0])]
         replies: dict[SpoolPosition, IngestReply] = {}
         if to_send:
             try:
                 answers = self._ingest(progress, [raw for _, raw in to_send], asks=True)
             except NewerVersionError:
-                raise  # it will take them once it is upgraded
+                raise  # it will accept them once it is upgraded
             except FormatError as error:
-                if len(to_send) > 1:  # which of them is it?
+                if len(to_send) > 1:  # send them one by one to find the refused one
                     return all(self._send_together(progress, spool, [each], now) for each in group)
                 answers = [_refusal(error)]
             ends = [batch.end for batch, _ in to_send]
@@ -352,7 +352,7 @@ class Shipper:
                 pass  # it was not sent
             elif not self._absorb(progress, spool, batch, raw, reply, now):
                 return False
-            progress.pass_by(batch)
+            progress.advance_past(batch)
         return True
 
     def _ingest(
@@ -379,7 +379,7 @@ class Shipper:
             return True
         if reply.from_seq >= 0:
             was_searched = progress.searched.get(sent.key) == reply.from_seq
-            has_looked = progress.looks_back and not progress.is_resumed
+            has_looked = progress.is_rereading and not progress.is_resumed
             if not has_looked and not was_searched:
                 progress.searched[sent.key] = reply.from_seq
                 return False
@@ -389,11 +389,11 @@ class Shipper:
             if reply.code:
                 self._stop_stream(progress, sent, reply, now)
                 return True
-        if self._believe(progress, spool, sent, reply, now):
+        if self._record_durable(progress, spool, sent, reply, now):
             self.num_rows += sent.num_rows
         return True
 
-    def _believe(
+    def _record_durable(
         self,
         progress: _Progress,
         spool: Ships,
@@ -418,14 +418,14 @@ class Shipper:
 
     # ------------------------------------------------------- refused and missing batches
 
-    def _ask_whether_it_is_there(self, progress: _Progress, spool: Ships) -> None:
-        """Show a collector that was down the latest batch that it is known to have had."""
+    def _check_latest_stored(self, progress: _Progress, spool: Ships) -> None:
+        """Send the latest acknowledged batch to a collector that was down, to detect lost rows."""
         if not progress.is_new:
             return
-        looked = progress.looked
-        raw = spool.last_acked() if looked is None else _read(spool, looked)
+        last_reread = progress.last_reread
+        raw = spool.last_acked() if last_reread is None else _read(spool, last_reread)
         if raw is None:
-            is_lacking = looked is not None  # no longer retained
+            is_lacking = last_reread is not None  # no longer retained
         else:
             try:
                 reply = self._ingest(progress, [raw], asks=True)[0]
@@ -433,7 +433,7 @@ class Shipper:
                 reply = _refusal(error)
             is_lacking = not reply.code and (reply.from_seq >= 0 or reply.num_new > 0)
         if is_lacking:
-            progress.look_back(spool)
+            progress.reread_spool(spool)
         progress.is_new = False
 
     def _stop_stream(
@@ -454,12 +454,12 @@ class Shipper:
         if is_given_up or (is_news and (is_doubt or stopped.num_tries >= MIN_TOLD_TRIES)):
             self._on_stopped(sent.key, reply.text)
         if is_given_up:
-            self._set_aside(progress, sent)
+            self._quarantine(progress, sent)
 
-    def _set_aside(self, progress: _Progress, sent: _InFlightBatch) -> None:
+    def _quarantine(self, progress: _Progress, sent: _InFlightBatch) -> None:
         """Quarantine a batch that the collector never accepts, so that later ones can be sent."""
         self.num_refused_rows += sent.num_rows
-        progress.set_aside.add(sent.end)
+        progress.quarantined.add(sent.end)
         progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # only this spool had it
         progress.stopped.pop(sent.key, None)
 
@@ -475,7 +475,7 @@ class Shipper:
             else:
                 del progress.stopped[key]
             if key not in progress.stopped:
-                progress.go_back(sent.end)
+                progress.rewind(sent.end)
 
     def _send_again(
         self, progress: _Progress, spool: Ships, sent: _InFlightBatch, raw: bytes, now: float
@@ -485,13 +485,13 @@ class Shipper:
             # Without a query: all earlier batches were sent before it.
             reply = self._ingest(progress, [raw])[0]
         except NewerVersionError:
-            raise  # it will take it once it is upgraded
+            raise  # it will accept it once it is upgraded
         except FormatError as error:
             reply = _refusal(error)
         if reply.code:
             self._stop_stream(progress, sent, reply, now)
             return
-        if self._believe(progress, spool, sent, reply, now):
+        if self._record_durable(progress, spool, sent, reply, now):
             del progress.stopped[sent.key]
             self.num_rows += sent.num_rows
 
@@ -513,7 +513,7 @@ class Shipper:
             raw = _read(spool, waiting)
             if raw is not None:
                 reply = self._ingest(progress, [raw])[0]
-                self._believe(progress, spool, waiting, reply, now)
+                self._record_durable(progress, spool, waiting, reply, now)
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
         # Settled batches of a stopped stream are not pending: they would fill the window.
@@ -522,7 +522,7 @@ class Shipper:
             progress.heard_at = now
             spool.ack(waiting[0].start if waiting else progress.unacked[-1].end)
             progress.unacked = waiting
-        if not progress.unacked and not progress.looks_back:
+        if not progress.unacked and not progress.is_rereading:
             progress.durable.clear()
 
 

@@ -12,7 +12,7 @@ from trainvitals.wire import BatchHeader, encode_batch
 
 
 class Stamp(NamedTuple):
-    """When something was measured."""
+    """Time of a measurement."""
 
     time_unix_ns: int
     monotonic_ns: int
@@ -22,10 +22,10 @@ class OwnSource:
     """One source of the agent (the node, or one GPU) within one run. Thread-safe.
 
     Args:
-        identity: who writes; a new incarnation for each start of the agent, so that numbers
-            which count from 0 again are never taken for rows that were stored before.
-        put: takes a batch's bytes; where it raises or returns False, the rows are lost, and the
-            next batch of the stream says how many were.
+        identity: the writer, with a new incarnation for each start of the agent: its sequence
+        numbers start at 0 again, and must not be confused with stored rows.
+        put: stores a batch; if it raises or returns False, the rows are lost, and the next batch of
+        the stream reports their number.
     """
 
     def __init__(self, identity: Identity, put: Callable[[bytes], bool], clock: Clock) -> None:
@@ -44,7 +44,7 @@ class OwnSource:
         *,
         taken: Stamp | None = None,
     ) -> None:
-        """Write one row per mapping, taken then or now; a column that is not in it is missing."""
+        """Write one row per mapping, with time ``taken`` or now; absent columns are missing."""
         taken = taken or Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
         stamp: dict[str, Value] = {"step": -1, "attempt": 0, **taken._asdict()}
         rows = [{**stamp, **measured} for measured in values]
@@ -75,7 +75,7 @@ class OwnSource:
                 dropped=dropped,
             )
             body = b"".join(schema.pack(first + i, row) for i, row in enumerate(rows))
-            # Numbered before it is put: a row that is lost leaves a gap that everyone can see.
+            # Count the rows before they are put: lost rows leave a visible gap.
             self._next_seq[schema.stream] = first + len(rows)
             self._dropped[schema.stream] = dropped + len(rows)
             if self._put(encode_batch(header, body)):

@@ -85,7 +85,7 @@ class StackTaker:
         """Start an operator's request; then call ``ask`` for each rank.
 
         Args:
-            number: of the command.
+            number: number of the command.
             num_here: ranks on this node.
             num_ranks: ranks of the job.
         """

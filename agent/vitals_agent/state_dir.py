@@ -61,11 +61,11 @@ class AgentStateDir:
         self._lock_fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock; in the node's memory where the disk is full.
+        """Take the lock; in the node's memory if the disk is full.
 
         Raises:
             UsageError: another agent holds it.
-            StorageError: the folder cannot be made or written.
+            StorageError: the directory cannot be created or written.
         """
         try:
             fd = self._lock_on_disk()
@@ -84,11 +84,11 @@ class AgentStateDir:
         self._lock_fd = self._lock_or_take_local(fd)
 
     def return_to_disk(self) -> None:
-        """Take the lock on the disk, which has room again; what is written from now on goes there.
+        """Take the lock on the disk, which has space again; later writes go to the disk.
 
         Raises:
-            UsageError: another agent came first.
-            StorageError: the folder still cannot be written.
+            UsageError: another agent was first.
+            StorageError: the directory still cannot be written.
         """
         if self._is_lock_local:
             fd = self._lock_or_take_local(self._lock_on_disk())
@@ -98,7 +98,7 @@ class AgentStateDir:
         self._is_lock_local = self.in_memory = False
 
     def is_held(self) -> bool:
-        """Return whether an agent of this node serves the folder now."""
+        """Return whether an agent of this node currently serves the directory."""
         locks = [self.path / "agent.lock"]
         if self._local is not None:
             locks.append(self._lock_in(self._local))
@@ -122,7 +122,7 @@ class AgentStateDir:
             ) from error
 
     def _lock_or_take_local(self, fd: int) -> int:
-        """Lock the open file and return it, or the one in memory if the disk has no locks."""
+        """Lock the open file; lock one in the node's memory if the file system has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -180,7 +180,7 @@ class AgentStateDir:
 
     @property
     def is_locked(self) -> bool:
-        """Whether this agent holds the folder."""
+        """Whether this agent holds the directory."""
         return self._lock_fd is not None
 
     def load_or_create_token(self, configured: str = "") -> str:

@@ -141,9 +141,9 @@ class JournalTail:
     """Copies one rank's journal to the spool.
 
     Args:
-        directory: the journal's folder.
-        identity: of its writer.
-        resume: the last sequence number of each stream that the spool already holds.
+        directory: directory of the journal.
+        identity: identity of its writer.
+        resume: last sequence number per stream that the spool already has.
     """
 
     def __init__(self, directory: Path, identity: Identity, resume: dict[str, int]) -> None:
@@ -202,7 +202,7 @@ class JournalTail:
         Call only after the spool's ``sync`` returned.
 
         Args:
-            durable: the last number of each stream that is permanently in the spool.
+            durable: last synced sequence number of each stream in the spool.
         """
         is_whole = True
         for stream, seq in self._appended.items():
@@ -217,7 +217,7 @@ class JournalTail:
 
     @property
     def synced_seqs(self) -> dict[str, int]:
-        """The last number of each stream that is safe in the spool."""
+        """Last synced sequence number of each stream in the spool."""
         return dict(self._synced)
 
     def not_synced(self) -> None:
@@ -229,7 +229,7 @@ class JournalTail:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that the writer lost, or gave up before they were read."""
+        """Rows that the writer dropped before they could be read."""
         return self._reader.dropped
 
     @property
@@ -238,10 +238,10 @@ class JournalTail:
         return (self.directory / CLOSED).exists()
 
     def take_end(self) -> bool:
-        """Return whether the writer exited cleanly, or was pronounced dead, and all is spooled."""
+        """Return whether the writer ended or was marked dead, and all its rows are in the spool."""
         return self.removed or (self._reader.take_end() and self._appended == self._synced)
 
-    def pronounce_dead(self) -> None:
+    def mark_dead(self) -> None:
         """Close the journal of a dead writer: a restarted agent sees that it was reported."""
         mark_closed(self.directory)
 
@@ -252,11 +252,13 @@ class JournalTail:
         self._reader.remove()
         self.removed = True
         if self.process.alive():
-            self.process_values = {}  # it said goodbye: what it does now is not training
+            self.process_values = {}  # training has ended, so its values are no longer a rank's
 
     def _observe(self, batch: Batch) -> None:
         stream, last = batch.header.stream, batch.header.last_seq
-        if self._observed.get(stream, -1) < last:  # else it was read again after a failure
+        if (
+            self._observed.get(stream, -1) < last
+        ):  # otherwise these rows are read again after a failure
             self._observed[stream] = last
             self.last.observe(batch)
 
@@ -270,12 +272,12 @@ def journal_identity(directory: Path) -> Identity | None:
     reader = JournalReader(directory)
     identity = reader.identity
     if identity is None and reader.unreadable_segments:
-        reader.read(max_rows=1)  # raises, where the reason is the version
+        reader.read(max_rows=1)  # raises the error if the reason is the version
     return identity
 
 
 def num_left(directory: Path, synced: dict[str, int]) -> int:
-    """Return the number of rows in a journal after those that are safe in a spool."""
+    """Return the number of rows in a journal that are not synced in a spool."""
     rest = JournalReader(directory)
     rest.resume_after(synced)
     num_rows = 0

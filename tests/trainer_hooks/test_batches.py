@@ -58,7 +58,7 @@ def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
     there, back = num + num // 2, [num // 2, num // 2 + 1]
     seed()
     loader = ALL[name]()
-    batches, _ = stream(loader, epochs=3, goes_back=True)
+    batches, _ = stream(loader, epochs=3, can_rewind=True)
     seen, state, kept = [], None, None
     for batch in batches:
         seen.append((plain(batch), noise()))
@@ -68,7 +68,7 @@ def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
             there += there - back[0] + 1 if there == num + num // 2 else 10**9
             torch.rand(9)
             restore(kept)
-            assert batches.go_back(state) == ""
+            assert batches.rewind(state) == ""
     first = whole[: num + num // 2]
     second = whole[back[0] : num + num // 2 + 1]
     assert seen == first + second + whole[back[0] :]
@@ -81,13 +81,13 @@ def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
 def test_a_replay_from_the_beginning_is_the_loop_once_more(name):
     whole = uninterrupted(ALL[name], 2)
     seed()
-    batches, _ = stream(ALL[name](), epochs=2, goes_back=True)
+    batches, _ = stream(ALL[name](), epochs=2, can_rewind=True)
     seen, gone_back = [], False
     for batch in batches:
         seen.append((plain(batch), noise()))
         if len(seen) == 4 and not gone_back:
             gone_back = True
-            assert batches.go_back(None) == ""
+            assert batches.rewind(None) == ""
     assert seen == whole[:4] + whole
 
 
@@ -132,17 +132,17 @@ def vars_of(window):
 
 
 def test_windows_hold_in_every_replay_and_after_a_relaunch():
-    batches, _ = stream(DataLoader(Numbers(24), 2), goes_back=True)
+    batches, _ = stream(DataLoader(Numbers(24), 2), can_rewind=True)
     seen, states = [], {}
     for _ in batches:
         seen.append(batches.position.batch)
         states.setdefault(seen[-1], batches.state_dict())
         if len(seen) == 6:
-            batches.pass_over(BatchWindow(0, 4, 3))
-            assert batches.go_back(states[1]) == ""
+            batches.skip(BatchWindow(0, 4, 3))
+            assert batches.rewind(states[1]) == ""
         elif len(seen) == 10:
-            batches.pass_over(BatchWindow(0, 8, 2))
-            assert batches.go_back(states[2]) == ""
+            batches.skip(BatchWindow(0, 8, 2))
+            assert batches.rewind(states[2]) == ""
     assert seen == [0, 1, 2, 3, 4, 5, 2, 3, 7, 8, 3, 7, 10, 11]
     again, _ = stream(DataLoader(Numbers(24), 2), state=saved(batches.state_dict()))
     assert again.windows == batches.windows
@@ -205,13 +205,13 @@ def test_a_source_that_can_be_read_once_moves_on_from_where_it_is():
 
 
 def test_what_has_no_state_does_not_go_back_and_says_why():
-    batches, _ = stream(DataLoader(Stream(), 2), goes_back=True)
+    batches, _ = stream(DataLoader(Stream(), 2), can_rewind=True)
     seen, state = [], None
     for batch in batches:
         seen.append(batch.tolist())
         state = state or batches.state_dict()
         if len(seen) == 3:
-            assert batches.go_back(state) == "the loader has no state_dict"
+            assert batches.rewind(state) == "the loader has no state_dict"
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     again, _ = stream(DataLoader(Stream(), 2), state=saved(state))
     assert again.why_not_exact(state) == "the loader has no state_dict"
@@ -358,7 +358,7 @@ def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, acti
     }[name]
     whole = [batch for batch, _ in uninterrupted(make, 3, noise=lambda: None)]
     seed()
-    batches, _ = stream(make(), epochs=3, goes_back=True)
+    batches, _ = stream(make(), epochs=3, can_rewind=True)
     source = iter(batches)
     pointer, passed, states, begin = 0, set(), [], (0, rng())
     for wait, action, which, size in [*actions, (10**6, "", 0, 0)]:
@@ -378,14 +378,14 @@ def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, acti
         window = BatchWindow(*divmod(onset, length), size)
         if size:
             passed |= set(range(onset, onset + size))
-            batches.pass_over(window)
+            batches.skip(window)
         if action == "replay":
             restore(kept)
-            assert batches.go_back(state) == ""
+            assert batches.rewind(state) == ""
             pointer = there
         elif action == "first":
             restore(begin[1])
-            if batches.go_back(None) == "":
+            if batches.rewind(None) == "":
                 pointer = begin[0]
             else:
                 assert name == "sampler with state"
@@ -395,7 +395,7 @@ def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, acti
         elif action == "relaunch":
             seed(which)
             batches, _ = stream(
-                make(), epochs=3, goes_back=True, state=state, windows=batches.windows
+                make(), epochs=3, can_rewind=True, state=state, windows=batches.windows
             )
             source = iter(batches)
             restore(kept)

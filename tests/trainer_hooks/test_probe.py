@@ -15,7 +15,7 @@ from tests.support.inside import events_of, probe_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
 from trainer_hooks.probe.bank import Bank
-from trainer_hooks.probe.untouched import isolated_forward
+from trainer_hooks.probe.isolated_forward import isolated_forward
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import NONFINITE_GRADIENT
 
@@ -466,7 +466,7 @@ def test_of_an_accumulated_step_at_most_four_batches_are_kept():
 def test_batches_of_every_kind_are_copied_whole():
     from collections import namedtuple
 
-    from trainer_hooks.probe.bank import copied, given_out, same_content
+    from trainer_hooks.probe.bank import copied, copy_to_device, same_content
 
     class Own:
         def __init__(self):
@@ -484,7 +484,7 @@ def test_batches_of_every_kind_are_copied_whole():
         "none": None,
     }
     made, size = copied(batch, 1 << 20)
-    again = given_out(made)
+    again = copy_to_device(made)
     assert same_content(batch, made)
     assert size == 16 + 24 + 8 + 4 + 24
     assert again["x"] is again["again"]

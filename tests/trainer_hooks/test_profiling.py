@@ -225,6 +225,6 @@ def test_of_one_rank_s_traces_the_newest_are_kept(tmp_path):
     other = tmp_path / "step-000000-rank0.json.gz"
     for path in (other, *paths):
         path.touch()
-    profiling.forget_oldest(paths[-1])
+    profiling.delete_oldest(paths[-1])
     assert KEPT + 1 == len(list(tmp_path.glob("step-*")))
     assert other.exists()

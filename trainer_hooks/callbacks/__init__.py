@@ -1,1 +1,1 @@
-"""What a loop may add: averaged weights, early stopping."""
+"""Averaged weights and early stopping."""

@@ -1,4 +1,4 @@
-"""What an average of the weights is made of: its tensors, its update, the way to host memory."""
+"""Building blocks of averaged weights: tensors, fused update, copies to host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
 
 Pair = tuple[Tensor, Tensor]
-"""A part of the average, and of the weights: this rank's."""
+"""This rank's part of an average, and the same part of the weights."""
 
 _MOST_CONVERTED = 2**24
-"""Elements of weights that are converted to the average's type at a time."""
+"""Elements of weights converted to the average's dtype at a time."""
 
 
 class Late:
-    """A step's verdict and weights on their way to host memory, in pinned buffers that stay."""
+    """Asynchronous copies of a step's verdict and weights to reused pinned buffers."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -29,13 +29,13 @@ class Late:
         self._taken: dict[str, Tensor] = {}
 
     def send_verdict(self, bad: Tensor, *, due: bool) -> None:
-        """Send the verdict; ``due`` says whether weights will follow."""
+        """Start the copy of the verdict; ``due``: whether weights will follow."""
         self.pending, self._due, self._taken = True, due, {}
         self._bad = _sent(bad, self._bad)
         self._note(bad.device)
 
     def send_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Send weights, if they are due; the next update comes after them on their stream."""
+        """Start the copy of the weights, if due; the stream orders it before the next update."""
         if self._due:
             for name, weight in weights.items():
                 self._buffers[name] = _sent(weight, self._buffers.get(name))
@@ -48,7 +48,7 @@ class Late:
             self._events[device] = record_event(device)
 
     def arrived(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return verdict and weights once they are there."""
+        """Wait for the copies; return verdict and weights."""
         assert self._bad is not None, "nothing is under way"
         for event in self._events.values():
             event.synchronize()
@@ -57,14 +57,14 @@ class Late:
 
 
 def _sent(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    """Start the copy of a tensor to host memory; pinned, so that nothing waits for it."""
+    """Start the copy of a tensor to pinned host memory, so that the host does not wait."""
     if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def start(weight: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the average of a weight before any update: a DTensor where that is one."""
+    """Return the initial average of a weight; a DTensor if the weight is one."""
     if weight.is_complex():
         dtype = weight.dtype
     elif dtype is None:
@@ -78,11 +78,11 @@ def start(weight: Tensor, device: torch.device | None, dtype: torch.dtype | None
 
 
 def fused_update(pairs: Sequence[Pair], rate: Tensor, skip: Tensor) -> None:
-    """Move averages by ``rate`` of the way to the weights; where ``skip`` is 1, touch nothing.
+    """Move each average toward its weight by the factor ``rate``, or not at all if ``skip`` is 1.
 
-    Fused SGD that climbs (``maximize``) with a weight decay of 1 computes just that:
-    ``average -= rate * (average - weight)``, in one pass. Its kernel ends before the first
-    element where ``found_inf`` is 1, so neither NaN nor -0.0 is ever met there.
+    Fused SGD with ``maximize`` and a weight decay of 1 computes exactly ``average -= rate *
+    (average - weight)`` in one pass. Its kernel returns before the first element if ``found_inf``
+    is 1, so not even NaN or -0.0 changes.
     """
     torch._fused_sgd_(
         [average for average, _ in pairs],
@@ -101,7 +101,7 @@ def fused_update(pairs: Sequence[Pair], rate: Tensor, skip: Tensor) -> None:
 
 
 def in_chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Yield the pairs with weights laid out as their averages, as many as memory should hold."""
+    """Yield the pairs with weights converted to the averages' layout, in bounded chunks."""
     chunk: list[Pair] = []
     num_converted = 0
     for average, weight in pairs:

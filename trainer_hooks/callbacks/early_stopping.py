@@ -1,9 +1,9 @@
-"""Validation that ends a run: a metric's values reach all ranks, and the best state is kept.
+"""Early stopping on a validation metric, and the best state.
 
-Rank 0's value travels with the next step's numbers and counts when it comes back, ``lag`` steps
-later, on all ranks alike. So no rank may say then what the state was that had it: each copies its
-own when ``monitor.evaluate`` is called, and the copy goes to disk where all ranks hold one and the
-value was a new best. None of this is a collective of its own but ``restore_best``.
+Rank 0's value is sent with the numbers of the next step, and applied on all ranks ``lag`` steps
+later, when it returns. By then the evaluated state has changed, so each rank copies it when
+``monitor.evaluate`` is called; the copy is written to disk if all ranks have one and the value is a
+new best. The only separate collective is in ``restore_best``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class RestoredBest(NamedTuple):
-    """The state that ``monitor.restore_best`` has restored."""
+    """State that ``monitor.restore_best`` restored."""
 
     id: str
     """Id of its checkpoint."""
     step: int
-    """Step that follows it."""
+    """Step that follows the state."""
     metric: str
     value: float
 
 
 class Given(NamedTuple):
-    """A value of the metric, and before which step of which branch it was given."""
+    """A value of the metric, with the step that followed it and its attempt."""
 
     step: int
     attempt: int
@@ -44,7 +44,7 @@ class Given(NamedTuple):
 
 
 class Evaluations:
-    """One rank's part in early stopping; the same number comes back to all."""
+    """One rank's part of early stopping; the decision is the same on all ranks."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Evaluations:
         ring: SnapshotRing | None = None,
         store: CheckpointStore | None = None,
     ) -> None:
-        """Without ``ring`` and ``store`` no state is kept."""
+        """Without ``ring`` and ``store``, the best state is not saved."""
         self._settings = settings
         self._stopper = Stopper(settings)
         self._ranks = ranks
@@ -64,7 +64,7 @@ class Evaluations:
         self._store = store if settings.keep_best else None
         self._given: Given | None = None
         self._asked = (-1, -1)
-        """Step and attempt of the state that was evaluated last on this rank."""
+        """Step and attempt of the last evaluation on this rank."""
         self._copy: Snapshot | None = None
         self._missed = ""
         self._said: set[str] = set()
@@ -72,7 +72,7 @@ class Evaluations:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run shall end: the same on all ranks at the same step."""
+        """Whether the run should end; becomes true on all ranks at the same step."""
         return self._stopper.should_stop
 
     # ------------------------------------------------------------------- before the next step
@@ -80,13 +80,13 @@ class Evaluations:
     def evaluated(
         self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Take the metric from ``values``, and a copy of the state that has it.
+        """Record the metric in ``values``, and copy the current state.
 
         Args:
-            values: what ``monitor.evaluate`` was given; without the metric nothing happens.
-            step: the step that is trained next.
-            attempt: the branch it lies on.
-            meta: what a snapshot keeps beside tensors.
+            values: arguments of ``monitor.evaluate``; nothing happens without the metric.
+            step: next step to train.
+            attempt: attempt of that step.
+            meta: returns the part of a snapshot other than tensors.
         """
         metric = self._settings.metric
         if metric not in values:
@@ -99,7 +99,7 @@ class Evaluations:
             self._given = Given(step, attempt, float(values[metric]))
 
     def _came_without(self, step: int, attempt: int) -> None:
-        """Say once that the metric does not come: a wrong name would never end a run."""
+        """Warn once if the metric never arrives: with a wrong name, the run would never stop."""
         if self._calls_without is None:
             return
         self._calls_without += 1
@@ -113,7 +113,7 @@ class Evaluations:
     def _take_copy(
         self, ring: SnapshotRing, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Fill the slot, unless another evaluation of this branch is under way in it."""
+        """Copy the state, unless another copy of this attempt is still pending."""
         before, self._missed = self._copy, ""
         if before is not None and before.attempt == attempt and before.step != step:
             self._missed = f"the evaluation of step {before.step} is not decided yet"
@@ -123,12 +123,12 @@ class Evaluations:
         self._copy = None
         try:
             self._copy = ring.take_evaluated(step, attempt, meta())
-        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
+        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the reduce vector
             kind = type(error).__name__
             self._missed = error.text if isinstance(error, VitalsError) else f"{kind}: {error}"
 
     def root_value(self, step: int, attempt: int) -> float | None:
-        """Return the value that rank 0's words carry with ``step``; None where there is none."""
+        """Return the value that rank 0 sends with ``step``; None if there is none."""
         evaluation = self._given
         return (
             evaluation.value
@@ -137,14 +137,14 @@ class Evaluations:
         )
 
     def holds(self, step: int, attempt: int) -> bool:
-        """Return whether this rank has a copy of the state that was evaluated before ``step``."""
+        """Return whether this rank has a copy of the state evaluated before ``step``."""
         copy = self._copy
         return copy is not None and (copy.step, copy.attempt) == (step, attempt)
 
-    # ------------------------------------------------------------------------- when it is back
+    # ------------------------------------------------------------------------- reduced numbers
 
     def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
-        """Take in what all ranks said with ``step``, which is a step of the present branch."""
+        """Apply the reduced numbers of ``step``, which belongs to the current attempt."""
         holders = int(reduced.total("holds_evaluated"))
         value = reduced.root["evaluation"] if reduced.root["evaluated"] else None
         if value is not None or holders:
@@ -173,14 +173,14 @@ class Evaluations:
             self._say("early_stopping", self._stopper.why(value, step=step), step, attempt)
 
     def _settle(self, step: int, attempt: int, best: float | None) -> None:
-        """Begin to write the copy where it is the best; the slot is free again afterwards."""
+        """Start writing the copied state if it is the best so far; otherwise free its slot."""
         copy = self._copy
         if copy is None or not self.holds(step, attempt):
             return
         self._copy = None
         if best is not None and self._store is not None:
             copy.state, copy.best = "verified", (self._settings.metric, best)
-            self._store.save(copy)  # holds the copy until it is written
+            self._store.save(copy)  # keeps the copy until it is written
         copy.give_up()
 
     def _not_kept(self, value: float, holders: int, step: int, attempt: int) -> None:
@@ -201,9 +201,9 @@ class Evaluations:
         return self._stopper.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a state: after a rollback that of the snapshot, in a relaunch the saved one.
+        """Continue from the state of the restored snapshot, or of the checkpoint in a relaunch.
 
-        What was evaluated on the branch that is left has no part in it.
+        Evaluations of a discarded attempt do not count.
         """
         self._given = None
         self._stopper.load_state_dict(state)
@@ -211,18 +211,18 @@ class Evaluations:
     # --------------------------------------------------------------------------------- the end
 
     def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
-        """Put the best state back, for which a last evaluation counts as well. Collective.
+        """Restore the best state, including a last evaluation. Collective.
 
-        Call on all ranks, once nothing is in flight: the numbers of all steps are back.
+        Call on all ranks, after the numbers of all steps have been read back.
 
         Args:
-            step: the step that would be trained next.
-            attempt: the branch it lies on.
-            meta: as of ``evaluated``.
+            step: next step to train.
+            attempt: attempt of that step.
+            meta: as for ``evaluated``.
 
         Raises:
-            UsageError: no best state was kept.
-            CheckpointCorruptError: it is damaged; nothing has changed.
+            UsageError: no best state was saved.
+            CheckpointCorruptError: it is damaged; nothing was changed.
             CheckpointError: it could not be read on some rank.
         """
         from trainer_hooks.recovery.checkpoints.agreement import Agreement
@@ -230,9 +230,11 @@ class Evaluations:
         ring, store = self._ring, self._store
         if ring is None or store is None:
             raise nothing_kept("this run keeps no best state")
-        store.wait(None)  # a save talks to the other ranks over the same group
+        store.wait(None)  # a save uses the same process group
         if self._asked == (step, attempt) and not self.holds(step, attempt):
-            self._take_copy(ring, step, attempt, meta)  # there is room by now; no step came between
+            self._take_copy(
+                ring, step, attempt, meta
+            )  # the slot is free by now, and no step was made since
         rank_values = self._ranks.gather(
             (self.root_value(step, attempt), self.holds(step, attempt))
         )
@@ -285,7 +287,7 @@ class Evaluations:
 
 
 def nothing_kept(why: str) -> UsageError:
-    """Return the error of a ``restore_best`` that has nothing to put back."""
+    """Return the error of ``restore_best`` without a saved state."""
     return UsageError(
         f"restore_best(): {why}",
         hint="watch(..., checkpoints=True, early_stopping=EarlyStopping(keep_best=True)), and call "

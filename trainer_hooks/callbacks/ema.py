@@ -74,7 +74,7 @@ class EMA(nn.Module):
         _refuse_settings(decay, dtype, every)
         self.decay, self.warmup, self.every = float(decay), bool(warmup), operator.index(every)
         reshard(model)
-        self._of = (model,)  # in a tuple: the model is no part of this module
+        self._of = (model,)  # in a tuple, so that the model does not become a submodule
         self._weights = {
             clean_name(name): param
             for name, param in unwrap(model)[0].named_parameters()
@@ -117,7 +117,7 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def begin(self, bad: Tensor) -> None:
-        """Take a step's verdict, 0.0 or 1.0 on the device. For the monitor; waits for no step."""
+        """Set the step's verdict, 0.0 or 1.0 on the device. For the monitor; does not wait."""
         self._rates = {}
         if self._is_far(bad):
             self._settle()
@@ -129,9 +129,9 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def follow(self, names: Sequence[str]) -> None:
-        """Average these weights in, after their update and under the verdict that ``begin`` took.
+        """Average these weights after their update, unless the verdict from ``begin`` was 1.
 
-        For the monitor. Without a trace where the step was bad: not one element is written.
+        For the monitor. After a bad step, no element is written.
         """
         if self._late is not None and self._late.pending:
             self._late.send_weights(
@@ -142,17 +142,17 @@ class EMA(nn.Module):
         self._average(weights)
 
     def forget(self) -> None:
-        """Drop what is on its way to the average: a rollback has restored it."""
+        """Discard pending copies: a rollback has restored the averages."""
         if self._late is not None:
             self._late.pending = False
 
     def _is_far(self, bad: Tensor) -> bool:
-        """Whether host memory averages what is on a device: the host must not wait for it."""
+        """Whether host memory averages device weights, which the host must not wait for."""
         weight = next(iter(self._weights.values()))
         return self._steps.device.type == "cpu" and {"cpu"} != {weight.device.type, bad.device.type}
 
     def _advance(self, bad: Tensor) -> Pair:
-        """Count the step if it was applied; return the update's rate and whether to leave it."""
+        """Count the step if it was applied; return the rate of the update and the skip flag."""
         applied = bad == 0
         self._steps += applied
         num_before = self._steps - 1
@@ -165,7 +165,7 @@ class EMA(nn.Module):
         return (1 - decay).float(), (~applied).float()
 
     def _average(self, weights: Mapping[str, Tensor]) -> None:
-        """Average the weights in, one fused pass for each device and type."""
+        """Average the weights, in one fused pass per device and dtype."""
         rate, skip = self._rates[self._steps.device]
         groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
         for name, weight in weights.items():
@@ -181,7 +181,7 @@ class EMA(nn.Module):
                 fused_update(chunk, *self._rates[device])
 
     def _settle(self) -> None:
-        """Finish an update whose weights are on their way; waits for that step alone."""
+        """Finish an update whose weights were copied asynchronously; waits for that step only."""
         if self._late is not None and self._late.pending:
             bad, weights = self._late.arrived()
             self._rates = {self._steps.device: self._advance(bad)}
@@ -212,13 +212,13 @@ class EMA(nn.Module):
             yield
         finally:
             with torch.no_grad():
-                wait_for_copies()  # of what was evaluated within
+                wait_for_copies()  # copies of the evaluated averages
                 _copy([(k, w) for k, (_, w) in zip(live_weights, self._parts(), strict=True)])
                 reshard(self._of[0])
             self._swapped = False
 
     def _parts(self) -> list[Pair]:
-        """Return the average's parts with the live ones of the weights, safe to write to."""
+        """Return pairs of the averages' and the weights' tensors on this rank, safe to write."""
         reshard(self._of[0])
         torch.clear_autocast_cache()
         return [
@@ -261,7 +261,7 @@ class EMA(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the live averages by their parameters' names, and the counter of applied steps."""
+        """Yield the averages by parameter name, and the counter of applied steps."""
         with torch.no_grad():
             self._settle()
         dot = "." if prefix else ""
@@ -271,7 +271,7 @@ class EMA(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Make ``state_dict``: the live averages by name; DTensors where the weights are."""
+        """Write the averages by name; DTensors if the weights are DTensors."""
         destination.update({prefix + name: tensor for name, tensor in self.named_buffers()})
 
     def _load_from_state_dict(
@@ -284,7 +284,7 @@ class EMA(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load as a part of another module's state."""
+        """Load as part of another module's state."""
         own_entries = {
             k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
         }
@@ -315,7 +315,7 @@ class EMA(nn.Module):
         _copy([(local_tensor(state_dict[n]), local_tensor(tensor)) for n, tensor in live.items()])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle as an average that nothing watches."""
+        """Copy and pickle without the monitor that updates it."""
         with torch.no_grad():
             self._settle()
         return {**self.__dict__, "_late": None, "is_watched": False, "_swapped": False}
@@ -328,7 +328,7 @@ class EMA(nn.Module):
         return self._swapped
 
     def refuse_swapped(self) -> None:
-        """Refuse what must not meet the averages in the weights' place.
+        """Refuse operations that are invalid while the model holds the averages.
 
         Raises:
             UsageError: the weights are swapped.
@@ -340,11 +340,11 @@ class EMA(nn.Module):
             )
 
     def refuse_watch(self, params: Iterable[Tensor]) -> None:
-        """Refuse to be updated by a monitor over these parameters.
+        """Refuse to be updated by a monitor of these parameters.
 
         Raises:
-            UsageError: another does so already, the weights are swapped, or none of its parameters
-                is trained.
+            UsageError: another monitor updates it, the weights are swapped, or none of its
+                parameters is trained.
         """
         self.refuse_swapped()
         if self.is_watched:
@@ -361,9 +361,9 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def watch(self) -> None:
-        """Be updated by a monitor from now on; before any update, start at the weights anew.
+        """Let a monitor update it from now on; at first, start at the current weights.
 
-        They may have been loaded since, those that are not trained included.
+        They may have been loaded since it was created, including untrained ones.
         """
         self._settle()
         self.is_watched = True
@@ -371,13 +371,13 @@ class EMA(nn.Module):
             _copy([(weight, average) for average, weight in self._parts()])
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        """Return the names of those of its parameters that are among these."""
+        """Return the names of the averaged parameters that are among ``params``."""
         ids = {id(param) for param in params}
         return [name for name, weight in self._weights.items() if id(weight) in ids]
 
 
 def _copy(pairs: Sequence[Pair]) -> None:
-    """Copy the first of each pair into the second."""
+    """Copy the first tensor of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)
 
@@ -388,7 +388,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
-    """Return in words where two sets of tensors differ in names or shapes; empty: nowhere."""
+    """Return how two sets of tensors differ in names or shapes; empty if they do not."""
     odd = sorted(expected.keys() ^ actual.keys())[:4]
     if odd:
         return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} in one of them alone"

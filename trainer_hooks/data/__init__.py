@@ -1,1 +1,1 @@
-"""The loop's data: where it is, what it passes over, and which samples fed each step."""
+"""Position in the training data, skipped batches, and the samples of each step."""

@@ -1,4 +1,4 @@
-"""Writes samples' ids and capsules into the run directory, beside the loop: it never waits."""
+"""Writes sample ids and repro capsules to the run directory on a thread: the loop never waits."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ SAMPLE_BYTES = 64 << 20
 BATCH_BYTES = 256 << 20
 _MOST_LINES = 1024
 _MOST_BATCHES = 4
-"""Capsules that wait to be written: their memory is the training's."""
+"""Capsules in the queue; few, because each holds whole batches in host memory."""
 _CLOSE_SECONDS = 2.0
 
 
 class BadStep(NamedTuple):
-    """What a bad step can be played again with."""
+    """Repro capsule of a bad step, and the name of its file."""
 
     file: str
-    """Its name in the run directory."""
+    """Path relative to the run directory."""
     content: Content
 
 
 class DataWriter:
-    """A bounded queue, and one thread that starts with the first thing to write.
+    """Bounded queue, written by one thread that starts at the first item.
 
-    What does not fit into the queue is dropped; that, and what could not be written, is counted
-    among the loop's faults.
+    Items that do not fit are dropped. Dropped items and failed writes are counted in ``faults``.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class DataWriter:
         self._pid = os.getpid()
 
     def enqueue(self, what: StepSamples | BadStep) -> bool:
-        """Queue something to be written; False where there is no room for it."""
+        """Queue an item to be written; return False if the queue is full or closed."""
         most = _MOST_BATCHES if isinstance(what, BadStep) else _MOST_LINES
         if self._closing or os.getpid() != self._pid:  # a forked child has no such thread
             return False
@@ -77,7 +76,7 @@ class DataWriter:
         return True
 
     def close(self) -> None:
-        """Wait, for a bounded time, until all is written."""
+        """Stop accepting items, and wait up to 2 seconds for queued ones to be written."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -99,7 +98,7 @@ class DataWriter:
         self._samples.close()
 
     def _save(self, bad: BadStep) -> None:
-        """Write a capsule whole or not at all; the oldest make room for it."""
+        """Write a capsule atomically, and delete the oldest ones if they exceed the bound."""
         path = self._run_dir / bad.file
         ensure_private_dir(path.parent)
         unfinished = path.with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""Batches with a position: times the wait, owns epochs, passes over poisoned windows, goes back."""
+"""Iterates a loader with a known position: measures the wait, skips windows, and can replay."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from trainvitals.clock import Clock
 from trainvitals.policy.plan import BatchWindow
 
 MAX_WINDOWS = 1000
-"""The newest are kept: a run goes back ten times at most, and each time by a window or two."""
+"""Oldest windows are dropped first. At most ten rollbacks per run add one or two windows each."""
 
 
 def holds(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
-    """Return whether a batch lies in one of the windows, as far as they lie in its epoch."""
+    """Return whether one of the windows contains the batch."""
     return any(
         w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
     )
 
 
 def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[BatchWindow]:
-    """Return the windows with what lies beyond the end of an epoch moved into the next."""
+    """Move the parts of windows behind the end of an epoch to the next epoch."""
     carried: list[BatchWindow] = []
     for window in windows:
         end = window.first_batch + window.num_batches
@@ -59,8 +59,8 @@ def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[
     return carried
 
 
-def among(window: BatchWindow, num_ranks: int) -> BatchWindow:
-    """Return the window where another number of ranks shares the data; it covers no less."""
+def for_num_ranks(window: BatchWindow, num_ranks: int) -> BatchWindow:
+    """Convert a window to another number of ranks, rounded outward so that it covers no less."""
     if window.num_ranks in (0, num_ranks):
         return window
     first = window.first_batch * window.num_ranks // num_ranks
@@ -72,21 +72,21 @@ def among(window: BatchWindow, num_ranks: int) -> BatchWindow:
 
 
 DataState = dict[str, Any]
-"""Where a loop is in its data, as plain values and tensors; see ``Batches.state_dict``."""
+"""Position of a loop in its data, as plain values and tensors; see ``Batches.state_dict``."""
 
 _Found = tuple[int, tuple[Any, ...] | None, Any]
-"""A batch with its index in the epoch, and the indices of its samples where they are known."""
+"""Index of a batch in the epoch, indices of its samples if known, and the batch."""
 
 
 class BatchIndex(NamedTuple):
-    """A batch: its epoch and its index there, both from 0."""
+    """Epoch and index of a batch, both from 0."""
 
     epoch: int
     batch: int
 
 
 class BatchPosition(NamedTuple):
-    """What fed a step: its last batch, and how many there were."""
+    """Last batch of a step, and the number of batches in the step."""
 
     epoch: int
     batch: int
@@ -94,42 +94,43 @@ class BatchPosition(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch that was handed out."""
+    """Batch that was yielded to the loop."""
 
     position: BatchIndex
     indices: tuple[Any, ...] | None
-    """Of its samples in the dataset, where the loader's sampler tells them."""
+    """Indices of its samples in the dataset; None if the loader's sampler does not provide them."""
     content: Any
-    """None where nobody asks for it: whoever accumulates would hold them all."""
+    """The batch itself if ``keeps_content``; otherwise None, since accumulation would keep them
+    all."""
     num_samples: int | None
     rng: dict[str, Any] | None = None
-    """The generators as it was handed out; None where nobody asks for them."""
+    """RNG state when it was yielded; None unless ``keeps_rng``."""
 
 
 class Batches:
-    """Iterates ``loader`` for ``epochs`` epochs; can pass over windows of it, and go back.
+    """Iterates ``loader`` for ``epochs`` epochs; can skip windows of batches, and be rewound.
 
-    Over a map-style ``DataLoader`` all of this is by index: nothing that is passed over is loaded,
-    and an epoch keeps the order it was first drawn in, whatever the random state has become since.
-    A loader with a state of its own goes back by that; passing over, it draws and drops. Any other
-    iterable draws and drops, and does not go back.
+    A map-style ``DataLoader`` is addressed by index: skipped batches are not loaded, and a replayed
+    epoch keeps its original order whatever the RNG state is now. A loader with ``state_dict`` is
+    replayed with it; skipped batches are loaded and dropped. Other iterables load and drop, and
+    cannot be replayed.
 
     Args:
-        loader: what is iterated.
-        epochs: how often; with more than one the sampler's ``set_epoch`` is called.
-        clock: times the wait.
-        waited: told of each wait, in nanoseconds.
-        waits: told that one begins.
-        windows: batches that are never handed out.
-        state: of an equal loader, to go on from.
-        loop: which loop over data of the run this is, from 0.
+        loader: iterable of batches.
+        epochs: number of epochs; with more than one, ``set_epoch`` of the sampler is called.
+        clock: measures the wait.
+        waited: called after each wait, with nanoseconds.
+        waits: called before each wait.
+        windows: batches to skip.
+        state: position to continue from, of an equal loader.
+        loop: index of this loop over data in the run, from 0.
         num_ranks: ranks that share the data.
-        goes_back: whether ``go_back`` will be asked for: the beginning is then kept.
-        faults: counts what a loader's own ``state_dict`` raises.
-        keeps_content: whether the steps' batches are asked for, and not their places alone.
-        keeps_rng: whether the generators are, as each batch is handed out.
-        seen: given each batch before the loop has it, and may do to it what it likes.
-        handed_out: told of each batch just before the loop has it.
+        can_rewind: whether ``rewind`` may be called: the initial state is then stored.
+        faults: counts exceptions of the loader's ``state_dict``.
+        keeps_content: whether ``LoadedBatch`` includes the batch, not only its position.
+        keeps_rng: whether ``LoadedBatch`` includes the RNG state.
+        seen: called with each batch before it is yielded; may modify it.
+        handed_out: called just before a batch is yielded.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Batches:
         state: DataState | None = None,
         loop: int = 0,
         num_ranks: int = 1,
-        goes_back: bool = False,
+        can_rewind: bool = False,
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
         keeps_rng: bool = False,
@@ -166,15 +167,15 @@ class Batches:
         self._total = _num_samples(loader)
         self._length = _length(loader)
         self._num_seen = 0
-        """Batches of the epoch up to now, those passed over included."""
+        """Batches of the epoch so far, including skipped ones."""
         self._opening: Opening | None = None
         self._sampler_state: dict[str, Any] | None = None
         self._next = BatchIndex(0, 0)
-        self._back: DataState | None = None
-        self._beginning = state
+        self._rewound_to: DataState | None = None
+        self._initial_state = state
         self.resumes = state is not None
-        """Whether it goes on from an earlier start's place."""
-        self._keeps_beginning = goes_back
+        """Whether it continues from the position of an earlier process."""
+        self._keeps_initial_state = can_rewind
         self.windows: list[BatchWindow] = []
         saved_windows = (
             []
@@ -182,42 +183,42 @@ class Batches:
             else [BatchWindow(*saved_window) for saved_window in state["windows"]]
         )
         for window in (*saved_windows, *windows):
-            self.pass_over(window)
+            self.skip(window)
         self.position: BatchIndex | None = None
-        """The batch that was last handed out."""
+        """Batch that was yielded last; None before the first."""
         self.ended = False
-        """Whether nobody iterates any more."""
-        self.beside = False
-        """Whether another loop feeds the same steps, and would not go back with this one."""
+        """Whether the iteration has ended."""
+        self.shares_steps = False
+        """Whether an outer loop feeds the same steps; it would not be rewound with this one."""
         if state is not None:
             self._take(state)
 
-    # --------------------------------------------------------------------------- where it goes on
+    # ------------------------------------------------------------------------------- position
 
     @property
     def next_position(self) -> BatchIndex:
-        """The batch that comes next, but for windows."""
+        """The next batch, before windows are applied."""
         return self._next
 
     @property
     def epochs(self) -> tuple[int | None, int]:
-        """The batches of an epoch where they are known, and the number of epochs."""
+        """Batches per epoch (None if unknown), and the number of epochs."""
         return self._length, self._epochs
 
     @property
     def shared_by(self) -> tuple[int, int]:
-        """The seed and the epoch by which torch's sampler shares the data out; else minus ones."""
+        """Seed and epoch of a ``DistributedSampler``; (-1, -1) for other samplers."""
         return shared_by(self._loader)
 
     def move_to(self, target: BatchIndex) -> BatchIndex:
-        """Go on at ``target``, which is ahead; an index past the epoch goes on in the next."""
+        """Continue at ``target``, at or behind the current position; carry into the next epoch."""
         while self._length and target.batch >= self._length:
             target = BatchIndex(target.epoch + 1, target.batch - self._length)
         self._next = max(self._next, target)
         return target
 
-    def pass_over(self, window: BatchWindow) -> list[BatchWindow]:
-        """Never hand out these batches (again); return the window's part in each epoch."""
+    def skip(self, window: BatchWindow) -> list[BatchWindow]:
+        """Skip these batches from now on; return the window's part in each epoch."""
         parts = [window]
         if self._length:
             while parts[-1].first_batch + parts[-1].num_batches > self._length:
@@ -227,13 +228,13 @@ class Batches:
         return parts
 
     def why_not_exact(self, state: DataState | None) -> str:
-        """Return why the data cannot go on exactly where ``state`` was kept; empty if it can."""
-        loader, saved_state = self._loader, state or self._beginning
+        """Return why ``state`` cannot be resumed exactly; empty if it can."""
+        loader, saved_state = self._loader, state or self._initial_state
         if saved_state is None:
             return "the checkpoint holds no position"
         if saved_state["loop"] != self.loop:
             return "the checkpoint belongs to another loop over data"
-        if self.beside or saved_state.get("beside"):
+        if self.shares_steps or saved_state.get("beside"):
             return "another loop over data feeds the same steps"
         if self._epochs == 1 and saved_state.get("sampler_epoch") != sampler_epoch(loader):
             was, now = saved_state.get("sampler_epoch"), sampler_epoch(loader)
@@ -256,30 +257,30 @@ class Batches:
             return "the loader's state_dict could not be kept as plain values and tensors"
         return ""
 
-    def go_back(self, state: DataState | None) -> str:
-        """Hand out again what followed ``state``, in the same order; None is the beginning.
+    def rewind(self, state: DataState | None) -> str:
+        """Rewind to ``state`` to yield the same batches again; None is the initial state.
 
-        Windows stay passed over. Returns why it does not, and does nothing, where that would not be
-        exact.
+        Windows stay skipped. If an exact replay is impossible, do nothing and return the reason;
+        otherwise return "".
         """
         reason = self.why_not_exact(state)
-        saved_state = state or self._beginning
+        saved_state = state or self._initial_state
         if not reason and saved_state is not None:
             self._take(saved_state)
         return reason
 
     def _take(self, state: DataState) -> None:
-        # Each rank then took a share of another size.
+        # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
-        self._next, self._back = BatchIndex(state["epoch"], batch), state
+        self._next, self._rewound_to = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
-        """Return all that says which batches come next; None before the first was handed out.
+        """Return the position as plain values and tensors; at first, the initial state.
 
-        Where a loader's own state cannot be kept, it is left out.
+        The state of the loader itself is omitted if a checkpoint cannot store it.
         """
         if self.position is None:
-            return self._beginning
+            return self._initial_state
         last = self.position
         return self._state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
@@ -290,7 +291,7 @@ class Batches:
             "length": self._length,
             "epoch": epoch,
             "batch": batch,
-            "beside": self.beside,
+            "beside": self.shares_steps,
             "sampler_epoch": sampler_epoch(self._loader),
             "opening": None,
             "own": own_states(self._loader),
@@ -308,13 +309,14 @@ class Batches:
     # ---------------------------------------------------------------------------------- iterating
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches; after each, look whether another one is wanted next."""
+        """Yield batches; after each one, check whether the position was changed by a rollback."""
         epoch, seekable = self._next.epoch, is_seekable(self._loader)
         try:
             while epoch < self._epochs:
                 yield from self._epoch(epoch)
-                # Orders are drawn one after another: an epoch is not left out of that.
-                by_one = seekable and self._back is None
+                # Each epoch draws from the RNG state that the previous one left, so none may be
+                # left out.
+                by_one = seekable and self._rewound_to is None
                 epoch = epoch + 1 if by_one else self._next.epoch
         finally:
             self.ended = True
@@ -324,7 +326,7 @@ class Batches:
         self._waits()
         begin = self._clock.monotonic_ns()
         for index, indices, batch in self._open(epoch):
-            if self._passes_over(epoch, index):
+            if self._is_skipped(epoch, index):
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = BatchIndex(epoch, index)
@@ -337,8 +339,8 @@ class Batches:
                 num_samples = self._size_of(index, indices)
                 self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
-            # A sampler is drawn to its end, so that the next epoch finds it as ever.
-            if self._back is not None or (self._next.epoch > epoch and not seekable):
+            # Draw the sampler to its end: the next epoch starts from the RNG state behind it.
+            if self._rewound_to is not None or (self._next.epoch > epoch and not seekable):
                 return
             self._waits()
             begin = self._clock.monotonic_ns()
@@ -350,16 +352,16 @@ class Batches:
         return None
 
     def _finish(self, epoch: int) -> None:
-        """Go on in the next epoch, and pass over there what is left to be passed over."""
+        """Continue in the next epoch; move the rest of the windows and of the position there."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
         if self._next.epoch == epoch:
             self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
 
-    def _passes_over(self, epoch: int, index: int) -> bool:
+    def _is_skipped(self, epoch: int, index: int) -> bool:
         return BatchIndex(epoch, index) < self._next or holds(self.windows, epoch, index)
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
-        """Return the samples of a batch where they are known; the last of an epoch has fewer."""
+        """Return the samples of a batch, or None if unknown; an epoch's last one may be smaller."""
         if indices is not None:
             return len(indices)
         if self._total is None:
@@ -370,25 +372,25 @@ class Batches:
     # ------------------------------------------------------------------------------------ opening
 
     def _open(self, epoch: int) -> Iterator[_Found]:
-        """Return the epoch's batches with their index; some of them may still be passed over."""
-        state, self._back = self._back, None
+        """Return the epoch's batches with their indices; the caller skips windows."""
+        state, self._rewound_to = self._rewound_to, None
         self._set_epoch(epoch)
         if state is not None and state["opening"] is None:
-            self._as_at_the_beginning(state)
+            self._restart_from(state)
         elif state is not None:
             self._opening = state["opening"]
             return self._reopen(state)
         self._opening = opening_of(self._loader)
-        if begins := self._keeps_beginning and self._beginning is None:
-            self._beginning = self._state(epoch, self._next.batch) | {"first": self._opening}
+        if begins := self._keeps_initial_state and self._initial_state is None:
+            self._initial_state = self._state(epoch, self._next.batch) | {"first": self._opening}
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
-            draws = Draws(self._loader, lambda index: self._passes_over(epoch, index))
+            draws = Draws(self._loader, lambda index: self._is_skipped(epoch, index))
             return self._drawn(draws.open(self._loader), draws)
         iterator = iter(self._loader)
         if state is not None:
             set_own_states(self._loader, state["own"])
-        elif begins and self._beginning is not None:
-            self._beginning["own"] = own_states(self._loader)
+        elif begins and self._initial_state is not None:
+            self._initial_state["own"] = own_states(self._loader)
         return self._counted(iterator, 0)
 
     def _counted(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
@@ -409,41 +411,43 @@ class Batches:
             draws.close()
 
     def _set_epoch(self, epoch: int) -> None:
-        if self._epochs > 1 and isinstance(self._loader, DataLoader):  # else the loop has its own
+        if self._epochs > 1 and isinstance(
+            self._loader, DataLoader
+        ):  # with one epoch, the loop calls set_epoch itself
             for sampler in (self._loader.sampler, self._loader.batch_sampler):
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:
                     set_epoch(epoch)
 
-    def _as_at_the_beginning(self, state: DataState) -> None:
-        """Let the loop begin once more: the process's generators too are as they were then."""
+    def _restart_from(self, state: DataState) -> None:
+        """Restart the loop from its initial state, including the RNG state of the process."""
         loader, first = self._loader, state["first"]
         restore_rng(first["rng"])
         set_own_states(loader, first["own"])
         if isinstance(loader, DataLoader) and loader.persistent_workers and first["fresh"]:
-            loader._iterator = None  # new workers get their seeds as the first ones did
+            loader._iterator = None  # new workers then get the seeds of the first ones
         if state["loader"] is not None:
             loader.load_state_dict(deepcopy(state["loader"]))  # type: ignore[attr-defined]
 
     def _reopen(self, state: DataState) -> Iterator[_Found]:
-        """Open an epoch again, behind what ``state`` had handed out of it."""
+        """Open an epoch again, behind the batches that ``state`` had yielded."""
         loader, start = self._loader, self._next.batch
         epoch = self._next.epoch
         source: Iterator[_Found]
         if isinstance(loader, DataLoader) and is_seekable(loader):
-            draws = Draws(loader, lambda index: self._passes_over(epoch, index))
+            draws = Draws(loader, lambda index: self._is_skipped(epoch, index))
             sampler = state["sampler"] if start == state["batch"] else None
             iterator = draws.reopen(loader, state["opening"], start, sampler)
             source = self._drawn(iterator, draws)
         else:
             with _kept_rng():
-                iterator = self._at_state(state) or self._dropped(state["opening"], start)
+                iterator = self._at_state(state) or self._skip_ahead(state["opening"], start)
             source = self._counted(iterator, start)
         set_own_states(loader, state["own"])
         return source
 
     def _at_state(self, state: DataState) -> Iterator[Any] | None:
-        """Return the loader's iterator by its own state; None where it has or takes none."""
+        """Return an iterator from the loader's own ``state_dict``; None if that fails."""
         if state["loader"] is None or not isinstance(self._loader, HasStateDict):
             return None
         with self._faults.fail_open("data.load_state_dict"):
@@ -451,8 +455,8 @@ class Batches:
             return iter(self._loader)
         return None
 
-    def _dropped(self, opening: Opening, start: int) -> Iterator[Any]:
-        """Return the iterator once ``start`` batches were drawn from it."""
+    def _skip_ahead(self, opening: Opening, start: int) -> Iterator[Any]:
+        """Return an iterator from which the first ``start`` batches were drawn and dropped."""
         restore_rng(opening["rng"])
         set_own_states(self._loader, opening["own"])
         iterator = iter(self._loader)
@@ -478,7 +482,7 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 
 def _num_samples(loader: Iterable[Any]) -> int | None:
-    """Return the samples of one epoch, where a plain DataLoader knows them by its sampler."""
+    """Return the samples per epoch of a map-style ``DataLoader``, or None if unknown."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.batch_size is None:

@@ -1,7 +1,7 @@
-"""The order a loader hands its data out in: drawn once, noted, and drawn again the same way.
+"""Order of a loader's batches: recorded when it is drawn, and reproduced after a rollback.
 
-Only for a ``DataLoader`` that iterates as torch made it, over a dataset with indices: its sampler
-says what each batch is made of before anything is loaded, so what is passed over costs nothing.
+Only for a ``DataLoader`` with torch's own iterator over a map-style dataset: its sampler yields the
+indices of a batch before anything is loaded, so skipping a batch costs no I/O.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.stateful import HasStateDict
 
 Opening = dict[str, Any]
-"""What an epoch's order was drawn from, as plain values and tensors."""
+"""Random state from which an epoch's order was drawn, as plain values and tensors."""
 
 
 def is_seekable(loader: object) -> bool:
-    """Return whether a loader's batches are known by index before they are loaded."""
+    """Return whether a batch's indices are known before it is loaded."""
     return (
         isinstance(loader, DataLoader)
-        # What a subclass does to the batches could merge them, or leave some out.
+        # The iterator of a subclass could merge or drop batches, so indices would not match.
         and type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
         and not isinstance(loader.dataset, IterableDataset)
@@ -34,7 +34,7 @@ def is_seekable(loader: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a state can be kept in a checkpoint, which runs no code when it is read."""
+    """Return whether a checkpoint can store the value; its reader only loads plain types."""
     if isinstance(value, dict):
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
     if type(value) in (list, tuple, set):
@@ -43,23 +43,23 @@ def is_plain(value: object) -> bool:
 
 
 def sampler_with_state(loader: DataLoader[Any]) -> HasStateDict | None:
-    """Return what draws the loader's order, where it has a state of its own."""
+    """Return the loader's batch sampler or sampler, if it has a ``state_dict``."""
     both: tuple[object, object] = (loader.batch_sampler, loader.sampler)
     return next((sampler for sampler in both if isinstance(sampler, HasStateDict)), None)
 
 
 def sampler_epoch(loader: object) -> int | None:
-    """Return the epoch that the loader's sampler was last set to; None where it has none."""
+    """Return the epoch that was last set in the loader's sampler, or None."""
     samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     epochs = (getattr(sampler, "epoch", None) for sampler in samplers)
     return next((epoch for epoch in epochs if type(epoch) is int), None)
 
 
 def shared_by(loader: object) -> tuple[int, int]:
-    """Return the seed and the epoch by which torch's sampler shares the data out between ranks.
+    """Return the seed and epoch with which a ``DistributedSampler`` splits the data among ranks.
 
-    Ranks must have them alike: else samples are trained on twice, and others never. Minus ones
-    where the loader has no such sampler: what others call a seed may be meant to differ.
+    They must be equal on all ranks; otherwise some samples are trained twice, and others never.
+    (-1, -1) for other samplers: their seed may differ on purpose.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
@@ -69,30 +69,30 @@ def shared_by(loader: object) -> tuple[int, int]:
 
 
 def comes_in_order(loader: DataLoader[Any]) -> bool:
-    """Return whether batches are handed out in the order in which they were drawn."""
+    """Return whether batches arrive in the order in which the sampler drew them."""
     return loader.in_order or not loader.num_workers
 
 
 def opening_of(loader: Iterable[Any]) -> Opening:
-    """Return what the epoch that is opened next is drawn from; call before ``iter(loader)``."""
+    """Return the random state from which the next epoch draws; call before ``iter(loader)``."""
     rng = capture_rng()
-    rng.pop("cuda", None)  # no sampler draws there
+    rng.pop("cuda", None)  # samplers draw on the CPU
     is_persistent = isinstance(loader, DataLoader) and loader.persistent_workers
     return {
         "rng": rng,
         "own": own_states(loader),
-        # Persistent workers are seeded once: later their iterator is only reset.
+        # Persistent workers are seeded once; in later epochs their iterator is only reset.
         "fresh": not (is_persistent and loader._iterator is not None),  # type: ignore[attr-defined]
     }
 
 
 def own_states(loader: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the states of the generators that the loader and its samplers have for themselves."""
+    """Return the states of the generators of the loader and its samplers."""
     return [generator.get_state() for generator in _generators(loader)]
 
 
 def set_own_states(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
-    """Put back what ``own_states`` returned of an equal loader."""
+    """Restore the states that ``own_states`` returned for the same kind of loader."""
     for generator, state in zip(_generators(loader), states, strict=False):
         generator.set_state(state)
 
@@ -106,35 +106,36 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
 
 
 class PlannedBatch(NamedTuple):
-    """A batch before it is loaded."""
+    """Batch that was drawn, but not loaded yet."""
 
     number: int
-    """Its index in the epoch."""
+    """Index in the epoch."""
     indices: tuple[Any, ...]
-    """Of the samples in the dataset."""
+    """Indices of its samples in the dataset."""
     sampler_state: dict[str, Any] | None
-    """Of a sampler with state, once it has drawn this batch."""
+    """State of the sampler after it drew this batch; None if the sampler has no ``state_dict``."""
 
 
 class Draws:
-    """Stands in for a loader's sampler while its iterator is made: passes over, and notes.
+    """Replaces a loader's sampler while its iterator is created; skips and records batches.
 
-    ``given`` holds what was drawn and is not handed out yet: as many as the loader prefetches.
+    ``given`` holds batches that were drawn and are not loaded yet: as many as the loader
+    prefetches.
     """
 
-    def __init__(self, loader: DataLoader[Any], passed_over: Callable[[int], bool]) -> None:
+    def __init__(self, loader: DataLoader[Any], is_skipped: Callable[[int], bool]) -> None:
         self._key = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler: Any = loader.__dict__[self._key]
-        self._passed_over = passed_over
+        self._is_skipped = is_skipped
         self._source: Iterator[Any] | None = None
         self._reopened = False
         self._stateful = sampler_with_state(loader)
         self.given: deque[PlannedBatch] = deque()
         self.num_drawn = 0
-        """Batches of the epoch that were drawn, those passed over included."""
+        """Batches of the epoch drawn so far, including skipped ones."""
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return the loader's iterator, which draws through this."""
+        """Return the loader's iterator, which draws its batches from this object."""
         persistent_iterator = loader._iterator if loader.persistent_workers else None
         with _in_place(loader, self._key, self):
             if persistent_iterator is not None:
@@ -150,10 +151,10 @@ class Draws:
         num_drawn: int,
         sampler_state: dict[str, Any] | None,
     ) -> Iterator[Any]:
-        """Return an iterator over the rest of an epoch, in the order it was first drawn.
+        """Return an iterator over the rest of an epoch, in its original order.
 
-        Workers get the seeds they had. The process's own generators are left as they are; the
-        loader's move to where they were when so much was drawn.
+        Workers get their original seeds. The RNG state of the process is unchanged; the loader's
+        own generators continue from their state after ``num_drawn`` batches.
         """
         now = capture_rng()
         try:
@@ -174,7 +175,7 @@ class Draws:
         num_drawn: int,
         sampler_state: dict[str, Any] | None,
     ) -> None:
-        """Draw what was drawn already, with the generators' calls in torch's own order."""
+        """Draw the first batches again, with torch's own order of generator calls."""
         if sampler_state is not None and self._stateful is not None:
             self._stateful.load_state_dict(deepcopy(sampler_state))
             self._source = iter(self._sampler)
@@ -189,15 +190,15 @@ class Draws:
         self.num_drawn, self._reopened = num_drawn, True
 
     def close(self) -> None:
-        """Let go of the loop: persistent workers keep their loader, and it keeps this."""
-        self._passed_over = lambda _: False
+        """Stop skipping: persistent workers keep the loader alive, and it keeps this object."""
+        self._is_skipped = lambda _: False
 
     def __len__(self) -> int:
         assert isinstance(self._sampler, Sized), "asked of a loader with a length only"
         return len(self._sampler)
 
     def __iter__(self) -> Draws:
-        if not self._reopened:  # torch asks twice where there are workers
+        if not self._reopened:  # torch calls iter() twice if there are workers
             self._source = iter(self._sampler)
         return self
 
@@ -206,7 +207,7 @@ class Draws:
         while True:
             indices = next(self._source)
             index, self.num_drawn = self.num_drawn, self.num_drawn + 1
-            if not self._passed_over(index):
+            if not self._is_skipped(index):
                 break
         ids = tuple(indices) if isinstance(indices, list | tuple) else (indices,)
         state = None if self._stateful is None else deepcopy(self._stateful.state_dict())
@@ -216,7 +217,7 @@ class Draws:
 
 @contextmanager
 def _in_place(loader: DataLoader[Any], key: str, stand_in: object) -> Iterator[None]:
-    """Put ``stand_in`` in an attribute's place; torch guards them against a plain assignment."""
+    """Replace an attribute temporarily; ``DataLoader.__setattr__`` refuses an assignment."""
     attribute = loader.__dict__[key]
     loader.__dict__[key] = stand_in
     try:

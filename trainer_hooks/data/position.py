@@ -1,7 +1,7 @@
-"""A loop's data as its monitor keeps it: where it is, what it passes over, what fed each step.
+"""Data position of a training loop: current batch, skipped windows, samples of each step.
 
-Which samples fed which step on this rank is noted for a while, and told of each bad step. That part
-fails open: training never waits for it, and never ends by it.
+Which samples fed each step on this rank is recorded for a while, and reported for each bad step.
+This fails open: errors are counted, and never stop or block training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_hooks.data.loader import (
     BatchPosition,
     DataState,
     LoadedBatch,
-    among,
+    for_num_ranks,
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
@@ -45,23 +45,23 @@ from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 
 AfterRollback = Literal["move_on", "replay"]
 _MOST_WAITING = 4096
-"""Batches that are remembered until a step asks what fed it: their places, not their data."""
+"""Batches recorded until a step claims them; positions only, not their data."""
 _ACTED = frozenset({"skip_step", "rollback", "halt"})
 _OF_STEP = frozenset({"nonfinite", "nonfinite_state"})
-"""Findings that are kept in a capsule where nothing was decided."""
+"""Findings for which a capsule is written even if no action was taken."""
 _MOST_STEPS = 4096
-"""Steps whose place in the data is remembered: an onset lies within them."""
+"""Steps whose data position is remembered; an onset is never older."""
 
 
 class HandedOut:
-    """What a loop over data gave out since the last step took it."""
+    """Batches that a loop yielded since the last step."""
 
     def __init__(self) -> None:
         self._batches: deque[LoadedBatch] = deque(maxlen=_MOST_WAITING)
         self._num_samples: int | None = 0
 
     def add(self, batch: LoadedBatch) -> None:
-        """Note a batch."""
+        """Record a batch."""
         self._batches.append(batch)
         if self._num_samples is not None and batch.num_samples is not None:
             self._num_samples += batch.num_samples
@@ -69,7 +69,7 @@ class HandedOut:
             self._num_samples = None
 
     def pop_batches(self) -> tuple[list[LoadedBatch], int | None]:
-        """Return the batches since the last call, and their samples where those are known."""
+        """Return the batches since the last call, and their number of samples if known."""
         taken = list(self._batches), self._num_samples
         self._batches.clear()
         self._num_samples = 0
@@ -77,14 +77,14 @@ class HandedOut:
 
 
 class DataPosition:
-    """The loops over data of one monitor, one within another where it comes to that.
+    """The data loops of one monitor; a loop may run inside another one, such as a validation.
 
     Args:
-        run: the monitor's.
-        waited: told of each wait for data, in nanoseconds.
-        lag: steps between an update and its verdict.
-        restored: what this start went on from.
-        schedules: stepped where an epoch ends; None where no scheduler is.
+        run: context of the run.
+        waited: called after each wait for data, with nanoseconds.
+        lag: readback lag in steps.
+        restored: checkpoint from which this process resumed.
+        schedules: LR schedulers to step at the end of each epoch; None if there are none.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class DataPosition:
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
         self._handed_out = HandedOut()
-        """By that loop."""
+        """Batches that ``_stream`` yielded since the last step."""
         self._outer: tuple[Batches, HandedOut] | None = None
-        """The loop around the present one."""
+        """The loop that encloses the current one."""
         self._replays = False
         self._firsts: dict[int, tuple[BatchIndex, int]] = {}
-        """The first batch of each step, and how many it took."""
+        """First batch of each step, and its number of batches."""
         self._last_bad = -2
-        """The newest step that a capsule is about, or follows one that it is about."""
+        """Latest step that has a capsule, or that follows such a step without a gap."""
         writer = DataWriter(
             run.run_dir.path,
             rank=run.ranks.rank,
@@ -130,27 +130,27 @@ class DataPosition:
 
     @property
     def position(self) -> BatchIndex | None:
-        """The batch that was handed out last."""
+        """Batch that was yielded last."""
         return None if self._stream is None else self._stream.position
 
     @property
     def is_within_batch(self) -> bool:
-        """Whether the loop has a batch of ``batches`` in its hands."""
+        """Whether the loop is processing a batch from ``batches``."""
         stream = self._stream
         return stream is not None and stream.position is not None and not stream.ended
 
     @property
     def next_epoch(self) -> int | None:
-        """The epoch of the batch that comes next; None where no loop over data has begun."""
+        """Epoch of the next batch; None before the first loop over data."""
         return None if self._stream is None else self._stream.next_position.epoch
 
     @property
     def epochs(self) -> tuple[int | None, int]:
-        """The batches of an epoch where they are known, and the number of epochs."""
+        """Batches per epoch (None if unknown), and the number of epochs."""
         return (None, 1) if self._stream is None else self._stream.epochs
 
     def state(self) -> DataState | None:
-        """Return where the data goes on; None where no loop over it has begun."""
+        """Return the position to resume from; None before the first loop over data."""
         return self._resume if self._stream is None else self._stream.state_dict()
 
     # ----------------------------------------------------------------------------------- a loop
@@ -166,10 +166,12 @@ class DataPosition:
         step: int,
         probe: LossOf | None = None,
     ) -> Iterator[Any]:
-        """Begin a loop over data; one within another has no part in what the outer one keeps.
+        """Start a loop over data; a loop inside another one is neither recorded nor rewound.
 
         Raises:
-            UsageError: an argument is none that can be.
+            UsageError: ``after_rollback``, ``sample_ids`` or ``probe`` is invalid; ``loader`` is
+                not an iterable, or ``epochs`` not a whole number; or an iterator is to be used for
+                several epochs.
         """
         _check(after_rollback, sample_ids, probe)
         _check_loader(loader, epochs)
@@ -178,7 +180,7 @@ class DataPosition:
             outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
-        windows = [among(w, self._num_ranks) for w in self._run.plan.plan.windows]
+        windows = [for_num_ranks(w, self._num_ranks) for w in self._run.plan.plan.windows]
         stream = Batches(
             loader,
             epochs=epochs,
@@ -189,7 +191,7 @@ class DataPosition:
             state=state,
             loop=loop,
             num_ranks=self._num_ranks,
-            goes_back=after_rollback == "replay",
+            can_rewind=after_rollback == "replay",
             faults=self._run.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             keeps_rng=outer is None and keep_batches,
@@ -204,7 +206,7 @@ class DataPosition:
             self._probe.use(probe, step=step, attempt=attempt)
         self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
-            self._firsts.clear()  # they count the batches of a loop that is over
+            self._firsts.clear()  # they refer to a loop that has ended
             self._replays = after_rollback == "replay"
             self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
             surroundings = self._run.surroundings
@@ -220,22 +222,24 @@ class DataPosition:
             yield from stream if schedules is None else schedules.over(stream)
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._handed_out = outer  # it was a validation, say
+                self._stream, self._handed_out = (
+                    outer  # the inner loop has ended, for example a validation
+                )
                 self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
 
     def record_step(self, step: int, attempt: int) -> tuple[BatchPosition | None, int | None]:
-        """Return what fed the step and its samples, as far as they are known; remember it.
+        """Record the batches of a step; return its position and number of samples, None if unknown.
 
-        It is kept for a rollback and for whoever asks. Call before the step's update.
+        A rollback and ``DataLedger`` use the record. Call before the update of the step.
         """
         stream = self._stream
         if stream is None or stream.position is None:
             return None, None if stream is None else 0
         taken, num_samples = self._handed_out.pop_batches()
         if self._outer is not None and self._outer[1].pop_batches()[0]:
-            stream.beside = True
+            stream.shares_steps = True
         self._ledger.fed(step, attempt, taken)
         if self._probe.has_loss:
             self._probe.fed(step, len(taken), attempt=attempt)
@@ -245,7 +249,7 @@ class DataPosition:
         return BatchPosition(*stream.position, len(taken)), num_samples
 
     def judged(self, step: int, judgement: Judgement) -> None:
-        """Tell what fed a step that something was found in, or that was skipped."""
+        """Report the data of a step that has findings or was skipped."""
         decision = judgement.decision
         skipped = decision is not None and decision.action == "skip_step"
         is_bad, facts = bool(judgement.findings) or skipped, None
@@ -255,10 +259,10 @@ class DataPosition:
         self._ledger.judged(step, is_bad, facts)
 
     def _facts(self, step: int, judgement: Judgement) -> dict[str, Any] | None:
-        """Return what a capsule tells of a bad step; None where this rank writes none.
+        """Return the contents of a repro capsule for a bad step; None if this rank writes none.
 
-        The first of bad steps in a row has one, by the ranks that made it bad, as far as they are
-        known. Waits for the device: the step is bad.
+        Only the first of consecutive bad steps gets a capsule, on the ranks that caused it if they
+        are known. Waits for the device; acceptable because the step is bad.
         """
         run, decision = self._run, judgement.decision
         surroundings, judged = run.surroundings, run.judged
@@ -300,7 +304,7 @@ class DataPosition:
     # ------------------------------------------------------------------------------- a rollback
 
     def window_of(self, decision: Decision | None) -> BatchWindow | None:
-        """Return the batches that a decided rollback passes over; None where there are none."""
+        """Return the batches that a rollback skips; None if it skips none."""
         if decision is None or decision.action != "rollback" or not decision.acted:
             return None
         stream = self._stream
@@ -308,36 +312,37 @@ class DataPosition:
             return None
         onset_step = self._run.judge.facts.skipped_windows[-1].onset_step
         first, num_a_step = self._firsts.get(onset_step, (stream.position, 1))
-        # Where optimizers take turns, several steps are of one batch.
+        # If optimizers take turns (a GAN), several steps use one batch.
         steps_a_batch = sum(position == first for position, _ in self._firsts.values()) or 1
         num_batches = -(-decision.skip_batches // steps_a_batch) * num_a_step
         return BatchWindow(*first, num_batches, stream.loop, self._num_ranks)
 
-    def can_go_again(self) -> bool:
-        """Return whether this rank could hand out once more, exactly, what followed the resume."""
+    def can_replay(self) -> bool:
+        """Return whether this rank could replay exactly what followed the resumed checkpoint."""
         stream = self._stream
         if stream is None or stream.position is None or self._resumed is None:
             return False
         return not stream.why_not_exact(self._resumed)
 
-    def again(self) -> None:
-        """Do so, where it can."""
+    def replay(self) -> None:
+        """Rewind to the position this process resumed from, if the loader supports it."""
         if self._stream is not None:
-            self._stream.go_back(self._resumed)
+            self._stream.rewind(self._resumed)
             self._handed_out.pop_batches()
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: BatchWindow | None, *, step: int
     ) -> bool:
-        """Hand out again what followed the checkpoint, or move on; past the window either way.
+        """Rewind the data to the checkpoint's position, or continue; skip the window in both cases.
 
-        Returns whether the data goes back.
+        Returns:
+            Whether the data was rewound.
         """
         stream = self._stream
         if stream is None or stream.position is None:
             return False
         if window is not None:
-            for part in stream.pass_over(window):
+            for part in stream.skip(window):
                 event = DataWindowSkipped(
                     epoch=part.epoch,
                     first_batch=part.first_batch,
@@ -346,7 +351,7 @@ class DataPosition:
                 )
                 attempt = self._run.attempt
                 self._run.emitter.of_run(event, step=step, attempt=attempt)
-        reason = stream.go_back(state) if self._replays else "the loop is not to replay"
+        reason = stream.rewind(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
             stream.move_to(BatchIndex(window.epoch, past))
@@ -355,7 +360,7 @@ class DataPosition:
         return not reason
 
     def _say(self, reason: str, stream: Batches, step: int) -> None:
-        """Write into the ledger whether the data goes on exactly, and where."""
+        """Log at which batch the data continues, and whether exactly."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
         text = (
@@ -366,7 +371,7 @@ class DataPosition:
         self._run.emitter.note("data", text, step=step, attempt=self._run.attempt)
 
     def close(self) -> None:
-        """Wait, for a bounded time, for what is being written."""
+        """Wait up to 2 seconds for queued files, and close them."""
         self._ledger.close()
         if self._run.surroundings is not None:
             self._run.surroundings.close()
@@ -410,45 +415,45 @@ def _check_loader(loader: object, epochs: int) -> None:
         )
 
 
-# ------------------------------------------------------------------- what fed each step
+# ----------------------------------------------------------------- samples of each step
 
 
 MAX_STEPS = 64
-"""Steps whose samples are remembered until they are judged, and a while longer."""
+"""Steps whose samples are remembered until their verdict, and a while longer."""
 MAX_IDS = 4096
-"""Ids in one event; their number is told whatever it is."""
+"""Ids in one event; ``num_samples`` counts all of them."""
 MAX_ID_BYTES = 32 << 10
-"""Of all ids in one event, where they are words."""
+"""Bytes of all ids in one event, if they are strings."""
 MAX_WORD = 256
-"""Characters of one id."""
+"""Characters per id."""
 
 SampleIds = Callable[[Any], Iterable[Any]]
-"""Gives the ids of a batch's samples: numbers or words."""
+"""Returns the ids of a batch's samples: numbers or strings."""
 
 
 @dataclass(slots=True)
 class _StepBatches:
-    """What fed a step."""
+    """Batches of one step, and the state needed to reproduce it."""
 
     step: int
     attempt: int
     batches: list[LoadedBatch]
     ids: list[Sequence[Any] | None]
-    """Of each batch; None where they are not known."""
+    """Sample ids per batch; None if unknown."""
     kept: list[LoadedBatch]
     autocast: Autocast | None = None
     loss_scale: torch.Tensor | None = None
 
 
 class DataLedger:
-    """The last steps' samples. ``fed`` with each step, ``judged`` when its verdict is there.
+    """Samples of the latest steps: ``fed`` records a step, ``judged`` processes its verdict.
 
     Args:
-        emitter: tells of bad steps.
-        writer: writes files of the run.
-        faults: counts what fails.
-        rank: this process's.
-        lag: steps between an update and its verdict.
+        emitter: reports bad steps.
+        writer: writes files to the run directory.
+        faults: counts failures.
+        rank: rank of this process.
+        lag: readback lag in steps.
     """
 
     def __init__(
@@ -461,15 +466,15 @@ class DataLedger:
         self._lag = lag
         self._steps: OrderedDict[int, _StepBatches] = OrderedDict()
         self.sample_ids: SampleIds | bool | None = None
-        """Where given, the ids of every step are kept in a file; True keeps the indices."""
+        """If set, the ids of every step are written to a file; True writes the dataset indices."""
         self.keep_batches = False
-        """Whether a bad step is kept in a file, to be played again."""
+        """Whether a repro capsule is written for a bad step."""
         self.surroundings: Surroundings | None = None
         self._good: Any = None
-        """The first batch of the newest step that was well."""
+        """First batch of the latest step that was not bad."""
 
     def fed(self, step: int, attempt: int, batches: Sequence[LoadedBatch]) -> None:
-        """Note what fed a step; call before its update."""
+        """Record the batches of a step; call before its update."""
         if not batches:
             return
         with self._faults.fail_open("data.ledger"):
@@ -478,7 +483,7 @@ class DataLedger:
                 batch for batch in batches if self.keep_batches and batch.content is not None
             ]
             light = [batch._replace(content=None, rng=None) for batch in batches]
-            self._steps.pop(step, None)  # of a branch that was left
+            self._steps.pop(step, None)  # an entry of an attempt that was rolled back
             entry = self._steps[step] = _StepBatches(step, attempt, light, ids, kept_batches)
             if self.surroundings is not None:
                 entry.autocast = self.surroundings.autocast
@@ -493,7 +498,7 @@ class DataLedger:
                 self._write(self._steps[step])
 
     def _ids(self, batch: LoadedBatch) -> Sequence[Any] | None:
-        """Return the batch's ids; the user's own function has to read them now, from the batch."""
+        """Return the batch's ids. A user function runs now: the loop may modify the batch."""
         if callable(self.sample_ids) and batch.content is not None:
             with self._faults.fail_open("sample_ids"):
                 return _listed(self.sample_ids(batch.content))
@@ -516,12 +521,12 @@ class DataLedger:
         )
 
     def judged(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
-        """Tell what fed the step if it was bad; its batches need not be held any longer.
+        """Report the samples of a bad step; release the batches in any case.
 
         Args:
-            step: the one that was judged.
-            bad: whether anything was found in it.
-            facts: of the capsule to be written; None: none is.
+            step: judged step.
+            bad: whether the step has findings or was skipped.
+            facts: contents of the capsule to write; None writes none.
         """
         with self._faults.fail_open("data.ledger"):
             entry = self._steps.get(step)
@@ -568,13 +573,13 @@ class DataLedger:
         self._emitter.event(event, step=entry.step, attempt=entry.attempt)
 
     def close(self) -> None:
-        """Wait, for a bounded time, for what is being written."""
+        """Wait up to 2 seconds for queued files, and close them."""
         with self._faults.fail_open("data.ledger"):
             self._writer.close()
 
 
 def plain_id(value: Any) -> int | str:
-    """Return an id as a number or a word; a sampler's may be a tensor or of another kind."""
+    """Return an id as a number or string; samplers may yield tensors or other types."""
     if isinstance(value, str):
         return value[:MAX_WORD]
     try:
@@ -585,7 +590,7 @@ def plain_id(value: Any) -> int | str:
 
 
 def _listed(ids: Any) -> list[Any]:
-    """Return the ids as a list; never from a device, which the loop would have to wait for."""
+    """Return the ids as a list; refuse device tensors, since reading them would block the loop."""
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
             raise ValueError(
@@ -596,7 +601,7 @@ def _listed(ids: Any) -> list[Any]:
 
 
 def _as_many_as_fit(ids: Iterable[int | str]) -> tuple[int | str, ...]:
-    """Return the first ids that one event has room for."""
+    """Return the longest prefix of the ids that fits into one event."""
     fitting: list[int | str] = []
     room = MAX_ID_BYTES
     for sample_id in islice(ids, MAX_IDS):

@@ -1,4 +1,4 @@
-"""Real text that is on every machine with Python: the standard library's own sources."""
+"""Text that exists on every machine with Python: the sources of the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 def standard_library_bytes(max_bytes: int) -> bytes:
-    """Return the sources of the standard library's top-level modules, in order of name."""
+    """Return the sources of the standard library's top-level modules, sorted by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):

@@ -1,4 +1,4 @@
-"""Applies a plan of faults to a training loop: what a broken node or data set would do."""
+"""Injects planned faults into a training loop, as a broken node or data set would cause them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainvitals.testing.faults import FaultPlan
 
 
 class Injector:
-    """One rank's share of the plan.
+    """Faults of the plan for one rank.
 
-    Faults bound to a step strike once: a rollback trains the step again, and a bit flip does not
-    come back. Poisoned data stays poisoned.
+    A fault at a step happens once: after a rollback the step is trained again, and a bit flip does
+    not recur. Poisoned data stays poisoned.
     """
 
     def __init__(self, plan: FaultPlan, rank: int) -> None:
@@ -31,13 +31,13 @@ class Injector:
         return False
 
     def batch(self, tokens: Tensor, index: int) -> Tensor:
-        """Return the batch, or in a poisoned window one whose text never changes."""
+        """Return the batch; within a poisoned window, a corrupted one."""
         if not self._strikes("poison_batches", index):
             return tokens
         return poisoned(tokens)
 
     def before_forward(self, model: nn.Module, step: int) -> None:
-        """Overwrite parameters, or die."""
+        """Overwrite parameters, or kill the process."""
         if self._strikes("kill", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._strikes("nan_parameters", step):
@@ -56,7 +56,7 @@ class Injector:
         return loss * float("nan") if self._strikes("nan_loss", step) else loss
 
     def after_backward(self, model: nn.Module, step: int) -> None:
-        """Damage gradients that were averaged already: on this rank alone."""
+        """Corrupt gradients that are already averaged, on this rank only."""
         if self._strikes("nan_gradient", step):
             grad = next(p.grad for p in model.parameters() if p.grad is not None)
             grad.view(-1)[0] = float("nan")

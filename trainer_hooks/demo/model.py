@@ -1,4 +1,4 @@
-"""A byte-level GPT of about a quarter of a million parameters."""
+"""A byte-level GPT with about 250,000 parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The demo's training script; run by torchrun, one process a rank, DDP over gloo or NCCL.
+"""Training script of the demo; run by torchrun, one process per rank, DDP over gloo or NCCL.
 
     torchrun --nproc-per-node 2 -m trainer_hooks.demo.train --steps 600 --result result.json
 
-It is an ordinary loop with three lines of Vitals in it (marked), plus the faults of a plan.
+An ordinary loop with three lines of Vitals (marked), plus the planned faults.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     )  # fmt: skip
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch: so that Vitals can ask whether the weights are damaged."""
+        """Return the loss of a batch, for the probe."""
         loss: torch.Tensor = ddp(tokens.to(device))
         return loss
 
@@ -85,18 +85,18 @@ def main() -> None:
         finite = final if math.isfinite(final) else None  # JSON has no NaN
         result = {"run_id": monitor.run_id, "validation_loss": finite, "updates_tried": seen}
         options.result.write_text(json.dumps(result))
-    dist.barrier()  # the result is there before any rank begins to end
+    dist.barrier()  # keep all ranks alive until the result is written
     dist.destroy_process_group()
 
 
 def rate(step: int, *, steps: int) -> float:
-    """Return the factor on the peak rate: warm-up, a plateau, a last sixth down to a tenth."""
+    """Return the factor of the peak rate: warm-up, plateau, decay to 0.1 in the last sixth."""
     down = 1.0 - 0.9 * (6 * step / steps - 5)
     return min((step + 1) / WARM_UP, 1.0, max(down, 0.1))
 
 
 def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
-    """Return the index of the batch in hand; without a monitor's position, the number seen."""
+    """Return the index of the current batch; without a data position, the number of batches."""
     position = getattr(monitor, "batch_position", None)
     return seen if position is None else position.batch
 

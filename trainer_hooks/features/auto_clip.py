@@ -32,7 +32,7 @@ class AutoClipFeature(StepFeature):
         return self._norms[turn]
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
-        """Return the limit of the step."""
+        """Return the norm to which ``max_norm="auto"`` clips this step; inf for none."""
         limit = self._norms_of(step.turn).limit(step.step) if step.max_norm == "auto" else None
         return {"auto_max_norm": math.inf if limit is None else limit}
 

@@ -34,7 +34,7 @@ class FirstStepsFeature(StepFeature):
         return record
 
     def complete(self, step: ReturnedStep) -> None:
-        """Check the step, if it is one of the first.
+        """Check that the first steps have gradients and, after a restart, the earlier losses.
 
         Raises:
             UsageError: no rank has a gradient in the first step of an optimizer.

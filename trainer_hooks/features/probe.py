@@ -64,7 +64,7 @@ class ProbeFeature(StepFeature):
         step.evaluation = step.reduced.root["evaluation_ratio"] or None
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Keep the batches of a clean step, and drop those of another one."""
+        """Keep the batches of a step that was judged clean; drop those of any other step."""
         if not self.probe.has_loss:
             return
         record = step.record
@@ -92,5 +92,5 @@ class ProbeFeature(StepFeature):
             run.emitter.note("no_probe", text, step=max(run.first_step, 0), attempt=run.attempt)
 
     def stop_collectives(self) -> None:
-        """Run no more forwards: they are collectives, and this rank may end alone."""
+        """Evaluate nothing from now on: it is collective, and other ranks may be gone."""
         self.probe.close()

@@ -41,7 +41,7 @@ AUTO_EVERY_NS = 3600 * 10**9
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
 """Columns of the time that a rank waits for others: the rank that waits least is the slowest."""
 _PROFILER: Any = autograd_profiler
-_BY_ITSELF = "auto"
+_AUTOMATIC_PREFIX = "auto"
 """Prefix of the name of an automatic trace."""
 
 
@@ -52,7 +52,7 @@ class Lateness:
         self._steps: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, columns: Mapping[str, Value], data_wait: float | None) -> None:
-        """Add a step's columns."""
+        """Add the times of a step from its columns."""
         waits = [float(value) for name in _WAITS if (value := columns.get(name)) is not None]
         self._steps.append((data_wait or 0.0) - sum(waits))
 
@@ -135,7 +135,7 @@ class StepProfile:
                     hint="profile fewer steps",
                 )
             os.replace(partial, self._path)  # noqa: PTH105
-            forget_oldest(self._path)
+            delete_oldest(self._path)
             self._done(
                 f"the profile is {self._path} ({size / 1e6:.1f} MB); open it with Perfetto or "
                 "chrome://tracing"
@@ -167,12 +167,12 @@ class _Guard:
         _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching for other profilers."""
         if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
             _PROFILER._prepare_profiler = self._theirs
 
 
-def forget_oldest(path: Path) -> None:
+def delete_oldest(path: Path) -> None:
     """Keep only the latest traces of this rank."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
@@ -234,7 +234,7 @@ class Profiling:
             name = f"step-{first_step:06d}-rank{self._ranks.rank}.json.gz"
             self._profile = StepProfile(
                 ensure_private_dir(self._folder)
-                / (f"{_BY_ITSELF}-{name}" if profiled.by_itself else name),
+                / (f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name),
                 num_steps=profiled.num_steps,
                 done=self._say,
                 failed=lambda error: self._faults.count("profile", error),
@@ -248,7 +248,7 @@ class Profiling:
         return slowest_and_typical(all_of_them.tolist())
 
     def close(self) -> None:
-        """Write an unfinished profile."""
+        """Write the trace of an unfinished profile."""
         if self._profile is not None:
             self._profile.close()
             self._profile = None
@@ -307,7 +307,7 @@ class Slowdowns:
             run_id=run_id,
             action="profile",
             reason=reason,
-            issued_by=BY_ITSELF,
+            issued_by=AUTOMATIC_ISSUER,
             issued_unix_ns=0,
             expires_unix_ns=0,
             argument=Profiled(AUTO_STEPS, by_itself=True).argument,
@@ -316,11 +316,11 @@ class Slowdowns:
 
     def _spent(self) -> int:
         """Return the number of automatic profiles: those of one step count as one."""
-        names = (path.name for path in self._folder.glob(f"{_BY_ITSELF}-step-*"))
+        names = (path.name for path in self._folder.glob(f"{_AUTOMATIC_PREFIX}-step-*"))
         return len({re.sub(r"-rank.*", "", name) for name in names})
 
 
-BY_ITSELF = "vitals"
+AUTOMATIC_ISSUER = "vitals"
 """Issuer of an automatic order."""
 
 
@@ -355,7 +355,7 @@ class ProfilingFeature(StepFeature):
         self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Use the times of a step."""
+        """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured
         self._lateness.add(step.columns, measured.data_wait_seconds)
         if self.slowdowns is not None and measured.turn <= 1:
@@ -393,6 +393,6 @@ class ProfilingFeature(StepFeature):
         return ()
 
     def close(self) -> None:
-        """Write an unfinished profile."""
+        """Write the trace of an unfinished profile."""
         with self._run.faults.fail_open("profile"):
             self._profiling.close()

@@ -103,7 +103,7 @@ class ReplicasFeature(StepFeature):
         self.replicas.rolled_back(attempt.fork_step)
 
     def stop_collectives(self) -> None:
-        """Meet no other rank from now on."""
+        """Enter no further collectives."""
         self.replicas.close()
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Self
 
-from trainer_hooks.guard.declared import DeclaredSchedule
+from trainer_hooks.guard.declared_schedule import DeclaredSchedule
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.step.reduce_vector import Slots
@@ -77,7 +77,7 @@ class ScheduleFeature(StepFeature):
             )
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Report a rate that has left the declared schedule, also at the terminal."""
+        """Report a rate that deviates from the declared schedule, also at the terminal."""
         if self._declared is None:
             return
         with self._run.faults.fail_open("schedule"):
@@ -104,6 +104,6 @@ class ScheduleFeature(StepFeature):
         return None if self._declared is None else self._declared.follower.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Continue the comparison."""
+        """Continue at the saved position in the declared schedule."""
         if self._declared is not None:
             self._declared.follower.load_state_dict(state)

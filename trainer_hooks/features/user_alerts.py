@@ -32,7 +32,7 @@ _OF_EACH_RANK = frozenset(metric.column for metric in STEP_METRICS if metric.sco
 
 
 class _Call(NamedTuple):
-    """A call of the loop, as far as it is known on the host."""
+    """A call of the loop, with values on the host."""
 
     name: str
     is_event: bool
@@ -160,7 +160,7 @@ class RankAlerts:
                 self._look_for_series(step)
 
     def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Judge a scalar of the loop."""
+        """Evaluate the rules about a scalar that the loop recorded."""
         if self._unseen and len(self._scalar_names) < MISSING_AFTER:
             self._scalar_names.add(name)
         rules = self._rules.by_series.get(name)
@@ -277,7 +277,7 @@ class UserAlertsFeature(StepFeature):
         return None if self._alerts is None else self._alerts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Restore the rules' windows."""
+        """Restore the windows of the alert rules."""
         if self._alerts is not None:
             self._alerts.load_state_dict(state)
 

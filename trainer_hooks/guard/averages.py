@@ -116,7 +116,7 @@ def refuse_averages(
 
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
-    """Return each of them once, even if it was registered under several names."""
+    """Return each registered ``EMA`` once, even if it has several names."""
     return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
 
 
@@ -222,5 +222,8 @@ def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
 
 
 def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:
-    """Whether it is a host counter with a verdict on a device: reading the verdict would wait."""
+    """Return whether the tensor is a counter on the host and the verdict is on a device.
+
+    Reading the verdict would wait for the device.
+    """
     return tensor.dim() == 0 and tensor.device != bad.device

@@ -37,7 +37,7 @@ def hook_states(model: nn.Module) -> list[Any]:
 
 
 def has_memory(state: object) -> bool:
-    """Return whether an object keeps tensors, or has the tables for them."""
+    """Return whether a hook's state holds tensors now, or an empty dict for later ones."""
     return any(_tensors_in(value) is not None for value in _attributes(state).values())
 
 
@@ -120,7 +120,7 @@ class HookMemory:
         return copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the memory in the process that filled it.
+        """Restore the memory; call in the process that filled it.
 
         In a new process DDP has different buckets until its second step: there the memory starts
         empty, and a hook that waits for some steps waits again.

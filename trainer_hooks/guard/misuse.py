@@ -63,7 +63,7 @@ def is_of_one_backward(loss: object) -> bool:
 
 
 def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | None:
-    """Return the initial scale of a gradient scaler that scales losses and was not given to us.
+    """Return the initial scale of a gradient scaler that was not given to ``watch``, if any.
 
     It checks all objects of the process, so it only does so if the norm is suspicious.
     """
@@ -82,7 +82,7 @@ def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | Non
 
 
 def _is_never_updated(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether it has scaled a loss without a call of its ``update()`` so far."""
+    """Return whether the scaler has scaled a loss and its ``update()`` was never called."""
     if not scaler._enabled or scaler._scale is None or scaler._growth_tracker is None:
         return False
     return not scaler._growth_tracker.item() and scaler._scale.item() == scaler._init_scale

@@ -69,7 +69,7 @@ class RestorableData(Protocol):
     """Data that forward or backward writes."""
 
     def keep(self) -> None:
-        """Copy it; call after the update, before the next forward."""
+        """Copy the data; call after the update, before the next forward."""
 
     def put_back(self, bad: Tensor) -> None:
         """Restore the kept copy if ``bad`` is 1. Does not wait."""
@@ -160,9 +160,9 @@ class BufferShadow:
         self._kept_of: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._flat: list[_FlatShadow] = []
-        """Copies of the buffers that stay in place, once they have for a step."""
+        """Copies of buffers that did not move for a step, combined into one memory per device."""
         self._one_by_one: dict[int, Tensor] = {}
-        """The other buffers."""
+        """Copies of the other buffers."""
         self._placed: list[list[int]] = []
         """Places of the buffers in each of the flat copies."""
         self.keep()
@@ -172,7 +172,7 @@ class BufferShadow:
 
         A buffer moved if its place holds another tensor, or that tensor has another memory.
         """
-        if not self._stand():
+        if not self._is_unmoved():
             each_now = [buffers.get(name) for buffers, name in self._places]
             dense = [b if _is_kept(b) else None for b in each_now]
             each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
@@ -181,7 +181,7 @@ class BufferShadow:
             self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
         return self._live
 
-    def _stand(self) -> bool:
+    def _is_unmoved(self) -> bool:
         """Return whether every buffer is where it was last seen."""
         if len(self._seen) != len(self._places):
             return False
@@ -202,12 +202,12 @@ class BufferShadow:
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
-                self._lay_flat(live)
+                self._build_flat_shadows(live)
             for flat in () if is_kept else self._flat:
                 flat.keep()
             self._copy(self._written(self._one_by_one))
         else:
-            self._lift()
+            self._dissolve_flat_shadows()
             self._kept_of = live
             if self._fits(live):
                 self._copy(live)
@@ -219,7 +219,7 @@ class BufferShadow:
         if live:
             torch._foreach_copy_([self._kept[i] for i in live], list(live.values()))
 
-    def _lay_flat(self, live: dict[int, Tensor]) -> None:
+    def _build_flat_shadows(self, live: dict[int, Tensor]) -> None:
         """Move the copies made in each step into one memory, if their types allow it."""
         alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
         for i, buffer in live.items():
@@ -234,7 +234,7 @@ class BufferShadow:
             for i in group:
                 del self._kept[i]
 
-    def _lift(self) -> None:
+    def _dissolve_flat_shadows(self) -> None:
         """Keep each buffer separately again, because one has moved."""
         for flat, places in zip(self._flat, self._placed, strict=True):
             for i, bits in zip(places, flat.each(), strict=True):
@@ -255,7 +255,7 @@ class BufferShadow:
     def put_back(self, bad: Tensor) -> None:
         """Restore every kept buffer if ``bad`` is 1. Does not wait.
 
-        If forward changed a buffer's shape or type, there is no copy to restore, so it is left.
+        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
         """
         self._put_back(bad)
 
@@ -272,7 +272,7 @@ class BufferShadow:
         flags: dict[torch.device, Tensor] = {}
         lies_flat = live is self._kept_of and bool(self._flat)
         if live is not self._kept_of:
-            self._lift()
+            self._dissolve_flat_shadows()
         else:
             for flat in self._flat:
                 flat.put_back(_flag_on(flat.device, bad, flags))
@@ -304,7 +304,7 @@ class _FlatShadow:
         return torch.split(self._kept, self._sizes)
 
     def keep(self) -> None:
-        """Copy all buffers."""
+        """Copy the live buffers to the shadow."""
         torch.cat(self._live, out=self._kept)
 
     def put_back(self, flag: Tensor) -> None:
@@ -382,7 +382,7 @@ class OptimizerGuard:
             self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """Check again: a loaded state has its own ``fused``, and may have no momentum."""
+        """Check the optimizer after a load: it may now be fused, or have no momentum buffers."""
         self.on_device = takes_found_inf(optimizer)
         if self.on_device:
             _create_momentum(optimizer)

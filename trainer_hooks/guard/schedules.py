@@ -1,7 +1,7 @@
 """The schedulers given to ``watch``: stepped by Vitals, once per update or once per epoch.
 
 Nothing is stored in a scheduler, because all its attributes are its ``state_dict``. If the loop
-steps it too, its count differs from the one that Vitals left.
+steps it too, its count differs from the count after Vitals' last step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Schedules:
         self._num_looks = 0
         self._num_moves = 0
         """Gaps between two updates in which the loop changed a count by more or less than one."""
-        self._is_told = self._is_over_told = False
+        self._is_reported = self._is_end_reported = False
         self._epoch = 0
         """Epoch of the data for which the schedulers are set."""
         self._is_training = False
@@ -77,8 +77,8 @@ class Schedules:
         if self._ended is not None and step >= self._ended[0]:
             self._warn("epoch_scheduler", self._ended[1], step=step)
             self._ended = None
-        if self.every == "step" and not self._num_looks % _LOOK_EVERY and not self._is_over_told:
-            self._look_for_end(step)
+        if self.every == "step" and not self._num_looks % _LOOK_EVERY and not self._is_end_reported:
+            self._check_end(step)
         now, is_second = self._counts(), self._num_looks == 1
         self._num_looks += 1
         if now == self._left:
@@ -87,13 +87,13 @@ class Schedules:
         self._left = now
         if error is None or is_second:
             return error
-        self._is_told = True
+        self._is_reported = True
         self._warn("scheduler_stepped", f"{error.text}; {error.hint}", step=step)
         return None
 
     def _moved(self, now: list[int | None], step: int) -> UsageError | None:
         """Return the error; a single jump may be a ``load_state_dict`` of the loop."""
-        if self._is_told:
+        if self._is_reported:
             return None
         for scheduler, count, pending in zip(self._schedulers, now, self._left, strict=True):
             if count is None or pending is None or count == pending:
@@ -103,7 +103,7 @@ class Schedules:
                 return stepped_twice(type(scheduler).__name__, self.every, step)
         return None
 
-    def _look_for_end(self, step: int) -> None:
+    def _check_end(self, step: int) -> None:
         """Report a schedule that ended long ago while training continues.
 
         It needs no knowledge about the loader, as in a loop without ``monitor.batches``.
@@ -114,7 +114,7 @@ class Schedules:
                 continue
             if count < 2 * end + 20:
                 continue
-            self._is_over_told = True
+            self._is_end_reported = True
             text = (
                 f"{described(scheduler)} ended after {end} updates, and {count} have been made: if "
                 "it counts epochs, use watch(..., scheduler_every='epoch') and monitor.end_epoch()"
@@ -219,14 +219,14 @@ class Schedules:
                 continue
             way_out = "if it counts epochs, use watch(..., scheduler_every='epoch')"
             if num_epochs > 1 and _is_planned_for(scheduler, num_epochs):
-                self._is_over_told = True
+                self._is_end_reported = True
                 text = f"{name} looks planned for {num_epochs} epochs, and is stepped at every "
                 text += f"update ({per_epoch} an epoch); {way_out}"
                 self._warn("epoch_scheduler", text, step=step)
                 return
             remaining = end - (count_of(scheduler) or 0)
             if 0 < remaining < per_epoch - 1:
-                self._is_over_told = True
+                self._is_end_reported = True
                 text = f"{name} is at its end after {end} updates, within the first epoch of "
                 self._ended = step + remaining + 1, f"{text}{per_epoch}; {way_out}"
                 return

@@ -1,9 +1,9 @@
-"""Accelerate: puts the ``optimizer.step()`` of a prepared loop under guard.
+"""Accelerate: guards the ``optimizer.step()`` of a prepared loop.
 
     attached = attach(accelerator, model, optimizer)
 
-The gradients are judged where the loop clips through the accelerator, before that; in a loop which
-does not, they are judged in ``optimizer.step()``.
+If the loop clips through the accelerator, gradients are judged before the clip; otherwise in
+``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def attach(
     max_norm: MaxNorm | None = None,
     **options: Unpack[Options],
 ) -> Attached:
-    """Put a loop that trains with Accelerate under guard. Call on all ranks, after ``prepare``.
+    """Guard a loop that trains with Accelerate. Call on all ranks, after ``prepare``.
 
-    The loop stays as it is: ``accelerator.backward`` gives the loss, ``clip_grad_norm_`` what it
-    clips to, ``log`` its scalars; ``save_state`` keeps the guard's state and ``load_state``
-    restores it; ``end_training`` ends the run.
+    The loop stays as it is. ``accelerator.backward`` provides the loss, ``clip_grad_norm_`` the
+    norm of the clip, and ``log`` the scalars; ``save_state`` and ``load_state`` include the state
+    of the guard; ``end_training`` ends the run.
 
     Args:
-        accelerator: what prepared the model and the optimizer.
+        accelerator: accelerator that prepared the model and the optimizer.
         model: the prepared model, or several.
         optimizer: the prepared optimizer, or several that are stepped after the same backward.
-        max_norm: for a loop that does not clip: inf says so, and the norm is known without it; any
-            other number is clipped to within ``optimizer.step()``, and ``"auto"`` clips to a
-            multiple of the recent median norm.
-        options: as ``trainer_hooks.attach`` takes them.
+        max_norm: only for a loop that does not clip: inf measures the norm without a clip, any
+            other number clips to it in ``optimizer.step()``, and ``"auto"`` clips to a multiple of
+            the recent median norm.
+        options: as for ``trainer_hooks.attach``.
 
     Raises:
-        UsageError: this way to train cannot be guarded; the text says where to go.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        UsageError: the loop trains in a way that cannot be guarded; the message says what to do.
+        TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
@@ -84,15 +84,15 @@ def guard(
     max_norm: MaxNorm | None = None,
     parts: bool = False,
 ) -> tuple[Attached, Hooks | None]:
-    """Attach, and learn from the accelerator what it alone knows: losses and the clip.
+    """Attach to the optimizers, and get losses and clip norm from the accelerator.
 
     Args:
-        accelerator: whose methods are replaced on itself until the guard is closed.
+        accelerator: its methods are replaced on the object until the guard is closed.
         model: the module, wrapped or not.
-        optimizers: prepared ones.
-        options: as ``trainer_hooks.attach`` takes them.
-        max_norm: as ``attach`` takes it.
-        parts: whether the losses of a step's micro-batches are parts of it, and add up.
+        optimizers: prepared optimizers.
+        options: as for ``trainer_hooks.attach``.
+        max_norm: as for ``attach``.
+        parts: whether the losses of a step's micro-batches are parts of its loss, to be added.
     """
     require("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):
@@ -107,7 +107,7 @@ def guard(
         max_norm=max_norm,
         **options,
     )
-    if not isinstance(attached, Attached):  # it is off
+    if not isinstance(attached, Attached):  # off
         return attached, None
     owns_clip = max_norm is not None
     return attached, Hooks(accelerator, optimizers, attached, owns_clip=owns_clip, parts=parts)
@@ -118,7 +118,7 @@ def _is_deepspeed(accelerator: Any) -> bool:
 
 
 def _guard_engine(engine: Any, max_norm: MaxNorm | None, options: Options) -> Attached:
-    """Guard DeepSpeed's engine: it is given the losses, and it clips and steps."""
+    """Guard DeepSpeed's engine, which receives the losses, clips and steps."""
     from trainer_hooks.integrations import deepspeed
 
     if max_norm is not None:
@@ -130,17 +130,17 @@ def _guard_engine(engine: Any, max_norm: MaxNorm | None, options: Options) -> At
 
 
 def plain(optimizer: Any) -> Optimizer:
-    """Return the optimizer that Accelerate lies around."""
+    """Return the optimizer inside Accelerate's wrapper."""
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer
     return cast(Optimizer, optimizer)
 
 
 def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse what would not be guarded, or not rightly.
+    """Refuse loops that cannot be guarded correctly.
 
     Raises:
-        UsageError: it is that.
+        UsageError: this is such a loop.
     """
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
@@ -173,9 +173,9 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
 def replace(
     attached: Attached, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Replace a method on the object itself until the guard is closed; then it is put back.
+    """Replace a method on the object itself, and restore it when the guard is closed.
 
-    Where somebody has wrapped ours since, that goes on to call the real one only.
+    If other code has wrapped the replacement since, it stays, but then only calls the original.
     """
     real = getattr(owner, name)
     ours, closed = make(real), False
@@ -193,7 +193,7 @@ def replace(
 
 
 class Hooks:
-    """Learns a step's losses and its clip through the accelerator's own methods."""
+    """Gets a step's losses and clip norm from the accelerator's methods."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Hooks:
         self._sum: Tensor | None = None
         self._sees_backward = False
         others = {plain(optimizer) for optimizer in accelerator._optimizers}
-        # Of a loss that may be another optimizer's nothing is known.
+        # With unguarded optimizers, a loss may belong to one of them.
         self._learns_loss = others <= set(self._optimizers)
         replace(attached, accelerator, "backward", self._backward)
         replace(attached, accelerator, "clip_grad_norm_", self._clip_grad_norm)
@@ -230,7 +230,7 @@ class Hooks:
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             result = real(loss, *args, **kwargs)
             self._sees_backward = True
-            # A verdict that the loop did not take to optimizer.step() was on other gradients.
+            # A verdict that was not used in optimizer.step() belongs to other gradients.
             self._attached._judged = None
             if not self._learns_loss:
                 return result
@@ -245,7 +245,7 @@ class Hooks:
         return backward
 
     def give_loss(self) -> None:
-        """Give the sum of the parts, once; call before the step's update."""
+        """Pass on the sum of the partial losses, once; call before the step's update."""
         if self._sum is not None:
             self._attached.loss(self._sum)
             self._sum = None
@@ -265,7 +265,7 @@ class Hooks:
     def _clip_grad_value(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             clipped = _as_parameters(parameters)
-            # It would make an Inf a number like others, and nobody could see it any more.
+            # Judge first: clipping by value turns an Inf into a normal number.
             self._before_clip(clipped, None)
             clipped_params = parameters if isinstance(parameters, Tensor) else clipped
             return real(clipped_params, *args, **kwargs)
@@ -273,7 +273,7 @@ class Hooks:
         return clip_grad_value_
 
     def _before_clip(self, clipped: list[Tensor], max_norm: float | None) -> None:
-        """Judge the gradients, where these are all of them and the last backward is done."""
+        """Judge the gradients if the loop clips all of them after the step's last backward."""
         attached, owned = self._attached, self._owned()
         if self._owns_clip:
             self._refuse_clip()
@@ -281,9 +281,9 @@ class Hooks:
         if not self._accelerator.sync_gradients or not owned <= {id(p) for p in clipped}:
             return
         if any(p.grad is not None for p in clipped if id(p) not in owned):
-            max_norm = None  # it counts gradients that no update takes
+            max_norm = None  # the clip's norm includes gradients that no optimizer updates
         judged = attached._judged
-        if judged is not None and self._sees_backward:  # clipped again
+        if judged is not None and self._sees_backward:  # clipped twice
             both_given = None not in (judged.max_norm, max_norm)
             tighter = (
                 min(cast(float, judged.max_norm), cast(float, max_norm)) if both_given else None
@@ -298,10 +298,10 @@ class Hooks:
         return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     def _refuse_clip(self) -> None:
-        """Refuse a clip that the loop said it does not make.
+        """Refuse a clip in a loop that was declared to not clip.
 
         Raises:
-            UsageError: this is the first step. Later it is counted.
+            UsageError: this is the first step. Later it is only counted.
         """
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
@@ -316,7 +316,7 @@ class Hooks:
     # --------------------------------------------------------------------------- the scaler
 
     def _unscale_gradients(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave out what is unscaled by now: a second time is an error of the scaler."""
+        """Skip optimizers that are already unscaled: a second time is an error of the scaler."""
         from torch.amp.grad_scaler import OptState
 
         accelerator = self._accelerator
@@ -332,13 +332,13 @@ class Hooks:
         return unscale_gradients
 
     def _step_without_scaler(self, optimizer: Any) -> None:
-        """Have no step made around ours: by a scaler that is off, Accelerate takes it away."""
+        """Call the guarded step directly: with a disabled scaler, Accelerate would not call it."""
         scaler, optimizer.scaler = optimizer.scaler, None
         self._attached.when_closed(functools.partial(setattr, optimizer, "scaler", scaler))
 
 
 class _Loop:
-    """Follows a loop of the user's own: its scalars, its checkpoints and its end."""
+    """Connects a user's loop: its scalars, its checkpoints and its end."""
 
     def __init__(self, accelerator: Any, attached: Attached, state_file: str) -> None:
         self._accelerator = accelerator
@@ -376,7 +376,7 @@ class _Loop:
                 Path(output_dir, self._state_file).write_text(state)
 
     def _load(self, _models: Any, input_dir: str) -> None:
-        """Go on as the loop that saved, or, in the midst of a run, judge by a new baseline."""
+        """Continue from the saved state; in the middle of a run, start a new baseline."""
         attached = self._attached
         if attached.step_index:
             attached.expect("accelerator.load_state() was called")
@@ -389,14 +389,14 @@ class _Loop:
         attached.load_state_dict(self._from_root(state))
 
     def _from_root(self, state: Any) -> Any:
-        """Return the main process' word: a folder may be there on its node alone."""
+        """Return rank 0's value: the directory may exist only on its node."""
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([state])[0]
 
 
 def observe(attached: Any, values: Mapping[str, Any]) -> None:
-    """Record what of a framework's log is a number; where the guard is off, nothing."""
+    """Record the numbers in a framework's log; do nothing if the guard is off."""
     if not isinstance(attached, Attached):
         return
     with attached._run.faults.fail_open("observe"):
@@ -410,12 +410,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _state_file(accelerator: Any, optimizer: Any) -> str:
-    """Return where the state lies in a folder of ``save_state``: each guard has its own."""
+    """Return the file name of the state in ``save_state``'s directory; each guard has one."""
     first = plain(as_list(optimizer)[0])
     index = [plain(o) for o in accelerator._optimizers].index(first)
     return f"vitals_{index}.json" if index else "vitals.json"
 
 
 def _as_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return them as a list: what makes them may do so only once."""
+    """Return the parameters as a list: an iterator can be used only once."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

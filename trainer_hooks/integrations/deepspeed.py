@@ -1,11 +1,11 @@
-"""DeepSpeed: puts ``engine.step()`` under guard; the loop stays as it is.
+"""DeepSpeed: guards ``engine.step()``; the loop stays as it is.
 
     engine, *_ = deepspeed.initialize(...)
     attached = trainer_hooks.integrations.deepspeed.attach(engine)
 
-A skip is the engine's own, the one it makes when float16 overflows. Each of its optimizers asks
-itself at one place of its step whether the gradients are sound; there ours are measured, the ranks
-agree, and the answer is given for them.
+A step is skipped with the engine's own mechanism for float16 overflow. Each of its optimizers
+checks for overflow at one place; there Vitals measures the gradients, the ranks agree, and the
+verdict replaces the result of the check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_hooks._attach import Attached, Judged
 from trainer_hooks._watch import MonitorParts, set_up
 from trainer_hooks.arguments import Arguments
 from trainer_hooks.guard.optimizers import scaled_rates
-from trainer_hooks.guard.route import not_compiled
+from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.integrations.framework import Options, is_off, replace, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.noop import Unattached
@@ -36,19 +36,19 @@ OLDEST = "0.19.8"
 
 
 def attach(engine: Any, **options: Unpack[Options]) -> Attached:
-    """Put the steps of a DeepSpeed engine under guard. Call on all ranks, before the first step.
+    """Guard the steps of a DeepSpeed engine. Call on all ranks, before the first step.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first.
-        options: those of ``trainer_hooks.attach``.
+        engine: first result of ``deepspeed.initialize``.
+        options: as for ``trainer_hooks.attach``.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed, or too old.
-        UsageError: the engine steps in a way that cannot be guarded; the text says which.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        UsageError: the engine steps in a way that cannot be guarded; the message names it.
+        TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
     require("deepspeed", OLDEST, extra="deepspeed")
-    seat = None if is_off(options) else _seat_of(engine)
+    seat = None if is_off(options) else _engine_hook_of(engine)
     arguments = Arguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
@@ -73,9 +73,9 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
 
 
 class DeepSpeedAttached(Attached):
-    """An engine under guard. Made by ``attach``; closing it gives all back."""
+    """A guarded engine, created by ``attach``; closing it restores all replaced methods."""
 
-    def __init__(self, parts: MonitorParts, engine: Any, seat: _Seat) -> None:
+    def __init__(self, parts: MonitorParts, engine: Any, seat: _EngineHook) -> None:
         super().__init__(
             parts.device, parts.run, tokens_per_step=parts.tokens_per_step, max_norm=None
         )
@@ -87,14 +87,14 @@ class DeepSpeedAttached(Attached):
         self._listen(engine)
         seat.hook(self, engine)
 
-    # --------------------------------------------------------------------- what is replaced
+    # --------------------------------------------------------------------- replaced methods
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method on the object itself until the end; ``make`` gets the one before."""
+        """Replace a method on the object until the end; ``make`` receives the current one."""
         replace(self, owner, name, not_compiled(make(getattr(owner, name))))
 
     def _listen(self, engine: Any) -> None:
-        """Take the losses from ``backward``, and the scalars that the engine logs."""
+        """Get the losses from ``backward``, and the scalars that the engine logs."""
 
         def backward(real: Any) -> Any:
             def ours(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class DeepSpeedAttached(Attached):
                 if not self._closed:
                     with self._run.faults.fail_open("loss"):
                         loss = args[0] if args else kwargs["loss"]
-                        # The caller has divided by it where the engine is told not to.
+                        # With scale_wrt_gas=False the caller has divided the loss already.
                         divided = not kwargs.get("scale_wrt_gas", True)
                         self.loss(loss * engine.gradient_accumulation_steps() if divided else loss)
                 return result
@@ -123,10 +123,10 @@ class DeepSpeedAttached(Attached):
             self.replace(engine.monitor, "write_events", write_events)
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Have a batch of the step kept; as ``Attached.keep_batch``.
+        """Keep a batch of the step for the probe; see ``Attached.keep_batch``.
 
         Raises:
-            UsageError: this is ZeRO 3.
+            UsageError: the engine uses ZeRO 3.
         """
         if isinstance(self.holder, ZeroThree):
             raise UsageError(
@@ -138,50 +138,50 @@ class DeepSpeedAttached(Attached):
 
     # ------------------------------------------------------------------------- in its step
 
-    def sit_before_clip(self) -> None:
-        """Judge a plain optimizer's gradients before the engine clips them."""
+    def judge_before_clip(self) -> None:
+        """Judge the gradients of a plain optimizer before the engine clips them."""
         if not self._closed:
             self.before_clip(self._clips_to)
 
-    def must_skip(self, overflowed: bool) -> bool:
-        """Measure, exchange and judge; return what all ranks are to do. Once in each step.
+    def judge_and_decide_skip(self, overflowed: bool) -> bool:
+        """Measure and judge the step; return whether all ranks skip it. Once per step, collective.
 
         Args:
-            overflowed: the engine's own answer, on this rank.
+            overflowed: result of the engine's own check, on this rank.
         """
         if self._closed:
             return overflowed
         assert self.holder is not None, "only an engine with a place of its own asks"
         self.holder.read_overflow_flag(overflowed=overflowed)
-        self.before_clip(self._clips_to if self.holder.clips_as_told else None)
+        self.before_clip(self._clips_to if self.holder.clips_to_config_norm else None)
         assert self._judged is not None, "it was judged just now"
         orders = self._judged.orders
         if orders.skip_on_host:
             return True
         if overflowed:
-            self._judged = _kept_back(self._judged)
+            self._judged = _marked_as_overflow(self._judged)
         self._rates.enter_context(scaled_rates(self._optimizer, orders.lr_factor))
         return overflowed
 
-    def engine_keeps_back(self) -> bool:
-        """Return whether the engine would keep back the step that was judged: by its own norm.
+    def engine_would_skip(self) -> bool:
+        """Return whether the engine itself would skip the judged step, because its norm overflows.
 
-        That is of float32, and each rank looks at its own: where they differ the engine's ranks
-        would part, so all of them take the one that they agree on.
+        The engine computes the norm in float32, and each rank checks its own. Ranks could decide
+        differently, so all use the norm they agree on.
         """
         judged = self._judged
         if judged is None or judged.verdict.grad_norm.item() < SHORT_FROM:
             return False
-        self._judged = _kept_back(judged)
+        self._judged = _marked_as_overflow(judged)
         return True
 
     @property
     def overflow_agreed(self) -> bool:
-        """Whether the loss scale overflowed on any rank in the step that was judged last."""
+        """Whether the loss scale overflowed on any rank in the step judged last."""
         return self._judged is not None and bool(self._judged.verdict.overflow.item())
 
     def around_step(self, real: Any) -> Any:
-        """Return the optimizer's step with the end of ours behind it."""
+        """Return the optimizer's step, followed by the end of the guarded step."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
@@ -201,11 +201,11 @@ class DeepSpeedAttached(Attached):
         """Finish the step that was judged.
 
         Raises:
-            UsageError: none was, and this is the first. Later it is counted, and training goes on.
+            UsageError: no step was judged, and this is the first. Later it is only counted.
         """
         judged, self._judged = self._judged, None
         if judged is not None:
-            self._parts.clock.come_back()
+            self._parts.clock.reenter()
             self._finish(judged)
             return
         error = UsageError(
@@ -219,34 +219,34 @@ class DeepSpeedAttached(Attached):
             raise error
 
 
-def _kept_back(judged: Judged) -> Judged:
-    """Return the verdict on a step that the engine alone keeps back: its norm is of float32."""
+def _marked_as_overflow(judged: Judged) -> Judged:
+    """Return the step marked as overflow: the engine skips it, since its float32 norm overflows."""
     verdict = judged.verdict
     bad = torch.ones_like(verdict.bad)
     verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
     return judged._replace(verdict=verdict, orders=judged.orders._replace(bad=bad))
 
 
-# ------------------------------------------------------------------ the place in each of them
+# -------------------------------------------------------------------- hooks of the optimizers
 
 
-class _Seat(NamedTuple):
-    """What of an engine is guarded, and how."""
+class _EngineHook(NamedTuple):
+    """How an engine is guarded."""
 
     optimizer: Optimizer
-    """The plain optimizer below all wrappers."""
+    """The plain optimizer inside all wrappers."""
     hook: Callable[[DeepSpeedAttached, Any], None]
     holder: Holder | None = None
     scaler: Any = None
 
 
 def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
-    """No ZeRO, float32: the optimizer's step itself is guarded; judge before the engine's clip."""
+    """No ZeRO, float32: guard the optimizer's step, and judge before the engine's clip."""
     name = "clip_fp32_gradients" if engine.gradient_clipping() > 0.0 else "_take_model_step"
 
     def before(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> Any:
-            attached.sit_before_clip()
+            attached.judge_before_clip()
             return real(*args, **kwargs)
 
         return ours
@@ -255,13 +255,13 @@ def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
-    """ZeRO 1 to 3: the scale is updated once it is known whether the step is made, and before."""
+    """ZeRO 1 to 3: judge where the loss scale is updated, just before the overflow decision."""
     zero = engine.optimizer
 
     def update_scale(real: Any) -> Any:
         def ours(has_overflow: bool = False) -> None:
-            skip = attached.must_skip(bool(has_overflow))
-            real(has_overflow)  # the engine's own word: a spike must not lower the loss scale
+            skip = attached.judge_and_decide_skip(bool(has_overflow))
+            real(has_overflow)  # only real overflow: a spike must not lower the loss scale
             zero.overflow = skip
 
         return ours
@@ -271,7 +271,7 @@ def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
-    """FP16_Optimizer and its like: a checker is asked whether a gradient overflowed."""
+    """FP16_Optimizer and similar: replace the result of its overflow check."""
     zero = engine.optimizer
     holder = attached.holder
     assert isinstance(holder, HalfHeld), "made for this hook"
@@ -280,7 +280,7 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
     def has_overflow(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> bool:
             has_overflow_here = bool(real(*args, **kwargs))
-            skip = attached.must_skip(has_overflow_here) or attached.engine_keeps_back()
+            skip = attached.judge_and_decide_skip(has_overflow_here) or attached.engine_would_skip()
             skipped_by["ours"] = skip and not attached.overflow_agreed
             return skip
 
@@ -306,12 +306,12 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_wide(attached: DeepSpeedAttached, engine: Any) -> None:
-    """BF16_Optimizer: it asks nobody, so its step is not called; what it clears is cleared."""
+    """BF16_Optimizer has no overflow check: do not call its step, and clear what it would clear."""
     zero = engine.optimizer
 
     def guarded(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> Any:
-            zero.overflow = attached.must_skip(False) or attached.engine_keeps_back()
+            zero.overflow = attached.judge_and_decide_skip(False) or attached.engine_would_skip()
             if not zero.overflow:
                 return real(*args, **kwargs)
             zero._global_grad_norm = math.inf
@@ -333,25 +333,25 @@ _SEATS: dict[str, tuple[type[Holder], Callable[[DeepSpeedAttached, Any], None]]]
 }
 
 
-def _seat_of(engine: Any) -> _Seat:
-    """Return what of the engine is guarded; refuse it in words where it cannot be."""
+def _engine_hook_of(engine: Any) -> _EngineHook:
+    """Return how the engine is guarded; raise an error if it cannot be."""
     _refuse(engine)
     outer = engine.optimizer
     if isinstance(outer, Optimizer):
         scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
-        return _Seat(outer, _hook_plain, scaler=scaler)
+        return _EngineHook(outer, _hook_plain, scaler=scaler)
     holder, hook = _SEATS[type(outer).__name__]
-    return _Seat(outer.optimizer, hook, holder(engine))
+    return _EngineHook(outer.optimizer, hook, holder(engine))
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------- refusals
 
 
 def _refuse(engine: Any) -> None:
-    """Refuse an engine whose skip could leave a trace, or where it was not proven to leave none.
+    """Refuse an engine whose skip may change state, or was not verified to be without effect.
 
     Raises:
-        UsageError: it says what, and the way out.
+        UsageError: the message says why, and what to do.
     """
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
@@ -371,7 +371,7 @@ _OTHER_PARTS = "its ranks hold different parameters, so there is no common gradi
 
 
 def _reasons(engine: Any) -> list[tuple[str, str]]:
-    """Return what of the engine cannot be guarded, and why."""
+    """Return features of the engine that cannot be guarded, with reasons."""
 
     def has(name: str) -> bool:
         return bool(getattr(engine, name, False))
@@ -391,7 +391,7 @@ def _reasons(engine: Any) -> list[tuple[str, str]]:
 
 
 def _reasons_of(outer: Any) -> list[tuple[str, str]]:
-    """Return what of the engine's optimizer cannot be guarded, and why."""
+    """Return features of the engine's optimizer that cannot be guarded, with reasons."""
     plain = getattr(outer, "optimizer", outer)
     name, is_plain = type(plain).__name__, isinstance(outer, Optimizer)
     kinds = {kind.__name__ for kind in type(plain).__mro__}

@@ -3,8 +3,9 @@
     model, optimizer = fabric.setup(model, optimizer)
     attached = attach(fabric, model, optimizer)
 
-``optimizer.step()`` is guarded, ``fabric.backward`` gives the loss, and ``fabric.clip_gradients``
-measures and judges before it clips. All of them are replaced on the objects, until ``close()``.
+``optimizer.step()`` is guarded, ``fabric.backward`` provides the loss, and
+``fabric.clip_gradients`` measures and judges before it clips. The methods are replaced on the
+objects, until ``close()``.
 """
 
 from __future__ import annotations
@@ -38,27 +39,26 @@ def attach(
     loss_divisor: float = 1.0,
     **options: Unpack[Options],
 ) -> Attached:
-    """Put the loop's ``optimizer.step()`` under guard. Call on all ranks, after ``fabric.setup``.
+    """Guard the loop's ``optimizer.step()``. Call on all ranks, after ``fabric.setup``.
 
-    Outliers of the gradients' norm are judged where the loop calls ``fabric.clip_gradients``, or
-    with ``max_norm``. A clip whose ``error_if_nonfinite`` nobody gave raises no more: the step is
-    skipped. Given as True it raises as before.
+    Gradient norm outliers are detected if the loop calls ``fabric.clip_gradients``, or with
+    ``max_norm``. A clip without an explicit ``error_if_nonfinite`` no longer raises: the step is
+    skipped instead. An explicit True raises as before.
 
     Args:
         fabric: the Fabric, launched.
-        model: what ``fabric.setup`` returned, or ``fabric.setup_module``.
-        optimizers: what ``fabric.setup`` returned; all of them are stepped after the same backward.
-        max_norm: clip to this norm within ``optimizer.step()``, for a loop that does not clip:
-            ``"auto"`` clips to a multiple of the recent median norm, and with inf nothing is
-            clipped.
-        loss_divisor: what the loop divides each loss by before ``fabric.backward``, as some do that
-            accumulate.
-        options: as ``trainer_hooks.attach`` takes them.
+        model: result of ``fabric.setup`` or ``fabric.setup_module``.
+        optimizers: results of ``fabric.setup``; all are stepped after the same backward.
+        max_norm: clip to this norm in ``optimizer.step()``, for a loop that does not clip:
+            ``"auto"`` clips to a multiple of the recent median norm; inf does not clip.
+        loss_divisor: number by which the loop divides each loss before ``fabric.backward``, for
+            gradient accumulation.
+        options: as for ``trainer_hooks.attach``.
 
     Raises:
-        UsageError: an argument cannot work; the text says which and what to do.
+        UsageError: an argument is invalid; the message says which and what to do.
         MissingDependencyError: Fabric is too old.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
     _require(fabric)
     _refuse(fabric, loss_divisor)
@@ -70,7 +70,7 @@ def attach(
         max_norm=max_norm,
         **options,
     )
-    if isinstance(attached, Attached):  # it is off otherwise
+    if isinstance(attached, Attached):  # otherwise it is off
         replace(attached, fabric, _GUARDED, True)
         _give_losses(fabric, attached, loss_divisor)
         _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)
@@ -80,7 +80,7 @@ def attach(
 
 
 def _require(fabric: Any) -> None:
-    """Refuse a Fabric that is too old; the stand-alone PyTorch Lightning brings its own along."""
+    """Refuse a Fabric that is too old; PyTorch Lightning contains its own copy."""
     package = type(fabric).__mro__[-2].__module__.partition(".")[0]
     named = ("lightning",) if package == "lightning" else ("lightning-fabric", "pytorch-lightning")
     present = [name for name in named if any(distributions(name=name))]
@@ -114,7 +114,7 @@ def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
     real: Callable[..., None] = fabric.backward
 
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        attached._judged = None  # of gradients that this changes
+        attached._judged = None  # the verdict was on gradients before this backward
         attached.loss(tensor.detach() * divisor)
         real(tensor, *args, **kwargs)
 
@@ -139,7 +139,9 @@ def _judge_before_clips(
                     "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
                     hint="remove one of them; without max_norm the guard reads the loop's own clip",
                 )
-            stepped = attached.route._round  # once for several, which may be stepped in between
+            stepped = (
+                attached.route._round
+            )  # judge once for several optimizers, which may be stepped in between
             is_next = not stepped or index in stepped
             if is_next and (attached._judged is None or index in clipped):
                 clipped.clear()
@@ -153,7 +155,7 @@ def _judge_before_clips(
 
 
 def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
-    """Return the norm that a clip aims at; None for one by value, or to another kind of norm."""
+    """Return the norm to which a clip scales; None for a clip by value or another norm type."""
     max_norm = bound_arguments.get("max_norm")
     return (
         None if max_norm is None or bound_arguments.get("norm_type", 2.0) != 2 else float(max_norm)
@@ -161,12 +163,12 @@ def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
 
 
 def _unscale_once(precision: Any, attached: Attached) -> None:
-    """Have a clip not unscale again what was unscaled to be measured: a scaler would raise."""
+    """Let a clip skip unscaling if the gradients are unscaled already: a scaler would raise."""
     real: Callable[..., None] = precision.unscale_gradients
 
     def unscale_gradients(optimizer: Any) -> None:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            real(optimizer)  # raises: of these no Fabric clips the scaled gradients
+            real(optimizer)  # raises for precisions in which Fabric cannot clip scaled gradients
         else:
             unscale(precision.scaler, [optimizer])
 
@@ -175,7 +177,7 @@ def _unscale_once(precision: Any, attached: Attached) -> None:
 
 
 def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
-    """Record what the loop logs; ``fabric.log`` comes by here too, and waits for each value."""
+    """Record logged values; ``fabric.log`` also calls this method, and waits for each value."""
     real: Callable[..., None] = fabric.log_dict
 
     def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:

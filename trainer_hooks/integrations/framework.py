@@ -1,4 +1,4 @@
-"""What the adapters share: their options, and what is said where a framework is missing or old."""
+"""Common parts of the adapters: options, version checks, replaced attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What every adapter passes on to ``trainer_hooks.attach``; described there."""
+    """Options that every adapter passes to ``trainer_hooks.attach``, which documents them."""
 
     run: str | None
     mode: Literal["off", "observe", "guard"]
@@ -34,23 +34,23 @@ class Options(TypedDict, total=False):
 
 
 def is_off(options: Options) -> bool:
-    """Return whether nothing is to be guarded, and so nothing to be refused.
+    """Return whether Vitals is off, so that nothing is refused either.
 
-    The environment or the code says so; ``attach`` makes sure that all ranks were told the same.
+    From ``VITALS_MODE`` or ``mode``; ``attach`` checks that all ranks have the same setting.
     """
     return "off" in (os.environ.get("VITALS_MODE"), options.get("mode"))
 
 
 def require(distribution: str, oldest: str, *, extra: str) -> None:
-    """Refuse a framework that is not installed, or older than what the adapter was tested with.
+    """Refuse a framework that is missing, or older than the versions tested with the adapter.
 
     Args:
-        distribution: its name in the package index.
-        oldest: the oldest version that the conformance suite was run with.
-        extra: the extra of ``trainvitals`` that installs it.
+        distribution: name on the package index.
+        oldest: oldest version that passed the conformance suite.
+        extra: extra of ``trainvitals`` that installs it.
 
     Raises:
-        MissingDependencyError: install or upgrade it.
+        MissingDependencyError: install or upgrade the framework.
     """
     hint = f"pip install 'trainvitals[{extra}]'"
     try:
@@ -64,9 +64,9 @@ def require(distribution: str, oldest: str, *, extra: str) -> None:
 
 
 def replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
-    """Set an attribute on the object itself, until the guard closes.
+    """Set an attribute on the object itself until the guard closes.
 
-    Where somebody has put another in its place since, that one stays.
+    If other code has replaced it since, it is not restored.
     """
     before = vars(owner).get(name)
 

@@ -1,9 +1,9 @@
-"""Hugging Face ``Trainer``: a callback that puts the trainer's ``optimizer.step()`` under guard.
+"""Hugging Face ``Trainer``: a callback that guards the trainer's ``optimizer.step()``.
 
     trainer.add_callback(VitalsCallback(trainer))
 
-The trainer clips through its accelerator before any callback is called: there the gradients are
-judged, before the clip.
+The trainer clips through its accelerator before it calls any callback; gradients are judged there,
+before the clip.
 """
 
 from __future__ import annotations
@@ -32,40 +32,41 @@ _LOG = logging.getLogger("trainvitals")
 
 
 class VitalsCallback(TrainerCallback, ExportableState):
-    """Guards ``trainer.train()``: a run begins and ends with it."""
+    """Guards ``trainer.train()``: one run per call."""
 
     attached: Attached | None = None
-    """The present training's guard: ``run_id``, ``observe``, ``swallowed_errors``."""
+    """Guard of the current training: ``run_id``, ``observe``, ``swallowed_errors``."""
     kept: Mapping[str, Any] | None = None
-    """Set only where the trainer has made this callback anew, from a checkpoint."""
+    """Set only if the trainer re-created this callback from a checkpoint."""
 
     def __init__(self, trainer: Any = None, **options: Unpack[Options]) -> None:
-        """Guard what the trainer trains.
+        """Guard the trainer's training.
 
         Args:
-            trainer: the trainer that this callback is added to. Without it the losses are not
-                known, and neither is the norm before the trainer's clip: what is not finite is
-                skipped all the same, outliers are not.
-            options: as ``trainer_hooks.attach`` takes them. Without ``run`` and ``config`` they are
-                the trainer's own.
+            trainer: trainer to which this callback is added. Without it, the losses and the norm
+                before the clip are unknown: non-finite steps are still skipped, but outliers are
+                not.
+            options: as for ``trainer_hooks.attach``. Defaults of ``run`` and ``config`` are the
+                trainer's.
         """
         self._trainer = trainer
         self._options = options
         self._hooks: accelerate.Hooks | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what protects a resumed run; the trainer puts it into ``trainer_state.json``."""
+        """Return the state of the guard, which the trainer stores in ``trainer_state.json``."""
         attached_state = {} if self.attached is None else self.attached.state_dict()
         return {"args": {}, "attributes": {"kept": attached_state}}
 
-    # ------------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------------ start and end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach: all is prepared, and a checkpoint was loaded.
+        """Attach: the model is prepared, and a checkpoint was loaded.
 
         Raises:
-            UsageError: this way to train cannot be guarded; the text says which and what to do.
-            TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+            UsageError: the trainer trains in a way that cannot be guarded; the message says what to
+                do.
+            TrainingHalted: the escalation policy halted this run, and no operator resumed it.
         """
         self._end("failed", "another training started before this one ended")
         self._refuse_copy()
@@ -81,8 +82,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
         self.attached.left_open = ("failed", "the training raised an error or was left early")
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name) if state.global_step else None
-        # Without an entry the trainer cannot save: it has none where the run resumes from a
-        # checkpoint that was written without this callback.
+        # Without an entry the trainer raises when it saves, if the run was resumed from a
+        # checkpoint
+        # that was written without this callback.
         state.stateful_callbacks.setdefault(name, self.state())
         if isinstance(saved, Mapping):
             self.attached.load_state_dict(saved["attributes"]["kept"])
@@ -103,7 +105,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached, self._hooks = accelerate.guard(
             trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
         )
-        # A loss of somebody else's may keep count of its calls; DeepSpeed's engine makes the steps.
+        # A custom loss may count its calls; with DeepSpeed the engine steps.
         if self._hooks is not None and type(trainer).compute_loss is Trainer.compute_loss:
             accelerate.replace(attached, trainer, "compute_loss", _Probed(trainer, attached))
         return attached
@@ -121,7 +123,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         """End the run.
 
         Raises:
-            TrainingHalted: the last step's numbers came back only now, and say so.
+            TrainingHalted: the last step, whose numbers arrive only now, halts the run.
         """
         self._end("finished", "")
 
@@ -133,23 +135,23 @@ class VitalsCallback(TrainerCallback, ExportableState):
     # ------------------------------------------------------------------------- in every step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the loss, where the trainer did not clip through its accelerator."""
+        """Pass on the loss, if the trainer did not clip through its accelerator."""
         if self._hooks is not None:
             self._hooks.give_loss()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record what the trainer logs; what it has evaluated, and logs by that name too, apart."""
+        """Record logged values; metrics of an evaluation are recorded separately."""
         if not state.is_world_process_zero:
             return
         logged = dict(logs or {})
         if any(name.startswith("eval_") for name in logged):
-            logged.pop("epoch", None)  # the training's own log has it
+            logged.pop("epoch", None)  # Vitals records the epoch itself
         named = {_metric(name): value for name, value in logged.items()}
         accelerate.observe(self.attached, named)
 
 
 class _Probed:
-    """Has the trainer's batches kept, and its own loss read of them."""
+    """Keeps the trainer's batches for the probe, with the trainer's own loss."""
 
     def __init__(self, trainer: Any, attached: Attached) -> None:
         self._trainer = trainer
@@ -164,7 +166,7 @@ class _Probed:
         return compute_loss
 
     def _loss_of(self, real: Callable[..., Any], model: Any, inputs: Any) -> Any:
-        """Return the mean over the batch, whatever share of its step the batch had."""
+        """Return the mean loss over the batch, without the trainer's scaling by accumulation."""
         with self._trainer.compute_loss_context_manager():
             return real(model, inputs).mean()
 

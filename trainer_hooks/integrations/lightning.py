@@ -1,9 +1,9 @@
-"""Lightning's ``Trainer``: a callback that puts its ``optimizer.step()`` under guard.
+"""Lightning's ``Trainer``: a callback that guards its ``optimizer.step()``.
 
     trainer = lightning.Trainer(callbacks=[VitalsCallback()])
 
-Lightning's closure (forward, backward, its hooks and the clip) runs before the guarded step; the
-gradients are measured and judged in ``on_before_optimizer_step``, which comes before the clip.
+Lightning's closure (forward, backward, its hooks and the clip) runs before the guarded step. The
+gradients are measured and judged in ``on_before_optimizer_step``, before the clip.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainer_hooks.integrations.framework import Options, is_off, require
 from trainvitals.errors import TrainingHalted, UsageError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-"""The distributions' top-level packages, and where each has its ``Callback``."""
+"""Top-level packages of the two distributions, and the modules of their ``Callback``."""
 
 
 def _callback_class() -> Any:
-    """Return the base class of the package in use; of both, as a list of callbacks takes either."""
+    """Return the base class of the imported package; of both, which either trainer accepts."""
     present = [name for name in _PACKAGES if find_spec(name) is not None]
     package_name = next((name for name in present if _PACKAGES[name] in sys.modules), None)
     package = package_name or (present[0] if present else "lightning")
@@ -41,18 +41,19 @@ _Callback: Any = _callback_class()
 
 
 class VitalsCallback(_Callback):
-    """Guards ``trainer.fit()``: a run begins and ends with it."""
+    """Guards ``trainer.fit()``: one run per call."""
 
     attached: Attached | None = None
-    """The present fit's loop, or the last one's: ``run_id``, ``observe``, ``swallowed_errors``."""
+    """Guard of the current fit, or of the last one: ``run_id``, ``observe``,
+    ``swallowed_errors``."""
 
     def __init__(self, *, optimizer: int | None = None, **options: Unpack[Options]) -> None:
         """Guard the trainer's optimizer.
 
         Args:
-            optimizer: which one of several, by its place in what ``configure_optimizers`` returns;
-                each needs a callback, and has a run, of its own.
-            options: as ``trainer_hooks.attach`` takes them.
+            optimizer: index in the result of ``configure_optimizers``, if there are several; each
+                needs its own callback, and has its own run.
+            options: as for ``trainer_hooks.attach``.
         """
         super().__init__()
         self._index = optimizer
@@ -63,31 +64,31 @@ class VitalsCallback(_Callback):
 
     @property
     def state_key(self) -> str:
-        """Where the state lies in a checkpoint."""
+        """Key of the state in a checkpoint."""
         name = type(self).__qualname__
         return name if self._index is None else f"{name}{{'optimizer': {self._index}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what protects a resumed run from its first step, for the .ckpt."""
+        """Return the state that guards a resumed run from its first step, for the .ckpt."""
         if self._guards and self.attached is not None:
             return self.attached.state_dict()
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts: only then is there a loop to give it to."""
+        """Keep the state until training starts and the guard exists."""
         self._state = state_dict
 
-    # ------------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------------ start and end
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget the state of a fit before: Lightning loads a checkpoint's after this."""
+        """Discard the state of an earlier fit; Lightning loads a checkpoint's state after this."""
         self._state = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: optimizers are made and restored by now, and the model is wrapped.
+        """Attach: the optimizers exist and are restored, and the model is wrapped.
 
         Raises:
-            UsageError: what is trained in this way cannot be guarded.
+            UsageError: the loop trains in a way that cannot be guarded.
         """
         if is_off(self._options):
             return
@@ -120,12 +121,12 @@ class VitalsCallback(_Callback):
         """End the run.
 
         Raises:
-            TrainingHalted: the last step's numbers came back only now, and say so.
+            TrainingHalted: the last step, whose numbers arrive only now, halts the run.
         """
         self._end(lambda attached: attached.end("finished", ""))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run as one that failed, or was interrupted; what was raised goes on."""
+        """End the run as failed or interrupted; the exception propagates."""
         if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
             with suppress(TrainingHalted):
                 self._end(lambda attached: attached.end("interrupted", "SIGTERM"))
@@ -133,7 +134,7 @@ class VitalsCallback(_Callback):
         self._end(lambda attached: attached.__exit__(type(exception), exception, None))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End a run that is still open, as where a tuner has left the fit."""
+        """End a run that is still open, for example after a tuner."""
         self.on_train_end(trainer, pl_module)
 
     def _end(self, how: Any) -> None:
@@ -150,13 +151,13 @@ class VitalsCallback(_Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note that there was no backward yet."""
+        """Reset: this batch has had no backward yet."""
         self._has_gradients = False
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Take the micro-batch's loss, as it was before Lightning divided and scaled it.
+        """Record the loss of the micro-batch, without Lightning's division and scaling.
 
-        In manual optimization nobody knows what the loop has done to it.
+        In manual optimization it is unknown what the loop did to the loss.
         """
         if not self._guards or self.attached is None or not pl_module.automatic_optimization:
             return
@@ -167,11 +168,11 @@ class VitalsCallback(_Callback):
         self.attached.loss(whole)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure, exchange and judge; in manual optimization the loop has clipped by now."""
+        """Measure and judge the gradients; in manual optimization the loop has clipped already."""
         if not self._guards or self.attached is None or not pl_module.automatic_optimization:
             return
         if not self._has_gradients and _scaler(trainer) is not None:
-            return  # a training_step without a loss: where there is a scaler, no step follows
+            return  # a training_step without a loss; with a scaler, no step follows
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return
@@ -183,14 +184,14 @@ class VitalsCallback(_Callback):
             )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the time of the validation out of the next step's."""
+        """Exclude the validation from the time of the next step."""
         if self._guards and self.attached is not None:
             self.attached._parts.clock.restart()
 
     def _listen(self, trainer: Any, attached: Attached) -> None:
-        """Record what Lightning gives to its loggers, when it does, and each validation's metrics.
+        """Record values when Lightning passes them to its loggers, and metrics of each validation.
 
-        Both come after the update, and are of the step before the next one.
+        Both come after the update, and belong to the step before the next one.
         """
         connector = trainer._logger_connector
         real, run = connector.log_metrics, attached._run
@@ -198,7 +199,7 @@ class VitalsCallback(_Callback):
         def log_metrics(metrics: Any, step: int | None = None) -> None:
             real(metrics, step)
             validates = trainer.validating
-            # Without a logger nothing waits for the training metrics: neither do we.
+            # Without a logger nothing waits for the training metrics, so Vitals must not either.
             if (validates and step is not None) or not (validates or trainer.loggers):
                 return
             with run.faults.fail_open("observe"):
@@ -233,7 +234,7 @@ def _refuse_unfreezing(callbacks: Iterable[Any]) -> None:
 
 
 def _averages(callbacks: Iterable[Any]) -> dict[str, AveragedModel]:
-    """Return the averages that callbacks keep (``WeightAveraging``), for a skip to leave alone."""
+    """Return averaged models of callbacks (``WeightAveraging``), which a skip must not update."""
     return {
         f"{type(callback).__name__}.{name}": value
         for callback in callbacks
@@ -247,7 +248,7 @@ def _scaler(trainer: Any) -> Any:
 
 
 def _max_norm(trainer: Any, pl_module: Any) -> float | None:
-    """Return what Lightning clips the norm to: inf where it does not clip, None if unknown."""
+    """Return the norm to which Lightning clips: inf if it does not clip, None if unknown."""
     name = "configure_gradient_clipping"
     owner = next((kind for kind in type(pl_module).__mro__ if name in vars(kind)), type(None))
     if name in vars(pl_module) or owner.__module__.partition(".")[0] not in _PACKAGES:

@@ -1,9 +1,9 @@
-"""torchtitan: the ``Trainer``'s own train step under guard.
+"""torchtitan: guards the train step of a ``Trainer``.
 
     attached = trainer_hooks.integrations.torchtitan.attach(trainer)   # then trainer.train()
 
 Gradients are judged after the last ``forward_backward_step`` of a step, before torchtitan clips.
-Only methods of these objects are replaced, and put back at the end; no class and no module is.
+Methods are replaced on these objects only, never on a class or module, and restored at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
 
 STATE = "vitals"
-"""What the loop's state is called in torchtitan's checkpoints."""
+"""Key of the state in torchtitan's checkpoints."""
 _VALIDATION = "validation_metrics/"
 _TRAIN = "guarded_train"
 _OWN_STEPS = {
@@ -37,24 +37,24 @@ _OWN_STEPS = {
 
 
 def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
-    """Put a torchtitan ``Trainer`` under guard. Call on all ranks, before ``trainer.train()``.
+    """Guard a torchtitan ``Trainer``. Call on all ranks, before ``trainer.train()``.
 
-    The run ends with ``train()``: finished, failed or interrupted. Its checkpoints carry the state
-    of the guard, and what torchtitan logs is kept with the run.
+    The run ends with ``train()``: finished, failed or interrupted. torchtitan's checkpoints include
+    the state of the guard, and its logged metrics are recorded.
 
     Args:
-        trainer: torchtitan's, or one derived from it.
-        options: those of ``trainer_hooks.attach``.
+        trainer: torchtitan's trainer, or a subclass.
+        options: as for ``trainer_hooks.attach``.
 
     Raises:
         MissingDependencyError: torchtitan is not installed, or too old.
-        UsageError: this trainer cannot be guarded; the text says why.
-        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        UsageError: this trainer cannot be guarded; the message says why.
+        TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
     _require()
     _refuse(trainer)
     attached = trainer_hooks.attach(trainer.model_parts[0], list(trainer.optimizers), **options)
-    if isinstance(attached, Attached):  # and not off
+    if isinstance(attached, Attached):  # otherwise it is off
         _follow(trainer, attached)
     return attached
 
@@ -64,15 +64,15 @@ def _require() -> None:
         version("torchtitan")
     except PackageNotFoundError:
         if find_spec("torchtitan") is not None:
-            return  # run from its repository, as its own scripts do: that has no version
+            return  # run from its repository, without an installed version
     require("torchtitan", "0.2.2", extra="torchtitan")
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse what steps in another way than ``Trainer.train_step`` does.
+    """Refuse trainers that step differently from ``Trainer.train_step``.
 
     Raises:
-        UsageError: the text says which and why.
+        UsageError: the message says which and why.
     """
     name = type(trainer).__name__
     needed = ("forward_backward_step", "train", "gradient_accumulation_steps", "parallel_dims")
@@ -101,7 +101,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _follow(trainer: Any, attached: Attached) -> None:
-    """Stand in for the trainer's methods until the loop is closed."""
+    """Replace the trainer's methods until the loop is closed."""
     steps = _StepJudge(trainer, attached)
     replace(attached, trainer, "forward_backward_step", steps.forward_backward_step)
     train = trainer.train
@@ -117,7 +117,7 @@ def _follow(trainer: Any, attached: Attached) -> None:
 
 
 class _StepJudge:
-    """Gives the losses on, and has the gradients judged after the last backward of a step."""
+    """Passes on the losses, and has gradients judged after the last backward of a step."""
 
     def __init__(self, trainer: Any, attached: Attached) -> None:
         from torchtitan.components.loss import IGNORE_INDEX
@@ -128,11 +128,11 @@ class _StepJudge:
         self._ignored = IGNORE_INDEX
         self._at: object = None
         self._calls = 0
-        # It would end the job, or on a GPU the process, before the step that we keep back.
+        # torchtitan's check would end the job, or on a GPU the process, before the step is skipped.
         self._hide = _stops_by_itself(trainer) and attached._run.mode != "observe"
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Do it, and after the last one of a step measure, exchange and judge."""
+        """Call the real method; after the last call of a step, measure and judge."""
         loss = self._real(*args, **kwargs)
         trainer, attached = self._trainer, self._attached
         if attached._closed:
@@ -147,16 +147,17 @@ class _StepJudge:
             config = getattr(trainer, "job_config", None) or trainer.config
             attached.before_clip(config.training.max_norm)
         elif self._calls > trainer.gradient_accumulation_steps:
-            self._judge_anew()
+            self._discard_early_judgement()
         if self._hide and is_given:
             self._hide_from_torchtitan(loss)
         return loss
 
     def _give(self, loss: Any, *, labels: Any, global_valid_tokens: Any, **_: Any) -> None:
-        """Give this rank's own mean: what torchtitan returns is its part of all ranks' mean.
+        """Pass on the local mean loss: torchtitan returns this rank's part of the global mean.
 
-        The weights are the valid tokens, as often as the ranks share them: the ranks' weighted mean
-        is ``global_avg_loss``, and the sum of the weights the step's tokens.
+        The weight is the number of valid tokens, divided by the ranks that share them. So the
+        weighted mean over ranks is ``global_avg_loss``, and the weights add up to the tokens of the
+        step.
         """
         dims = self._trainer.parallel_dims
         tokens = (labels != self._ignored).sum()
@@ -164,11 +165,11 @@ class _StepJudge:
         mean = part * global_valid_tokens * dims.cp / tokens.clamp(min=1)
         self._attached.loss(mean, tokens / (dims.cp * dims.tp))
 
-    def _judge_anew(self) -> None:
-        """Take back a judgement that came too early: the step is then judged after the clip.
+    def _discard_early_judgement(self) -> None:
+        """Discard a verdict that came too early; the step is then judged after the clip.
 
         Raises:
-            UsageError: in the first step. Later it is counted, and training goes on.
+            UsageError: this is the first step. Later it is only counted.
         """
         attached = self._attached
         attached._judged = None
@@ -184,10 +185,10 @@ class _StepJudge:
 
     @torch.no_grad()
     def _hide_from_torchtitan(self, loss: Any) -> None:
-        """Let a step that is kept back pass torchtitan's own check that it is finite.
+        """Let a skipped step pass torchtitan's own check for finite values.
 
-        The gradients are nobody's any more: the optimizer takes the verdict. Nothing is hidden
-        where it was not judged: then torchtitan ends the job as it would without us.
+        The gradients are no longer needed: the optimizer uses the verdict. Without a verdict
+        nothing is hidden, and torchtitan ends the job as it would without Vitals.
         """
         local_tensor(loss.detach()).nan_to_num_(0.0, 0.0, 0.0)
         judged = self._attached._judged
@@ -198,10 +199,10 @@ class _StepJudge:
 
 
 def _stops_by_itself(trainer: Any) -> bool:
-    """Return whether the train step looks for itself whether loss and norm are finite.
+    """Return whether the train step itself checks that loss and norm are finite.
 
-    Torchtitan 0.3 ends the job by the loss it logs; from August 2026 on it asserts both before each
-    update.
+    torchtitan 0.3 ends the job if the logged loss is not finite; since August 2026 it asserts both
+    before each update.
     """
     steps = [vars(c)["train_step"] for c in type(trainer).__mro__ if "train_step" in vars(c)]
     codes = [getattr(inspect.unwrap(step), "__code__", None) for step in steps]
@@ -209,7 +210,7 @@ def _stops_by_itself(trainer: Any) -> bool:
 
 
 def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
-    """Keep with the run what torchtitan's metrics processor gives its loggers, once."""
+    """Record what torchtitan's metrics processor passes to its loggers, once per step."""
     if not attached._run.is_rank0:
         return
     real = logger.log
@@ -226,23 +227,23 @@ def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
 
 
 class _LoopState:
-    """The loop's state as one text: a checkpoint is loaded into the keys that there are now."""
+    """State of the loop as one string: DCP loads only keys that exist at load time."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
 
     def state_dict(self) -> dict[str, str]:
-        """Return the state; DCP calls it before a load as well."""
+        """Return the state; DCP also calls this before a load."""
         return {"json": json.dumps(self._attached.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Go on from the state."""
+        """Continue from the state."""
         self._attached.load_state_dict(json.loads(state["json"]))
 
 
 def _keep_state(checkpointer: Any, attached: Attached) -> None:
-    """Keep the loop's state with torchtitan's own; a checkpoint without one is loaded as it is."""
-    states = getattr(checkpointer, "states", None)  # none in 0.3 where it makes no checkpoints
+    """Add the loop's state to torchtitan's checkpoints; checkpoints without it still load."""
+    states = getattr(checkpointer, "states", None)  # absent in 0.3 if it makes no checkpoints
     if states is None or not hasattr(checkpointer, "dcp_load"):
         return
     states[STATE] = _LoopState(attached)

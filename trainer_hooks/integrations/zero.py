@@ -1,7 +1,7 @@
-"""Where DeepSpeed's optimizers keep the gradients: what is measured, and in which part each rank.
+"""Location of the gradients in DeepSpeed's optimizers, and each rank's part of them.
 
-ZeRO cuts through parameters, so a rank holds a piece of some of them. Pieces that several ranks
-hold alike count once (``trainer_hooks.tensors.gradients``).
+ZeRO splits parameters, so a rank holds pieces of some of them. Pieces held by several ranks count
+once (``trainer_hooks.tensors.gradients``).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from trainer_hooks.tensors.gradients import GradNorms, Piece, clean_name
 from trainer_hooks.tensors.optimizer_state import nonfinite_count
 
 _NOTHING: Piece = ((-1,), (0,))
-"""What a rank holds of a parameter whose updates are all made elsewhere."""
+"""Piece of a parameter that other ranks update entirely."""
 
 
 class ParamPartition(NamedTuple):
-    """A rank's part of one parameter."""
+    """This rank's part of one parameter."""
 
     name: str
     place: tuple[int, ...]
-    """Where it begins within the parameter; empty where it is the whole of it."""
+    """Start of the part within the parameter; empty if it is the whole parameter."""
     gradient: Tensor | None
     weight: Tensor
-    """The numbers that the optimizer updates."""
+    """Tensor that the optimizer updates."""
 
 
 class Holder(ABC):
-    """One of DeepSpeed's optimizers, seen as what ``trainer_hooks.step.device.Engine`` asks for.
+    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.step.device.Engine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """
@@ -49,82 +49,82 @@ class Holder(ABC):
 
     @abstractmethod
     def everything(self) -> list[str]:
-        """Return the names of all trained parameters, in one order on all ranks."""
+        """Return the names of all trained parameters, in the same order on all ranks."""
 
     @abstractmethod
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield this rank's parts as they are now, in that order; empty ones may be left out."""
+        """Yield this rank's current parts in that order; empty ones may be omitted."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
 
     @property
     def scaler(self) -> Any:
-        """What holds the loss scale."""
+        """Object that holds the loss scale."""
         return self.zero.loss_scaler
 
     @property
     def own_scale(self) -> float:
-        """The engine's loss scale."""
+        """Current loss scale of the engine."""
         if self.zero.custom_loss_scaler:
             return float(self.zero.external_loss_scale)
         return float(self.scaler.cur_scale)
 
     @property
     def scale(self) -> float:
-        """What the gradients are to be divided by."""
+        """Factor by which the measured gradients are multiplied; divide by it."""
         return self.own_scale
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the engine seeks its loss scale: only then is an overflow no fault."""
+        """Whether the loss scale is dynamic; otherwise an overflow is a fault."""
         return bool(self.scaler.dynamic)
 
     @property
-    def clips_as_told(self) -> bool:
-        """Whether the engine clips to the norm that its config says."""
+    def clips_to_config_norm(self) -> bool:
+        """Whether the engine clips to the norm in its config."""
         return True
 
     def read_overflow_flag(self, *, overflowed: bool) -> None:
-        """Take the engine's own flag and its scale, as they are when the gradients are measured."""
+        """Record the engine's overflow flag and loss scale at the time of the measurement."""
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
     # ----------------------------------------------------------- trainer_hooks.step.device.Engine
 
     guards: tuple[OptimizerGuard, ...] = ()
-    """None: the engine steps by itself."""
+    """Empty: the engine steps by itself."""
     reads_verdict = True
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return what measures the gradients where they are. Collective."""
+        """Return the object that measures the gradients. Collective."""
         return HeldNorms(self, ranks)
 
     def overflow(self) -> Tensor | None:
-        """Return the engine's own flag, where it is one of a loss scale that is sought."""
+        """Return the engine's overflow flag, 0-dim float64; None without a dynamic loss scale."""
         if not self.is_dynamic:
             return None
         return torch.full((), float(self._overflowed), dtype=torch.float64, device=self.device)
 
     def loss_scale(self) -> Tensor | None:
-        """Return the loss scale where there is one."""
+        """Return the loss scale, 0-dim float64; None if there is none."""
         if self.dtype != torch.float16:
             return None
         return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
 
     @property
     def measured_scale(self) -> float:
-        """What the gradients of the present step are scaled by: the engine may have gone on."""
+        """Loss scale of the measured gradients; the engine may have updated its own since."""
         return self._scale
 
     def name_of(self, param: Tensor, group: int, index: int) -> str:
-        """Return the user's name of a parameter, else its place."""
+        """Return the user's name of a parameter, otherwise its group and index."""
         return self.names.get(id(param), f"group{group}.{index}")
 
 
 class HeldNorms(GradNorms):
-    """Squares of the gradients' pieces, in the parameters' own units."""
+    """Squared norms of the gradient pieces, without the loss scale."""
 
     def __init__(self, holder: Holder, ranks: Ranks) -> None:
         self._holder = holder
@@ -141,9 +141,9 @@ class HeldNorms(GradNorms):
 
     @torch.no_grad()
     def gradients(self) -> tuple[list[int], list[Tensor]]:
-        """Return the positions of the parameters that this rank has a part of, and the parts.
+        """Return indices of the parameters of which this rank has a part, and their gradients.
 
-        They are scaled by the loss scale.
+        The gradients still include the loss scale.
         """
         parts = [
             (self._at[part.name], part.gradient.detach())
@@ -154,7 +154,7 @@ class HeldNorms(GradNorms):
 
     @torch.no_grad()
     def local_parameters(self) -> list[Tensor]:
-        """Return this rank's part of each parameter; empty where it has none."""
+        """Return this rank's part of each parameter; empty if it has none."""
         parts = list(self.params)
         for part in self._holder.partitions():
             parts[self._at[part.name]] = part.weight.detach()
@@ -165,12 +165,12 @@ class HeldNorms(GradNorms):
         return []
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
-        """Write each parameter's share of its square into ``out``, without the loss scale."""
+        """Write this rank's share of each squared norm to ``out``, without the loss scale."""
         super().squares_into(out, where, grads)
         out.div_(self._holder.measured_scale**2)
 
     def nonfinite_parameters(self) -> Tensor:
-        """Return, on the device, how many parts hold a NaN or Inf; does not wait."""
+        """Return the number of parts with a NaN or Inf, on the device; does not wait."""
         with torch.no_grad():
             return nonfinite_count(self.local_parameters(), self.device)
 
@@ -179,11 +179,11 @@ class HeldNorms(GradNorms):
 
 
 class ZeroTwo(Holder):
-    """ZeRO stages 1 and 2: each rank updates one piece of every group's flat parameters."""
+    """ZeRO stages 1 and 2: each rank updates one piece of each group's flat parameters."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
         dtype: torch.dtype = self.zero.dtype
         return dtype
 
@@ -196,7 +196,7 @@ class ZeroTwo(Holder):
         ]
 
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield the parts of this rank's partitions, with their averaged gradients."""
+        """Yield this rank's partitions, with their averaged gradients."""
         zero = self.zero
         for i, params in enumerate(zero.params_in_partition):
             rank = dist.get_rank(zero.real_dp_process_group[i])
@@ -217,11 +217,11 @@ class ZeroTwo(Holder):
 
 
 class ZeroThree(Holder):
-    """ZeRO stage 3: each rank keeps and updates a piece of every parameter."""
+    """ZeRO stage 3: each rank holds and updates a piece of every parameter."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
         dtype: torch.dtype = self.zero.dtype
         return dtype
 
@@ -230,7 +230,7 @@ class ZeroThree(Holder):
         return [name for name, _, _, _ in self._params()]
 
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield this rank's piece of each parameter, without what it is padded with."""
+        """Yield this rank's piece of each parameter, without padding."""
         zero = self.zero
         rank = dist.get_rank(zero.dp_process_group)
         for name, i, j, param in self._params():
@@ -250,7 +250,7 @@ class ZeroThree(Holder):
 
 
 class _Replicated(Holder):
-    """No ZeRO: every rank holds all gradients, reduced."""
+    """No ZeRO: every rank holds all gradients, already reduced."""
 
     @abstractmethod
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -261,13 +261,13 @@ class _Replicated(Holder):
         return [part.name for part in self.partitions()]
 
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield every parameter as the model has it."""
+        """Yield all parameters as whole tensors."""
         for index, (param, grad) in enumerate(self.grouped()):
             yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
 
 class HalfHeld(_Replicated):
-    """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, of bfloat16 too."""
+    """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, also bfloat16."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -276,23 +276,23 @@ class HalfHeld(_Replicated):
 
     @property
     def scaler(self) -> Any:
-        """What holds the loss scale."""
+        """Object that holds the loss scale."""
         return getattr(self.zero, "loss_scale_config", self.zero)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
         dtype: torch.dtype = self.zero.fp16_groups[0][0].dtype
         return dtype
 
     @property
     def scale(self) -> float:
-        """What the gradients are to be divided by."""
+        """Factor by which the measured gradients are multiplied; divide by it."""
         return self.own_scale if self.scales_losses else 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the engine seeks its loss scale."""
+        """Whether the loss scale is dynamic."""
         return self.is_scaled and bool(self.scaler.dynamic_loss_scale)
 
     @property
@@ -301,8 +301,8 @@ class HalfHeld(_Replicated):
         return self.dtype == torch.float16
 
     @property
-    def clips_as_told(self) -> bool:
-        """Whether the engine clips to the norm that its config says: not by a scale that is not."""
+    def clips_to_config_norm(self) -> bool:
+        """Whether the clip uses the config's norm; not if it divides by an unapplied loss scale."""
         return self.scales_losses or not self.is_scaled
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -315,21 +315,21 @@ class WideHeld(_Replicated):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
         return torch.bfloat16
 
     @property
     def own_scale(self) -> float:
-        """Nothing is scaled."""
+        """1: there is no loss scale."""
         return 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """Nothing is scaled."""
+        """False: there is no loss scale."""
         return False
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter of the model with its wide gradient."""
+        """Yield each parameter of the model with its float32 gradient."""
         zero = self.zero
         for i, group in enumerate(zero.bf16_groups):
             for j, param in enumerate(group):

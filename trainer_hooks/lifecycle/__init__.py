@@ -1,1 +1,1 @@
-"""How a guarded loop begins, where its files are, and how it ends."""
+"""Start, files and end of a guarded loop."""

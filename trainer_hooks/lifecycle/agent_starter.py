@@ -1,7 +1,7 @@
-"""Starts the node's agent as a child of its first rank, and again where it is killed.
+"""Starts the node's agent as a child of its first rank, and restarts it if it was killed.
 
-A fresh process, never a fork. Nothing here waits for it: between two steps the rank asks whether
-it is still there, no more than once a second.
+The agent is a new process, never a fork, and nothing waits for it: between two steps, at most once
+per second, the rank checks whether it is still running.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _LOG = logging.getLogger("trainvitals")
 _NEEDED = ("vitals_agent", "psutil", "prometheus_client", "httpx")
 
 LOOK_EVERY_NS = 1_000_000_000
-"""Time between two looks at the child; each is one system call."""
+"""Time between two checks of the child; each is one system call."""
 WAITS_NS = (0, 10_000_000_000, 60_000_000_000, 600_000_000_000)
-"""What is waited before each start in a row; the last one before every further start. So there are
-at most three in ten minutes: where memory is short, one more program does not help."""
+"""Delay before each consecutive start; the last one repeats. So there are at most three starts in
+ten minutes: if memory is short, another process does not help."""
 LIVED_NS = 600_000_000_000
-"""An agent that lived this long has not failed with those before it."""
-_TOLD_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT)
-"""Exit codes in good order; of a signal only where it came before the agent could take it."""
+"""After an agent ran this long, earlier failures no longer count."""
+_EXITS_ON_REQUEST = (0, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a deliberate stop; a signal only if it came before the agent's handler."""
 
 
 def missing_packages() -> list[str]:
-    """Return the packages without which there is no agent, only the journal."""
+    """Return the missing packages that the agent needs; without it there is only the journal."""
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
 class Starter:
-    """Starts the agent of this run and node, as often as it is called.
+    """Starts the agent of this run and node, each time it is called.
 
-    The agent is told where the ranks' journals are and what the node is called, and never finds
-    another answer than they did. It gets a session of its own, so that a Ctrl-C meant for the
-    training leaves it to drain; it ends by itself once the ranks are gone, and at once where
-    another agent serves the folder. Its output goes to ``agent.log`` in its folder: one file for
-    all nodes would be torn, as no network file system appends for two machines. That stays open: a
-    disk that hangs must not keep a later start, and with it a step.
+    The agent receives the journal directory and the name of the node, so that it cannot resolve
+    them differently from the ranks. It has its own session, so Ctrl-C in the terminal does not
+    reach it and it can drain. It exits by itself when the ranks have ended, or if another agent
+    serves the directory. Output goes to ``agent.log`` in its state directory, one per node: network
+    file systems do not append atomically for two machines. The file stays open, so a hanging disk
+    cannot block a later start.
     """
 
     def __init__(self, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ class Starter:
             "VITALS_SHM": str(run_paths.folder.parent.parent),
         }
         self._away, self._notice = run_paths.folder / AWAY_FILE, run_paths.folder / NOTICE_FILE
-        # A later start of it may find the training in another working directory.
+        # The training may have changed its working directory before a restart.
         self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = run_paths.run_dir.run_id, str(run_paths.run_dir.path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -70,11 +70,11 @@ class Starter:
         except OSError as error:
             if not is_full(error):
                 raise
-            # The agent goes on in memory and says so in the run; its log has no place.
+            # The agent continues in memory and reports that in the run; its log is discarded.
             self._log = os.open(os.devnull, flags | os.O_CLOEXEC)
 
     def __call__(self) -> int:
-        """Start it and return its pid."""
+        """Start the agent, and return its pid."""
         return os.posix_spawn(
             sys.executable,
             [
@@ -91,9 +91,9 @@ class Starter:
         )
 
     def away(self) -> str:
-        """Return the collector that does not answer, as the agent says; nothing where all is well.
+        """Return the collector that the agent reports as down; empty if it responds.
 
-        It lies in memory: no disk is waited for.
+        The file is in shared memory, so no disk can block.
         """
         return self._away.read_text() if self._away.exists() else ""
 
@@ -102,23 +102,23 @@ class Starter:
         return self._notice.read_text() if self._notice.exists() else ""
 
     def close(self) -> None:
-        """Start none any more; one that runs goes on."""
+        """Start no more agents; a running one continues."""
         os.close(self._log)
 
 
 def wait_before(losses: int) -> int:
-    """Return the nanoseconds until the next start, after so many agents lost in a row."""
+    """Return the nanoseconds before the next start, after this many consecutive losses."""
     return WAITS_NS[min(losses, len(WAITS_NS)) - 1]
 
 
 class NodeAgent:
-    """The agent that this process started, and starts again where it was killed or failed.
+    """The agent that this process started, and restarts if it was killed or failed.
 
     Args:
-        start: starts it, and is closed with this.
-        emitter: takes what is said of it.
-        faults: counts what fails here.
-        now_ns: monotonic.
+        start: starts the agent; closed with this object.
+        emitter: receives notes about the agent.
+        faults: counts errors.
+        now_ns: monotonic time.
     """
 
     def __init__(
@@ -134,18 +134,18 @@ class NodeAgent:
         self._losses, self._why, self._notice = 0, "", ""
         self._started_ns = now_ns
         self.next_look_ns = now_ns
-        """Before it there is nothing to look after: monotonic."""
-        self._told_to_stop = False
+        """Monotonic time of the next check."""
+        self._ended_on_request = False
         self.pid: int | None = start()
-        """None while there is no child."""
+        """None while no agent runs."""
 
     def restart_if_ended(self, now_ns: int, *, step: int, attempt: int) -> None:
-        """Start the agent again where it is gone and its time has come. Fails open, never waits.
+        """Restart the agent if it has ended and its delay has passed. Fails open, never waits.
 
         Args:
-            now_ns: monotonic.
-            step: at which it is said.
-            attempt: likewise.
+            now_ns: monotonic time.
+            step: step of the note.
+            attempt: attempt of the note.
         """
         if now_ns < self.next_look_ns:
             return
@@ -154,10 +154,10 @@ class NodeAgent:
             self._restart_if_ended(now_ns, step, attempt)
 
     def close(self, now_ns: int, *, step: int, attempt: int) -> str:
-        """Look a last time: without an agent the last rows would stay where they are.
+        """Check a last time: without an agent, the last rows would stay in shared memory.
 
         Returns:
-            The collector that does not answer; nothing where all is well.
+            The collector that is down; empty if it responds.
         """
         with self._faults.fail_open("agent.look"):
             self._restart_if_ended(now_ns, step, attempt, last=True)
@@ -168,14 +168,14 @@ class NodeAgent:
     def _restart_if_ended(
         self, now_ns: int, step: int, attempt: int, *, last: bool = False
     ) -> None:
-        # A forked child has no children of ours, and must not start any.
+        # A forked child is not the agent's parent, and must not start another one.
         if os.getpid() != self._owner:
             return
         notice = self._start.notice()
         if notice and notice != self._notice:
             self._notice = notice
             _LOG.warning("vitals: %s", printable(notice))
-        if self._told_to_stop:
+        if self._ended_on_request:
             return
         if self.pid is not None:
             has_ended, exit_code = _ended(self.pid)
@@ -183,8 +183,8 @@ class NodeAgent:
                 return
             why = f"the node's agent (pid {self.pid}) {_how(exit_code)}"
             self.pid = None
-            self._told_to_stop = exit_code in _TOLD_TO_STOP
-            if self._told_to_stop:
+            self._ended_on_request = exit_code in _EXITS_ON_REQUEST
+            if self._ended_on_request:
                 return
             self._lost(why, now_ns, step, attempt)
             if now_ns < self.next_look_ns and not last:
@@ -192,7 +192,7 @@ class NodeAgent:
         self._start_again(now_ns, step, attempt)
 
     def _lost(self, why: str, now_ns: int, step: int, attempt: int) -> None:
-        """Take in that there is none, and when the next is started."""
+        """Record the loss, and schedule the next start."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
         self.next_look_ns = now_ns + wait_before(self._losses)
@@ -220,7 +220,7 @@ class NodeAgent:
         self._say("agent_restarted", text, step, attempt)
 
     def _say(self, code: str, text: str, step: int, attempt: int) -> None:
-        """Say it among the run's events, and in the log until that was told all there is."""
+        """Write a note to the run, and log it unless the agent was lost many times in a row."""
         if self._losses <= len(WAITS_NS):
             _LOG.warning("vitals: %s", text)
         note = Note(code=code, text=text, severity="warning")
@@ -228,10 +228,10 @@ class NodeAgent:
 
 
 def _ended(pid: int) -> tuple[bool, int | None]:
-    """Return whether our child is gone, and its exit code where it is known."""
+    """Return whether the child has ended, and its exit code if known."""
     try:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # SIGCHLD is ignored, or somebody waits for any child
+    except ChildProcessError:  # SIGCHLD is ignored, or other code reaps every child
         return True, None
     return ended_pid != 0, os.waitstatus_to_exitcode(status) if ended_pid else None
 

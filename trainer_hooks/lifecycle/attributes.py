@@ -1,4 +1,4 @@
-"""What is written down about a run at its start: name, user, configuration, code."""
+"""Attributes of a run that are recorded at its start: name, user, configuration, code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainvitals.redaction import REDACTED, fields_of, is_secret, redact, redact
 
 _MAX_TEXT = 500
 _MAX_READ = 8_192
-"""Of a text that is cut to that: a secret that begins in it is there whole, to be recognised."""
+"""Characters read of a long text before it is cut, so that a secret at the cut is recognized."""
 _MAX_DEPTH = 8
 _MAX_CHARACTERS = 100_000
 Plain = str | int | float | bool | None
@@ -41,7 +41,7 @@ def run_info(
     total_steps: int = 0,
     schedule: str = "",
 ) -> RunInfo:
-    """Return the run's attributes, without what ``redaction`` takes for secrets."""
+    """Return the attributes of the run; secrets are removed by ``redaction``."""
     tag_list = [tags] if isinstance(tags, str) else tags
     return RunInfo(
         name=_text(name or environ.get("VITALS_NAME", ""))[:300],
@@ -64,19 +64,20 @@ def run_info(
 
 
 _timed: set[int] = set()
-"""The process, once its beginning was told: a second run in it did not begin with it."""
+"""Pid of a process whose start was reported; only its first run started with the process."""
 
 
 def process_started_unix_ns(now_unix_ns: int) -> int:
-    """Return when this process began, at its first run; 0 where that says nothing of the run.
+    """Return when this process started, for its first run; 0 if unrelated to the run.
 
-    A person's session began long before the run did. Linux only.
+    An interactive session started long before the run. Linux only.
     """
     started = 0
     if not is_interactive() and os.getpid() not in _timed:
         with suppress(OSError, ValueError, IndexError):  # another system
-            with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - no path of the user's
-                # Behind the name, which may hold anything; in ticks since boot (proc(5), field 22).
+            with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - not a user path
+                # Split behind the name, which may contain anything; field 22 is ticks since boot,
+                # proc(5).
                 ticks = int(file.read().rpartition(b")")[2].split()[19])
             age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
             started = now_unix_ns - max(0, int(age * 1e9))
@@ -87,7 +88,8 @@ def process_started_unix_ns(now_unix_ns: int) -> int:
 def flat(config: Mapping[str, object]) -> dict[str, Plain]:
     """Return nested settings as dotted names with plain values; secrets become ``***``.
 
-    Bounded in every direction: what does not fit into one record would take the run's name with it.
+    Bounded in depth, number and length: a record that is too large would be lost with the run's
+    name.
     """
     flattened: dict[str, Plain] = {}
     num_characters = 0
@@ -109,7 +111,7 @@ def _pairs(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain
             yield from _pairs(value, f"{name}.", depth + 1)
         elif value is None or isinstance(value, bool):
             yield name, value
-        elif isinstance(value, float):  # a float64 of NumPy's is one too
+        elif isinstance(value, float):  # including NumPy's float64
             yield name, float(value)
         elif isinstance(value, int) and abs(value) < 2**63:
             yield name, int(value)
@@ -118,10 +120,10 @@ def _pairs(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain
 
 
 def _text(value: object) -> str:
-    """Return what any object looks like, as text that can be stored."""
+    """Return a storable text for any object."""
     try:
         text = value if isinstance(value, str) else repr(redact(value))
-    except Exception as error:  # noqa: BLE001 - a stranger's __repr__ may raise anything
+    except Exception as error:  # noqa: BLE001 - a third-party __repr__ may raise anything
         text = f"<{type(value).__name__}: {type(error).__name__}>"
     text = redact_text(text[:_MAX_READ])
     return text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode()
@@ -130,7 +132,7 @@ def _text(value: object) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user id may have no name
+    except (OSError, KeyError):  # the user id of a container may have no name
         return ""
 
 

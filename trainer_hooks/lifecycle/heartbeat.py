@@ -1,9 +1,9 @@
-"""The heartbeat of a rank: a side thread says twice a second what the training thread does.
+"""Heartbeat of a rank: a thread publishes twice per second what the training thread does.
 
-The training thread only sets two attributes of its step clock. The side thread enters no
-collective, holds nothing that the training thread needs, and is never waited for at the end. What
-costs more than a few microseconds (the place in the code, torch's flight recorder) is looked at
-only after nothing has moved for a while.
+The training thread only sets two attributes of its step clock. The heartbeat thread enters no
+collective, holds no lock that the training needs, and is not waited for at the end. Anything that
+costs more than a few microseconds (the position in the code, torch's flight recorder) is read only
+after a time without progress.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 0.5
 PLACE_AFTER_SECONDS = 1.0
-"""Without progress for this long, the place in the code is looked up."""
+"""Without progress for this long, the position in the code is read."""
 RECORDER_AFTER_SECONDS = 2.0
-"""Without progress for this long, torch's flight recorder is asked, and again after as long."""
+"""Without progress for this long, torch's flight recorder is read, and again after as long."""
 MAX_GROUPS = 16
-"""Process groups whose sequence numbers are told; the page has a bound."""
+"""Process groups whose sequence numbers are published; the page has a fixed size."""
 NUM_COLLECTIVES = 20
-"""The last ones of each group are kept."""
+"""Latest collectives kept per group."""
 _NUM_TOLD, _MAX_TOLD_GROUPS = 3, 6
-"""Of these the heartbeat itself tells."""
+"""Latest collectives per group, and groups, that fit into the heartbeat itself."""
 _MAX_TEXT = 120
 
 
 class HeartbeatThread:
-    """Writes this rank's heartbeat until it is closed. Made on the training thread.
+    """Writes this rank's heartbeat until it is closed. Create it on the training thread.
 
     Args:
-        directory: of the rank's journal.
-        clock: knows phase, announcement and step.
-        left_out: our own process group, whose collectives a thread of ours makes too.
-        faults: counts what fails here; the first failures end nothing.
-        on_hang: what the agent shall do about a hang that pages.
+        directory: directory of the rank's journal.
+        clock: provides phase, announcement and step.
+        left_out: Vitals' own process group; background threads use it, so it is not published.
+        faults: counts errors; the first ones do not stop the thread.
+        on_hang: what the agent does about a hang that pages.
 
     Raises:
-        OSError: the page cannot be had.
+        OSError: the page cannot be created.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HeartbeatThread:
         self._writer = HeartbeatWriter(directory)
         self._ident = threading.get_ident()
         self._native = threading.get_native_id()
-        # Taken here: of a thread that has ended the call is undefined, and its clock is an error.
+        # Called here: for a thread that has ended it is undefined behavior.
         cpu_clock = getattr(time, "pthread_getcpuclockid", None)
         self._cpu_clock = None if cpu_clock is None else cpu_clock(self._ident)
         with faults.fail_open("heartbeat.stacks"):
@@ -94,13 +94,13 @@ class HeartbeatThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop beating. Waits a moment at most; does nothing in a forked child."""
+        """Stop the thread. Waits briefly at most; does nothing in a forked child."""
         if os.getpid() != self._pid or self._stopping.is_set():
             return
         self._stopping.set()
         self._thread.join(BEAT_SECONDS)
         if not self._thread.is_alive():
-            self._beat_once()  # others may still wait for what this rank has not begun
+            self._beat_once()  # publish the end: other ranks may wait for a collective of this rank
             self._writer.close()
 
     def _run(self) -> None:
@@ -120,7 +120,7 @@ class HeartbeatThread:
         still = now - self._moved_at
         where, is_debugged = "", False
         if still >= PLACE_AFTER_SECONDS:
-            where, is_debugged = self._place()
+            where, is_debugged = self._code_position()
         if still >= RECORDER_AFTER_SECONDS and sequences:
             self._recorder.ask(self._directory, sequences)
         self._beat += 1
@@ -144,7 +144,7 @@ class HeartbeatThread:
         self._writer.write(word)
 
     def _sequences(self) -> dict[str, int]:
-        """Return how many collectives were begun in each group; empty where there is none."""
+        """Return the number of started collectives by group; empty without process groups."""
         if not (dist.is_available() and dist.is_initialized()):
             return {}
         groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
@@ -154,11 +154,11 @@ class HeartbeatThread:
                 try:
                     numbers[str(name)[:64]] = int(group._get_sequence_number_for_group())
                 except RuntimeError:
-                    continue  # a backend that does not count: nothing can be said of this group
+                    continue  # the backend does not count, so this group is left out
         return numbers
 
-    def _place(self) -> tuple[str, bool]:
-        """Return where the training thread is in the user's code, and whether a debugger has it."""
+    def _code_position(self) -> tuple[str, bool]:
+        """Return the training thread's position in user code, and whether a debugger stopped it."""
         frame: FrameType | None = sys._current_frames().get(self._ident)
         innermost, user_frame, is_debugged = "", "", False
         while frame is not None:
@@ -174,7 +174,7 @@ class HeartbeatThread:
 
 
 def _foreign() -> tuple[str, ...]:
-    """Return where code lies that is not the user's own: of Python, of packages, and ours."""
+    """Return path prefixes of code that is not the user's: Python, packages, Vitals."""
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -190,30 +190,30 @@ def _is_of_debugger(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """Return the file's last two names: where a program lies on a machine tells nobody."""
+    """Return the last two parts of the path; the rest depends on the machine."""
     return str(Path(*Path(file).parts[-2:]))
 
 
 class _StackSignal:
-    """A real-time signal at which Python writes all stacks beside the journal, if one is free.
+    """Real-time signal upon which Python dumps all stacks next to the journal.
 
-    It is written by C, without the interpreter: also while C code holds that. A signal that
-    somebody handles already is left alone, and one that somebody takes later is not told. It is
-    never given back: the agent may have sent it just now, and unhandled it ends a process.
+    faulthandler writes them in C without the interpreter, so it also works while C code holds the
+    GIL. A signal that already has a handler is not used. The handler is never removed: the agent
+    may just have sent the signal, which would end the process.
     """
 
     _number = 0
-    """Of this process, once it was found."""
+    """Signal of this process; 0 until one was found."""
     _fd = -1
 
     @classmethod
     def write_to(cls, directory: Path) -> None:
-        """Have the stacks written beside this journal from now on."""
+        """Write stacks next to this journal from now on."""
         number = cls._number or free_signal()
         if not number or (cls._number and not cls.number()):
             return
         fd, before = open_private(directory / STACKS_FILE, _APPEND), cls._fd
-        # Not chained: then the system goes on with the call that it interrupts.
+        # chain=False restarts the interrupted system call.
         faulthandler.register(number, file=fd, all_threads=True, chain=False)
         cls._number, cls._fd = number, fd
         if before >= 0:
@@ -221,7 +221,7 @@ class _StackSignal:
 
     @classmethod
     def number(cls) -> int:
-        """Return the signal, 0 where there is none or somebody else has taken it since."""
+        """Return the signal; 0 if there is none, or if other code has taken it since."""
         if cls._number and signal.getsignal(cls._number) is not signal.SIG_DFL:
             return 0
         return cls._number
@@ -231,7 +231,7 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def free_signal() -> int:
-    """Return a real-time signal that nobody handles, blocks or ignores; 0 where there is none."""
+    """Return a real-time signal that is not handled, blocked or ignored; 0 if there is none."""
     last = getattr(signal, "SIGRTMAX", 0)
     taken = 0
     try:
@@ -241,15 +241,15 @@ def free_signal() -> int:
     for line in status.splitlines():
         if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")):
             taken |= int(line.split()[1], 16)
-    # Not the highest: a profiler or a debugger takes that.
+    # Skip the highest ones, which profilers and debuggers use.
     candidates = range(int(last) - 3, int(last) - 20, -1)
     return next((n for n in candidates if not taken >> (n - 1) & 1), 0)
 
 
 class FlightRecorder:
-    """Asks torch's recorder of collectives while nothing moves, and never for stacks.
+    """Reads torch's flight recorder while nothing moves, and never with stacks.
 
-    It asks repeatedly, because a device may continue while its host waits.
+    It reads repeatedly, because a device may continue while its host waits.
     """
 
     def __init__(self) -> None:
@@ -260,16 +260,16 @@ class FlightRecorder:
         self._asked_at = -math.inf
 
     def forget(self) -> None:
-        """Begin anew: training has moved."""
+        """Reset: training has made progress."""
         self.newest, self.started, self.why_not, self._asked_at = {}, {}, "", -math.inf
 
     def ask(self, directory: Path, sequences: dict[str, int]) -> None:
-        """Keep the last collectives in a file beside the journal, and the newest of each group."""
+        """Write the latest collectives to a file next to the journal; keep each group's latest."""
         now = time.monotonic()
         if now - self._asked_at < RECORDER_AFTER_SECONDS:
             return
         if _is_capturing():
-            return  # a question to the device would break the capture: at the next beat
+            return  # a device query would break the capture; try again at the next beat
         self._asked_at = now
         dump, name = _recorder_of(dist.get_backend())
         if dump is None:
@@ -297,7 +297,7 @@ class FlightRecorder:
 
 
 class _RecorderEntry(msgspec.Struct, frozen=True):
-    """What is taken of one entry of the recorder."""
+    """Fields of a flight recorder entry that are used."""
 
     pg_id: int = -1
     process_group: tuple[str, ...] = ()
@@ -310,14 +310,14 @@ class _RecorderEntry(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The call in a line, equal on all ranks that made the same."""
+        """The call in one line; equal on all ranks that made the same call."""
         name = self.profiling_name.partition(":")[2] or self.profiling_name
         sizes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.input_sizes)
         return f"{name}({sizes})"[:_MAX_TEXT]  # 6 x 3 of them fit into the page
 
     @property
     def told(self) -> dict[str, Any]:
-        """The call as it is kept."""
+        """The call in the format of the file."""
         return {
             "group": self.process_group[0],
             "number": self.collective_seq_id,
@@ -339,15 +339,15 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def _recorder_of(backend: str) -> tuple[Callable[[bool, bool], bytes | str] | None, str]:
-    """Return the backend's function that dumps its recorder, and its name."""
+    """Return the backend's function that dumps its recorder, or None, and its name."""
     name = "_dump_nccl_trace_json" if "nccl" in backend else "_dump_fr_trace_json"
     return getattr(torch._C._distributed_c10d, name, None), name
 
 
 def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured on the stream that torch takes by default.
+    """Return whether a CUDA graph is being captured on the stream that torch uses by default.
 
-    A capture on a stream of the loop's own is not seen.
+    A capture on another stream of the loop is not detected.
     """
     if not torch.cuda.is_initialized():
         return False

@@ -1,4 +1,4 @@
-"""A guarded loop's life: who it is, what it may say beside its steps, and how it ends."""
+"""Base of a guarded loop: identity, records between steps, and the end of the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
 
 
 class Loop:
-    """What ``Monitor`` and ``Attached`` have in common; a context manager."""
+    """Common part of ``Monitor`` and ``Attached``; a context manager."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Loop:
         opened(self)
 
     def _begin_heartbeat(self, first_step: int) -> HeartbeatThread | None:
-        """Let a side thread say what this one does; without a journal there is nowhere to."""
+        """Start the heartbeat thread; None without a journal, which contains the heartbeat."""
         run, clock = self._run, self._parts.clock
         clock.step, directory = first_step, run.emitter.directory
         if directory is None:
@@ -67,13 +67,13 @@ class Loop:
                 clock,
                 left_out=run.ranks.side,
                 faults=run.faults,
-                # Who only observes ends nothing.
+                # In observe mode, nothing may end the job.
                 on_hang="alert" if run.mode == "observe" else run.given.on_hang,
             )
         return None
 
     def __del__(self) -> None:
-        """End a loop whose monitor was dropped; a halt found now has its marker."""
+        """End a loop whose monitor was dropped; a halt found now is in its marker file."""
         if not getattr(self, "_closed", True):
             with suppress(TrainingHalted):
                 self.end(*self.left_open)
@@ -107,7 +107,7 @@ class Loop:
         """Number of internal errors of Vitals that did not reach the loop, by place."""
         return dict(self._run.faults.counts)
 
-    # --------------------------------------------------------------------- beside the steps
+    # ------------------------------------------------------------------- between the steps
 
     def observe(self, **values: float) -> None:
         """Record your own scalars at ``step_index``.
@@ -337,7 +337,7 @@ class Loop:
         run = self._run
         run.features.stop_collectives()
         try:
-            self._take_in_what_is_left(patience_seconds=2.0)
+            self._judge_unread_steps(patience_seconds=2.0)
         finally:
             if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
@@ -359,12 +359,12 @@ class Loop:
                 with run.faults.fail_open("terminal"):
                     run.terminal.ended(how, run.last_step + 1)
                     if away and run.agent is not None:
-                        run.terminal.left_behind(away, run.agent.pid)
+                        run.terminal.agent_still_sending(away, run.agent.pid)
             self._release()
             closed(self)
 
     def end_by(self, error: BaseException) -> None:
-        """End as an error tells; after Ctrl-C, say how to continue."""
+        """End the run because of an error; after Ctrl-C, print how to continue."""
         if self._closed or not self.shutdown.is_ours:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -376,16 +376,16 @@ class Loop:
                 terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)
 
     def _newest_on_disk(self, recovery: RecoveryManager) -> int | None:
-        """Return the step that a restart would continue with; asks neither disk nor ranks."""
+        """Return the step a restart would continue from; uses no disk and no collective."""
         steps = [ref.step for ref in recovery.refs() if ref.where == "disk"]
         step, attempt = recovery.newest_saved
-        # One that was complete just now: no step has told all ranks of it.
+        # A save may have completed after the last step that reported it to all ranks.
         if attempt and self._run.plan.plan.holds(step, attempt):
             steps.append(step)
         return max(steps, default=None)
 
-    def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
-        """Judge and write down the steps whose numbers are still on their way."""
+    def _judge_unread_steps(self, *, patience_seconds: float | None) -> None:
+        """Judge and record the steps whose numbers have not been read back yet."""
         run, readback = self._run, self._device.readback
         while run.halted is None:
             remaining = readback.pop(patience_seconds=patience_seconds)
@@ -409,6 +409,6 @@ class Loop:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("finished", "")
             return
-        # What the loop raised goes on; a halt that is found only now is in its marker.
+        # The loop's own exception propagates; a halt found only now is in its marker file.
         with suppress(TrainingHalted):
             self.end_by(error)

@@ -1,4 +1,4 @@
-"""What of a guarded loop goes into the loop's own checkpoint, and how it is read again."""
+"""State of a guarded loop for the loop's own checkpoint: created, validated and loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DAMAGE = (ArithmeticError, AttributeError, ConfigError, LookupError, TypeError,
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """A loop's state as it was read, checked."""
+    """State of a loop, validated."""
 
     run_id: str
     attempt: int
@@ -34,7 +34,7 @@ class LoopState:
 
 
 def loop_state(run: RunContext, step: int) -> dict[str, Any]:
-    """Return the state as JSON types."""
+    """Return the state of the loop as JSON types."""
     return {
         _KEY: VERSION,
         "run_id": run.run_dir.run_id,
@@ -48,10 +48,10 @@ def loop_state(run: RunContext, step: int) -> dict[str, Any]:
 
 
 def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState | None:
-    """Return the state; None where it is empty, as it is of a run that was not watched.
+    """Validate the state; return None if it is empty, as for a run without Vitals.
 
     Raises:
-        FormatError: it is no state of a loop, or of a newer Vitals.
+        FormatError: it is not a state of a loop, or this version of Vitals is too old for it.
     """
     if isinstance(state, Mapping) and not state:
         return None
@@ -89,7 +89,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
 
 
 def _try_out(judge: Judge, state: dict[str, Any]) -> None:
-    """Judge a step with the state: what is damaged must show here, and not in the loop."""
+    """Judge one step with the state, so that a damaged one fails here and not in the loop."""
     judge.rolled_back(detector_state=state, attempt=1, step=0)
     judge.limits()
     record = StepRecord(step=0, attempt=1, loss=1.0, loss_max=1.0, grad_norm=1.0)

@@ -1,4 +1,4 @@
-"""Where a run's files are: made or found on rank 0, told to all ranks, opened by each."""
+"""Paths of a run's files: created or found on rank 0, broadcast, and opened by each rank."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from trainvitals.policy.plan import Plan, read_plan
 
 _LOG = logging.getLogger("trainvitals")
 _runs = itertools.count()
-"""Numbers the runs that this process opens: a restart opens them in the same order."""
+"""Index of the runs in this process; a restart opens them in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where a run's files are; the same on all ranks but for the node's own base."""
+    """Paths of a run; equal on all ranks, except for ``folder`` and ``node``."""
 
     run_dir: RunDir
     folder: Path | None
-    """Journals and mailbox of the run on this node; None where no folder for them can be used."""
+    """Directory for journals and mailbox on this node; None if no such directory is usable."""
     attempt: int
     node: str
     is_first: bool
     """Whether this rank starts the node's agent."""
     plan: Plan
-    """What earlier starts of the run have spent, begun and passed over, as rank 0 read it."""
+    """Budgets, attempts and skipped windows of earlier processes, as rank 0 read them."""
     judge: JudgeConfig
-    """Settings of the detectors and the ladder, as rank 0 read them."""
+    """Settings of detectors and policy, as rank 0 read them."""
 
 
 def open_run(
@@ -69,7 +69,7 @@ def open_run(
     clock: Clock,
     faults: FaultCounter,
 ) -> RunPaths:
-    """Make or find the run on rank 0 and tell all ranks; an error is raised on every rank."""
+    """Create or find the run on rank 0 and broadcast it; errors are raised on every rank."""
     at_root = on_every_rank(
         ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
     )[0]
@@ -91,12 +91,12 @@ def open_run(
 def _folder_here(
     environ: Mapping[str, str], run_id: str, run_dir: Path, faults: FaultCounter
 ) -> Path | None:
-    """Make the run's folder where journals may lie; None, counted, where there is no such place.
+    """Create the run's journal directory on this node; None, counted, if that is impossible.
 
-    A place without room is taken only where no other has any: there may be room later.
+    A full file system is used only if all are full: space may be freed later.
 
     Raises:
-        VitalsError: the place that ``VITALS_SHM`` names cannot be used.
+        VitalsError: the directory in ``VITALS_SHM`` cannot be used.
     """
     refused: list[VitalsError] = []
     full: list[Path] = []
@@ -136,17 +136,17 @@ def _open_on_root(
         _LOG.warning("vitals: %s; the run is stored in %s instead", error.text, other)
         run_dir = _run_dir(other, environ, clock, nth)
     plan = read_earlier_plan(run_dir)
-    # A clock may have gone back since; a relaunch is newer than what it follows all the same.
+    # A clock may have been set back; a relaunch must still get a larger id than earlier attempts.
     attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
     return run_dir.run_id, str(run_dir.path), attempt, plan, judge
 
 
 def _run_dir(base: Path, environ: Mapping[str, str], clock: Clock, nth: int) -> RunDir:
-    """Make or find the directory of this process's ``nth`` run.
+    """Create or find the directory of the ``nth`` run in this process.
 
     Raises:
-        StorageError: it cannot be made or written.
-        TrainingHalted: the run was halted, and nobody resumed it.
+        StorageError: it cannot be created or written.
+        TrainingHalted: the run was halted and not resumed by an operator.
     """
     run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ, nth=nth)
     run_id = run_id or new_run_id(clock.time_ns())
@@ -167,20 +167,20 @@ def _run_dir(base: Path, environ: Mapping[str, str], clock: Clock, nth: int) -> 
         ) from error
     try:
         remember_run(base, environ, run_id, nth=nth)
-    except (OSError, InsecurePathError) as error:  # no reason not to train
+    except (OSError, InsecurePathError) as error:  # not a reason to stop training
         _LOG.warning("vitals: a restart of this job will begin a new run: %s", error)
     return run_dir
 
 
 def _other_disk(environ: Mapping[str, str]) -> Path | None:
-    """Return a directory on another disk, not in memory, for runs whose disk is full; or None."""
+    """Return a directory on another disk, not in memory, if a run's disk is full; or None."""
     elsewhere = {name: value for name, value in environ.items() if name != "VITALS_SHM"}
     disks = (base for base in private_bases(elsewhere, []) if not is_memory_backed(base))
     return next((base / "vitals_runs" for base in disks), None)
 
 
 def read_earlier_plan(run_dir: RunDir) -> Plan:
-    """Return what earlier starts of the run have spent; what cannot be read is never guessed."""
+    """Return the plan of earlier processes; raise if it cannot be read, and never guess."""
     try:
         return read_plan(run_dir.read_plan())
     except msgspec.ValidationError as error:
@@ -193,7 +193,7 @@ def read_earlier_plan(run_dir: RunDir) -> Plan:
 def open_journal(
     run_paths: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
-    """Open this rank's journal; without one training continues, and the fault is counted."""
+    """Open this rank's journal; if it fails, training continues and the fault is counted."""
     if run_paths.folder is None:
         return None
     uuid = ""
@@ -226,9 +226,9 @@ def open_inbox(
     clock: Clock,
     faults: FaultCounter,
 ) -> CommandInbox | None:
-    """Open the run's mailbox on rank 0, which alone reads it.
+    """Open the mailbox of the run on rank 0, its only reader.
 
-    Without one training continues, and the fault is counted. An error of the run's key is raised
+    If that fails, training continues and the fault is counted. An error in the run's key is raised
     on every rank.
     """
     opened: list[CommandInbox] = []

@@ -1,9 +1,9 @@
-"""How a rank says that it ends, whichever way it comes: an exit nobody closed for, or SIGTERM.
+"""Records how a rank ends: closed, exited without closing, or SIGTERM.
 
-Nothing here enters a collective, nor waits for one: a peer may be gone. SIGTERM is taken on rank 0
-alone, which speaks for the run; every other rank dies of it as it did without us. Where there are
-checkpoints every rank takes it: it becomes a flag in the next step's numbers, so that all ranks
-save together and stop; where they cannot meet in time, each saves its part alone.
+Nothing here enters or waits for a collective, because a peer may be gone. Without checkpoints only
+rank 0 handles SIGTERM, and records the end of the run; other ranks die of it as without Vitals.
+With checkpoints, every rank handles it: the signal becomes a number in the next reduce vector, so
+that all ranks save together and stop. If they cannot meet in time, each saves its part alone.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Open(Protocol):
 
     shutdown: Shutdown
     left_open: tuple[EndState, str]
-    """How it ended, where nobody closes it."""
+    """State and reason recorded if it is never closed."""
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """What it guards."""
+        """Guarded optimizers."""
 
     def end(self, state: EndState, reason: str) -> None:
-        """Close it."""
+        """Close the monitor with this end state."""
 
     def end_by(self, error: BaseException) -> None:
-        """Close it, as the error tells."""
+        """Close the monitor with the end state that the error implies."""
 
 
 class Shutdown:
-    """Says once how this rank's part of the run ended."""
+    """Records once how this rank's part of the run ended."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -64,37 +64,38 @@ class Shutdown:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process opened the journal; a forked child did not."""
+        """Whether this process opened the journal; False in a forked child."""
         return os.getpid() == self._pid
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Whether this rank records the end of the run."""
         return self._run.is_rank0
 
     @property
     def saves(self) -> bool:
-        """Whether SIGTERM is to be answered with a checkpoint."""
+        """Whether SIGTERM triggers a checkpoint."""
         return self._grace is not None
 
     def on_sigterm(self) -> None:
-        """Let the next step tell all ranks that this one was sent SIGTERM."""
+        """Report SIGTERM to all ranks with the next step."""
         self._sigterm.is_received = True
 
     @property
     def unanswered(self) -> bool:
-        """Whether this rank was sent SIGTERM and no step was left to tell the others."""
+        """Whether this rank received SIGTERM, and no further step reported it to the others."""
         return self._sigterm.is_received
 
     def met(self) -> None:
-        """All ranks have heard it, or the loop is over: no rank saves alone any more."""
+        """Cancel the separate save: all ranks have received SIGTERM, or the loop has ended."""
         if self._grace is not None:
             self._grace.met()
 
     def _alone(self) -> None:
-        """Save this rank's part, and end: the others were not met in time. Not the main thread.
+        """Save this rank's part and end the process: the ranks did not meet in time.
 
-        A loop with a handler of its own is not ended: it may be saving too.
+        Called on the watchdog thread. A loop with its own handler is not ended: it may be saving
+        too.
         """
         ours = self._sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
         ends = ours and not exits_by_itself()
@@ -108,13 +109,13 @@ class Shutdown:
                 os._exit(EXIT_CODE)
 
     def save_alone(self) -> None:
-        """Save this rank's part of its last snapshot, asking nobody."""
+        """Save this rank's part of its last snapshot, without collectives."""
         with self._run.faults.fail_open("save_alone"):
             if self._run.recovery is not None:
                 self._run.recovery.save_alone()
 
     def say(self, state: EndState, reason: str) -> None:
-        """Write the last event; rank 0 for the run, another rank only of its own failure."""
+        """Write the last event: rank 0 for the run, another rank only for its own failure."""
         if self._said or not self.is_ours:
             return
         self._said = True
@@ -127,34 +128,34 @@ class Shutdown:
         run.emitter.close()
 
     def close(self) -> None:
-        """Leave SIGTERM's time of grace to others."""
+        """Stop the watchdog of SIGTERM's grace period."""
         if self._grace is not None:
             self._grace.close()
 
     def put_off(self, call: Callable[[], None]) -> bool:
-        """Have ``call`` made after the write the main thread is in; False where it is in none."""
+        """Run ``call`` after the current write of the main thread; False if it is not writing."""
         return self._run.emitter.put_off(call)
 
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Of a run that was told to stop: not 0, which a scheduler would take for finished."""
+"""Exit code after SIGTERM: not 0, which a scheduler would treat as finished."""
 
 open_monitors: WeakSet[Open] = WeakSet()
-"""Monitors that nobody has closed yet."""
+"""Monitors that are not closed yet."""
 _previous: Handler = None
 
 
 def opened(monitor: Open) -> None:
-    """Look after this monitor until it is closed."""
+    """Track this monitor until it is closed."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _listen()
 
 
 def closed(monitor: Open) -> None:
-    """Leave this monitor, and SIGTERM as it was found once no other needs it.
+    """Stop tracking this monitor; restore the SIGTERM handler if it was the last one.
 
-    One that came too late for a step to answer it ends the process now.
+    If a SIGTERM arrived too late for a step to handle it, end the process now.
     """
     global _previous
     open_monitors.discard(monitor)
@@ -168,12 +169,12 @@ def closed(monitor: Open) -> None:
 
 
 def is_interactive() -> bool:
-    """Return whether a person types line by line, or cell by cell: Python's own way to tell."""
+    """Return whether Python runs interactively, in a REPL or a notebook."""
     return hasattr(sys, "ps1")
 
 
 def close_earlier(optimizers: Sequence[object]) -> None:
-    """Close the monitors that guard one of these still, where a person runs a cell again.
+    """Close open monitors of these optimizers, if a notebook cell is run again.
 
     In a program that is a mistake, and refused.
     """
@@ -190,9 +191,9 @@ def close_earlier(optimizers: Sequence[object]) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """End what nobody closed. An error that nobody caught has been shown by now, and is known.
+    """End monitors that were not closed; an uncaught error is the reason.
 
-    But for a session: there it may be of any earlier line.
+    Except in an interactive session, where the last error may belong to any earlier line.
     """
     error = None if is_interactive() else getattr(sys, "last_value", None)
     for monitor in list(open_monitors):
@@ -203,7 +204,7 @@ def _at_exit() -> None:
 
 
 def _listen() -> None:
-    """Take SIGTERM, in the main thread only; where it is ignored or not Python's, leave it."""
+    """Install the SIGTERM handler, on the main thread, unless it is ignored or not Python's."""
     global _previous
     if threading.current_thread() is not threading.main_thread():
         return
@@ -215,15 +216,15 @@ def _listen() -> None:
 
 
 def exits_by_itself() -> bool:
-    """Return whether the loop has a way of its own to end on SIGTERM."""
+    """Return whether the loop has its own SIGTERM handler."""
     return callable(_previous)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Say that the run was interrupted, then do what would have been done without us.
+    """Record the interruption, then do what would have happened without Vitals.
 
-    It may have come in the middle of a write of ours, whose lock this very thread holds: then it
-    waits for that write to end.
+    The signal may have interrupted a write by Vitals on this thread, which holds a lock. Then the
+    handler runs after that write.
     """
     ours = [monitor for monitor in open_monitors if monitor.shutdown.is_ours]
     if any(m.shutdown.put_off(lambda: _on_sigterm(number, None)) for m in ours):
@@ -234,7 +235,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         monitor.shutdown.on_sigterm()
     dying = default and not saving
     if dying:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the shutdown
     for monitor in ours:
         monitor.shutdown.interrupted = monitor not in saving
         if dying:
@@ -242,5 +243,5 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if dying:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    elif callable(_previous):  # the loop has its own way to end
+    elif callable(_previous):  # the loop has its own handler
         _previous(number, frame)

@@ -1,7 +1,7 @@
-"""The time between SIGTERM and SIGKILL, watched beside a main thread that may be stuck.
+"""Watches the time between SIGTERM and SIGKILL while the main thread may be blocked.
 
-A signal handler of Python runs between two of its instructions: never, while the main thread waits
-in a collective for a rank that is gone. The wakeup descriptor is written at once, and a thread
+Python runs a signal handler between two instructions of the main thread, so never while that waits
+in a collective for a dead rank. The signal wakeup descriptor is written immediately, and a thread
 reads it.
 """
 
@@ -16,10 +16,10 @@ from weakref import WeakSet
 
 
 class SigtermWatchdog:
-    """Calls ``act`` in a thread of its own, ``seconds`` after SIGTERM, unless ``met`` came first.
+    """Calls ``act`` on its own thread ``seconds`` after SIGTERM, unless ``met`` was called before.
 
-    Make it in the main thread. Where somebody else owns the wakeup descriptor (an event loop), it
-    does nothing, and ``available`` says so.
+    Create it on the main thread. If another component owns the wakeup descriptor (an event loop),
+    it does nothing, and ``available`` is False.
     """
 
     def __init__(self, act: Callable[[], None], *, seconds: float) -> None:
@@ -43,21 +43,21 @@ class SigtermWatchdog:
         while (number := os.read(self._reader, 1)) not in (b"", _CLOSED):
             if number[0] == signal.SIGTERM and not self._met.wait(self._seconds):
                 self._act()
-                self._met.set()  # once
+                self._met.set()  # act only once
         os.close(self._reader)
 
     def met(self) -> None:
-        """The main thread has taken it in hand: nothing is to be done beside it."""
+        """Cancel: the main thread handles the signal."""
         self._met.set()
 
     def close(self) -> None:
-        """Give the descriptor back; from the main thread."""
+        """Restore the wakeup descriptor; call on the main thread."""
         self.met()
         if self.available and os.getpid() == self._pid:
             self.available = False
             _open.discard(self)
             theirs = signal.set_wakeup_fd(-1)
-            if theirs != self._writer:  # an event loop has taken it meanwhile
+            if theirs != self._writer:  # an event loop has replaced it since
                 signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
             with suppress(BlockingIOError):
                 os.write(self._writer, _CLOSED)  # a forked worker may hold the other end open
@@ -65,13 +65,13 @@ class SigtermWatchdog:
 
 
 _CLOSED = b"\0"
-"""Number of no signal."""
+"""Not a signal number."""
 
 _open: WeakSet[SigtermWatchdog] = WeakSet()
 
 
 def _in_child() -> None:
-    """A forked worker that is sent SIGTERM must not speak for its parent."""
+    """Disable in a forked worker: its SIGTERM must not act for the parent."""
     if _open:
         signal.set_wakeup_fd(-1)
 

@@ -1,6 +1,6 @@
-"""What a run says in the training's terminal: how it starts, each action, and how it ends.
+"""Terminal lines of a run: how it starts, each action, and how it ends.
 
-Rank 0 alone, through the logger ``trainvitals``, which is silenced or redirected like any other.
+Only rank 0 writes them, through the logger ``trainvitals``, which can be silenced or redirected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LOG = logging.getLogger("trainvitals")
 _UNPROTECTED = {kind for name in ("snapshots", "replicas") for kind in DETECTORS[name].kinds} | {
     "unguarded"
 }
-"""Kinds of findings that a person is told of where nothing is done about them."""
+"""Findings printed even if no action was taken: protection is reduced."""
 SECONDS_BETWEEN_LINES = 1.0
-"""Of one kind: a fast loop with many bad steps must not fill the terminal."""
+"""Per kind of line: a fast loop with many bad steps must not flood the terminal."""
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -33,25 +33,25 @@ else:
 
 
 class _StderrHandler(_StreamHandler):
-    """Writes to stderr as it is now, above a tqdm bar, while nobody has configured logging."""
+    """Writes to the current stderr, above a tqdm bar, while logging is not configured."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, unless the root logger has a handler by now, which writes it."""
         if logging.getLogger().handlers:
             return
-        self.stream = sys.stderr  # a notebook or a test may have replaced it since
+        self.stream = sys.stderr  # a notebook or test may have replaced it
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if bars is None or not getattr(bars, "_instances", None):
             super().emit(record)
             return
         try:
             bars.write(self.format(record), file=sys.stderr)
-        except Exception:  # noqa: BLE001 - as in every handler of logging
+        except Exception:  # noqa: BLE001 - as in every logging handler
             self.handleError(record)
 
 
 def show_log() -> None:
-    """Make the logger's INFO lines visible where logging is unconfigured; else change nothing."""
+    """Show the logger's INFO lines if logging is not configured; otherwise do nothing."""
     if _LOG.handlers or logging.getLogger().handlers:
         return
     handler = _StderrHandler()
@@ -62,12 +62,12 @@ def show_log() -> None:
 
 
 class Terminal:
-    """The lines of one run. A healthy step costs one look at ``in_row``.
+    """Terminal lines of one run. A healthy step costs one check of ``in_row``.
 
     Args:
-        info: of the run.
-        run_id: the run's.
-        clock: tells how long ago a line was.
+        info: attributes of the run.
+        run_id: id of the run.
+        clock: measures the time between lines.
     """
 
     def __init__(self, info: RunInfo, run_id: str, clock: Clock) -> None:
@@ -80,30 +80,31 @@ class Terminal:
         self._lost_steps = 0
         self._last_line_ns: dict[str, int] = {}
         self.in_row = False
-        """Whether the step before was skipped."""
+        """Whether the previous step was skipped."""
         self._untold, self._last_skip = 0, -1
         self._resumed = ""
         self.num_unguarded = 0
-        """Steps that were not measured."""
+        """Number of steps that were not measured."""
         self._unguarded_since = -1
         self._last_hidden = -1
-        """Where parameters, optimizer state or buffers were last not finite, and it was left so."""
+        """Last step whose parameters, optimizer state or buffers were non-finite without an
+        action."""
 
     @classmethod
     def open(
         cls, info: RunInfo, run_id: str, clock: Clock, environ: Mapping[str, str]
     ) -> Terminal | None:
-        """Return the run's lines; None where ``VITALS_QUIET=1`` asks for none."""
+        """Return the terminal lines of the run; None with ``VITALS_QUIET=1``."""
         if environ.get("VITALS_QUIET", "") not in ("", "0"):
             return None
         show_log()
         return cls(info, run_id, clock)
 
     def started(self, resumed: str) -> None:
-        """Say what run this is, and how to follow it.
+        """Print which run this is, and how to follow it.
 
         Args:
-            resumed: how it goes on from before; empty for one that starts.
+            resumed: how it continues an earlier process; empty for a new run.
         """
         self._resumed = f", {resumed}" if resumed else ""
         _LOG.info(
@@ -115,11 +116,11 @@ class Terminal:
         )
 
     def hint(self, text: str) -> None:
-        """Print one line about what the loop could do better."""
+        """Print one line about a possible improvement of the loop."""
         _LOG.info("vitals: %s", text)
 
     def without_agent(self, missing: Sequence[str]) -> None:
-        """Say that nothing of this run can be read later, and the way out."""
+        """Print that this run cannot be read later without the agent, and how to install it."""
         names = ", ".join(missing)
         _LOG.warning(
             "vitals: %s not installed, so this run is guarded but its metrics are not stored; next "
@@ -129,7 +130,7 @@ class Terminal:
         )
 
     def judged(self, decision: Decision | None) -> None:
-        """Say what was decided about a step; call it for each decision, and while ``in_row``."""
+        """Print a decision. Call for each decision, and for every step while ``in_row``."""
         action = None if decision is None else decision.action
         if self.in_row and action != "skip_step":
             self._end_row()
@@ -143,20 +144,20 @@ class Terminal:
         if action == "skip_step":
             self._last_skip = decision.step
             was_in_row, self.in_row = self.in_row, True
-            if was_in_row or not self._may_say(action):
+            if was_in_row or not self._may_print(action):
                 self._untold += 1
                 return
-        elif action == "accept_level" and not self._may_say(action):
+        elif action == "accept_level" and not self._may_print(action):
             return
-        _LOG.warning("vitals: step %d: %s", decision.step, self._in_words(decision))
+        _LOG.warning("vitals: step %d: %s", decision.step, self._describe(decision))
 
     def unprotected(self, findings: Sequence[Finding]) -> None:
-        """Say what protection has lost where nothing was done about it: once a stretch."""
+        """Print findings that reduce protection without an action, once per consecutive stretch."""
         for finding in findings:
             if finding.kind == "nonfinite_state":
                 self._last_hidden = finding.step
             is_new = finding.onset_step in (-1, finding.step)
-            if finding.kind == "unguarded":  # it is found some steps after it began
+            if finding.kind == "unguarded":  # this finding is raised some steps after its start
                 is_new = finding.onset_step != self._unguarded_since
                 self._unguarded_since = finding.onset_step
             if is_new and finding.kind in _UNPROTECTED:
@@ -168,7 +169,7 @@ class Terminal:
                 )
 
     def ended(self, state: str, num_steps: int) -> None:
-        """Say how the run ended and what it cost."""
+        """Print how the run ended, and its skips and rollbacks."""
         steps = _num(num_steps, "step")
         summary = self._summary() + self._resumed
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, summary)
@@ -187,8 +188,8 @@ class Terminal:
             )
         _LOG.info("vitals: details: vitals show %s", self._path)
 
-    def left_behind(self, collector: str, agent_pid: int | None) -> None:
-        """Say who waits with what for a collector that does not answer."""
+    def agent_still_sending(self, collector: str, agent_pid: int | None) -> None:
+        """Print that the agent keeps running to send rows to a collector that is down."""
         _LOG.warning(
             "vitals: the collector at %s does not answer, so rows of this run wait on disk. Its "
             "agent (pid %s) stays for VITALS_LINGER_HOURS (24) at most to send them; `kill %s` "
@@ -197,11 +198,11 @@ class Terminal:
         )
 
     def interrupted(self, step: int | None, folder: Path) -> None:
-        """Say, after Ctrl-C, what a start can continue from.
+        """Print, after Ctrl-C, from which step a new start can continue.
 
         Args:
-            step: the first one after the newest checkpoint on disk; None where there is none.
-            folder: of the checkpoints.
+            step: first step after the latest checkpoint on disk; None if there is none.
+            folder: directory of the checkpoints.
         """
         if step is None:
             _LOG.warning("vitals: no checkpoint was saved yet, so a new start begins at step 0")
@@ -214,7 +215,7 @@ class Terminal:
             self._run_id,
         )
 
-    def _may_say(self, kind: str) -> bool:
+    def _may_print(self, kind: str) -> bool:
         now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)
         if last is not None and now - last < SECONDS_BETWEEN_LINES * 1e9:
             return False
@@ -223,13 +224,13 @@ class Terminal:
 
     def _end_row(self) -> None:
         self.in_row = False
-        if self._untold and self._may_say("more"):
+        if self._untold and self._may_print("more"):
             verb = "would be skipped" if self._mode == "observe" else "skipped"
             text = "vitals: and %s %s, the last one at step %d"
             _LOG.warning(text, _num(self._untold, "more update"), verb, self._last_skip)
             self._untold = 0
 
-    def _in_words(self, decision: Decision) -> str:
+    def _describe(self, decision: Decision) -> str:
         text = decision_text(decision)
         if decision.action == "halt" and decision.acted:
             text = f"{text}; next: vitals why {self._path} {decision.step}"
@@ -253,6 +254,6 @@ def _num(count: int, what: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return the path as one would type it here."""
+    """Return the path relative to the working directory, if it is inside."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,5 @@
-"""Signals beyond the gradient's norm; each module is one, and says what it costs.
+"""Optional signals beyond the gradient norm; each module measures one, and documents its cost.
 
-What is measured after an update travels in the next step's pack: there is one collective a step.
+Values measured after an update are sent in the reduce vector of the next step, because a step has
+only one collective.
 """

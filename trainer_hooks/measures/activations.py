@@ -1,8 +1,8 @@
-"""Magnitude of modules' outputs and their dead features, by forward hooks.
+"""Magnitude and dead features of module outputs, measured by forward hooks.
 
-Of each rank's own part of the batch and, where modules are sharded, of its part of the output. What
-is written is rank 0's; of the others, only whether it is finite. They measure as much as rank 0
-does: all would wait for it anyway.
+Each rank measures its own part of the batch and, if modules are sharded, of the output. Only rank
+0's values are stored; of other ranks, only whether the output is finite. They measure as much as
+rank 0 does: they would wait for it in the next collective anyway.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from trainer_hooks.tensors.gradients import clean_name, local_tensor, unwrap
 from trainvitals.errors import UsageError
 
 _NOT_MEASURED = -1.0
-"""Stands for a missing value; no figure of ours is negative."""
+"""Marks a missing value; all measured values are at least 0."""
 
 _IMAGE_DIMS = (4, 5)
-"""Outputs of as many dimensions are images or volumes: their features are dimension 1."""
+"""Outputs with this many dimensions are images or volumes, whose features are dimension 1."""
 
 
 class Activation(NamedTuple):
-    """One module's output in one step."""
+    """Output of one module in one step."""
 
     rms: float
     max_abs: float
     dead_ratio: float
-    """Share of features that are 0 for every element of the batch."""
+    """Fraction of features that are 0 for every element of the batch."""
 
 
 def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the modules that a pattern names.
+    """Return the modules that match the patterns.
 
     Raises:
-        UsageError: a pattern names none.
+        UsageError: a pattern matches no module.
     """
     modules: dict[str, nn.Module] = {}
     for name, module in unwrap(model)[0].named_modules():
-        modules.setdefault(clean_name(name), module)  # the wrapper, not what it lies around
+        modules.setdefault(clean_name(name), module)  # the wrapper instead of the module inside
     modules.pop("")
     selected: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -57,10 +57,10 @@ def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
 
 
 class Activations:
-    """Keeps the figures of a sampled step on the device until they are read back.
+    """Measures module outputs in sampled steps; the values stay on the device until readback.
 
-    A module's first forward in training counts; the recomputation of activation checkpointing and
-    further micro-batches do not.
+    Only the first training forward of a module counts; later micro-batches and the recomputation of
+    activation checkpointing do not.
     """
 
     def __init__(
@@ -78,33 +78,33 @@ class Activations:
 
     @property
     def size(self) -> int:
-        """Numbers that are read back."""
+        """Number of values that are read back."""
         return self._figures.numel()
 
     def reset(self, *, sampled: bool) -> None:
-        """Begin a step: forget the last one's figures."""
+        """Start a step, and discard the values of the last one."""
         if self._seen:
             self._figures.fill_(_NOT_MEASURED)
             self._seen.clear()
         self._sampled = sampled
 
     def numbers(self) -> Tensor:
-        """Return the figures as they lie on the device."""
+        """Return the values on the device, 1-dim."""
         return self._figures.view(-1)
 
     def nonfinite(self) -> Tensor:
-        """Return of each module 1 where its output is not finite, else 0."""
+        """Return 1 for each module whose output is not finite, otherwise 0; 1-dim float64."""
         return (~torch.isfinite(self._figures[:, 0])).to(torch.float64)
 
     def unpack(self, numbers: list[float]) -> dict[str, Activation]:
-        """Return, of what came to the host, the modules that were measured."""
+        """Convert values on the host; return only modules that were measured in the step."""
         width = len(Activation._fields)
         rows = (numbers[i : i + width] for i in range(0, len(numbers), width))
         named_rows = zip(self.names, rows, strict=True)
         return {name: Activation(*row) for name, row in named_rows if row[0] != _NOT_MEASURED}
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -122,9 +122,9 @@ class Activations:
 
 
 def _tensor_in(output: Any) -> Tensor | None:
-    """Return the first tensor of floating numbers in a module's output, this rank's part of it.
+    """Return this rank's part of the first floating-point tensor in a module's output.
 
-    A partial sum is none: to complete it were a collective.
+    None for a partial sum (DTensor): completing it would need a collective.
     """
     if isinstance(output, Tensor):
         if any(p.is_partial() for p in getattr(output, "placements", ())):
@@ -139,12 +139,12 @@ def _tensor_in(output: Any) -> Tensor | None:
 
 
 def _figures(output: Tensor) -> Tensor:
-    """Return rms, largest magnitude and share of dead features, without a copy of the output."""
+    """Return rms, largest magnitude and fraction of dead features, without copying the output."""
     wide = torch.float64 if output.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(output, dtype=wide)
     feature = 1 if output.dim() in _IMAGE_DIMS else output.dim() - 1
     others = [d for d in range(output.dim()) if d != feature]
-    # Of no dimensions torch would reduce all.
+    # Without dimensions given, torch would reduce all of them.
     each = torch.linalg.vector_norm(output, torch.inf, dim=others) if others else output.abs()
     return torch.stack(
         (norm / output.numel() ** 0.5, each.max().to(wide), (each == 0).to(wide).mean())

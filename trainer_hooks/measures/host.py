@@ -1,6 +1,6 @@
-"""What a rank measures on the host in a step: times, tokens, memory, rates, settings, utilisation.
+"""Host measurements of a step: times, tokens, memory, learning rates, settings, utilization.
 
-Nothing here waits for the device: what lies on it is taken with the step's numbers, later.
+Nothing here waits for the device. Device timings are read later, with the numbers of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 from trainvitals.records import Phase
 
 Elapsed = float | tuple[Any, Any]
-"""Seconds, or the CUDA events they lie between: read when the step's numbers are on the host."""
+"""Seconds, or a pair of CUDA events that are read once the step's numbers are on the host."""
 
 
 @dataclass(slots=True)
@@ -44,24 +44,24 @@ class HostMeasurements:
     monitor_seconds: float | None
     exchange: Elapsed | None
     timeline: Timeline | None
-    """When forward and backward were; None where that is not placed."""
+    """Times of forward and backward; None if they cannot be located in this model."""
     learning_rates: list[float | None]
     weight_decay: float | None
-    """The largest of any group; on rank 0."""
+    """Largest value of all groups; on rank 0."""
     changes: list[Change]
-    """Other settings of the parameter groups that changed; on rank 0."""
+    """Other parameter group settings that changed; on rank 0."""
     lr_factor: float
     max_norm: float | None
-    """Number that the loop clips to."""
+    """Norm to which the loop clips."""
     clips_automatically: bool
     """Whether it clips to ``auto_max_norm``."""
     tokens: int | None
     weighted: bool
-    """Whether the weights of the step's losses are numbers of tokens."""
+    """Whether the loss weights of the step are numbers of tokens."""
     samples: int | None
-    """Of this rank's batches."""
+    """Samples in this rank's batches."""
     flops: float | None
-    """Counted on this rank, in a step that counted them."""
+    """FLOPs counted on this rank, in a step with ``count_flops``."""
     memory_allocated_bytes: float | None
     memory_peak_bytes: float | None
     memory_alloc_retries: int | None
@@ -71,27 +71,27 @@ class HostMeasurements:
     batch_index: int | None
     num_batches: int | None
     auto_max_norm: float | None = None
-    """Limit of ``max_norm="auto"`` in this step; it arrives with the reduced numbers."""
+    """Limit of ``max_norm="auto"`` in this step; arrives with the reduced numbers."""
     norm_after_clip: float | None = None
-    """Where the loop clips by itself: what was measured after that."""
+    """Measured norm after the loop's own clip, if it clips itself."""
     before_clip: bool = False
-    """Whether the loop clips by itself, and the gradients were measured before that."""
+    """Whether the loop clips itself, and the gradients were measured before the clip."""
     after_clip: bool = False
-    """Whether they could be measured only after it: the norms before it are not known."""
+    """Whether they were measured only after the loop's clip, so that earlier norms are unknown."""
     clip_unknown: bool = False
-    """Whether nobody said what it clips to."""
+    """Whether the norm to which the loop clips is unknown."""
     turn: int = 0
-    """Whose update it was: 0 of all optimizers together, k of the k-th alone."""
+    """Optimizer that was stepped: 0 for all together, k for only the k-th."""
 
     @property
     def samples_per_second(self) -> float | None:
-        """This rank's samples per second of the step."""
+        """Samples per second of this rank in the step."""
         if self.samples is None or not self.duration_seconds:
             return None
         return self.samples / self.duration_seconds
 
     def communication_seconds(self) -> float | None:
-        """Return the time of the ranks' exchange; the step's numbers must be on the host."""
+        """Return the time of the all-reduce; call once the step's numbers are on the host."""
         if not isinstance(self.exchange, tuple):
             return self.exchange
         begin, end = self.exchange
@@ -99,9 +99,9 @@ class HostMeasurements:
         return milliseconds / 1000
 
     def section_columns(self) -> dict[str, float]:
-        """Return the step's parts by column; the step's numbers must be on the host.
+        """Return the times of the step's sections by column; the step must be on the host.
 
-        On CUDA the optimizers' time is the device's, as the other parts are.
+        On CUDA the optimizer time is measured on the device, like the other sections.
         """
         if self.timeline is None:
             return {}
@@ -117,7 +117,7 @@ class HostMeasurements:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step by the host's clock; the parts make up the whole."""
+    """Seconds of one step on the host clock; the parts add up to the duration."""
 
     duration: float | None
     data_wait: float | None
@@ -127,11 +127,11 @@ class StepTimes(NamedTuple):
     monitor: float
     timeline: Timeline | None
     evaluation: float | None = None
-    """Of ``forward_backward``, as far as it was told: no part beside the others."""
+    """Part of ``forward_backward`` that was announced as evaluation; not a separate summand."""
 
 
 class StepClock:
-    """Durations of one step; monotonic."""
+    """Measures the durations of a step on a monotonic clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -143,42 +143,42 @@ class StepClock:
         self._checkpoint_ns: int | None = None
         self._evaluation_ns: int | None = None
         self.phase: Phase = "other"
-        """What the training thread does now: read by the heartbeat's thread."""
+        """Current activity of the training thread; the heartbeat thread reads it."""
         self.is_announced = False
-        """Whether the loop said that this takes its time."""
+        """Whether the loop announced that this phase may take long."""
         self.step = -1
-        """The step that is under way."""
+        """The current step."""
         self.sections: Sections | None = None
-        """What places forward and backward; None where nothing can."""
+        """Locates forward and backward; None if that is not possible."""
 
     def wait_for_data(self) -> None:
-        """Note that the loop asks for the next batch."""
+        """Record that the loop requests the next batch."""
         self.phase = "data"
 
     def waited_for_data(self, nanoseconds: int) -> None:
-        """Add a wait for the next batch to the present step."""
+        """Add a wait for the next batch to the current step."""
         self._data_wait_ns = (self._data_wait_ns or 0) + nanoseconds
         if self.sections is not None:
             self.sections.aside(nanoseconds)
         self.phase = "forward_backward"
 
     def enter(self) -> None:
-        """Note that ``Monitor.step`` began."""
+        """Record that ``Monitor.step`` started."""
         self._entered = self.clock.monotonic_ns()
         if self.sections is not None:
             self.sections.enter(self._entered)
 
     def leave(self) -> None:
-        """Note that the loop goes on, to its own clip, before the step is finished."""
+        """Record that control returns to the loop before the step ends, for its own clip."""
         self._left = self.clock.monotonic_ns()
 
-    def come_back(self) -> None:
-        """Count what passed since ``leave`` as the optimizers' time: the loop had it before."""
+    def reenter(self) -> None:
+        """Count the time since ``leave`` as optimizer time: the loop needs it in any case."""
         self._optimizer_ns += self.clock.monotonic_ns() - self._left
 
     @contextmanager
-    def not_ours(self) -> Iterator[None]:
-        """Count the body as the optimizers' time, not the monitor's: the loop had it before."""
+    def optimizer_time(self) -> Iterator[None]:
+        """Count the body as optimizer time, not monitor time: the loop needs it in any case."""
         begin = self.clock.monotonic_ns()
         try:
             yield
@@ -187,7 +187,7 @@ class StepClock:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Count the body, between two steps, as the time of snapshots and saves in the next one."""
+        """Count the body, between two steps, as snapshot and save time of the next step."""
         begin = self.clock.monotonic_ns()
         before = self.phase, self.is_announced
         self.phase, self.is_announced = "checkpoint", True
@@ -202,7 +202,7 @@ class StepClock:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Let the body be an announced phase: it may take its time."""
+        """Announce that the body takes long: the heartbeat shows this phase as expected."""
         before = self.phase, self.is_announced
         begin, aside_ns = self.clock.monotonic_ns(), self._aside_ns()
         self.phase, self.is_announced = phase, True
@@ -215,19 +215,19 @@ class StepClock:
                 self._evaluation_ns = (self._evaluation_ns or 0) + took
 
     def evaluated(self) -> None:
-        """Note that the loop has evaluated: since the step before, as far as nothing else did."""
+        """Record that the loop evaluated since the last step; count time not assigned otherwise."""
         if self._last_end is not None:
             took = self.clock.monotonic_ns() - self._last_end - self._aside_ns()
             self._evaluation_ns = (self._evaluation_ns or 0) + took
 
     def _aside_ns(self) -> int:
-        """Return what of the present step is known to have gone to something else than the step."""
+        """Return the time of the current step already assigned to data, checkpoints, evaluation."""
         return sum((self._data_wait_ns or 0, self._checkpoint_ns or 0, self._evaluation_ns or 0))
 
     def exchange(self, device: torch.device, call: Callable[[], None]) -> Elapsed:
-        """Make the ranks' exchange and time it, on the device's clock where it has one.
+        """Run the all-reduce and measure it, with CUDA events if the device has them.
 
-        On the host its time is not the monitor's: most of it is waiting for others.
+        On the host its time does not count as monitor time: most of it is waiting for other ranks.
         """
         self.phase = "exchange"
         if device.type == "cuda":
@@ -242,7 +242,7 @@ class StepClock:
         return took / 1e9
 
     def finish(self) -> StepTimes:
-        """Return the step's times, and begin the next step."""
+        """Return the times of the step, and start the next one."""
         timeline = None if self.sections is None else self.sections.pop_timeline()
         now = self.clock.monotonic_ns()
         last, waited, checkpoint_ns = self._last_end, self._data_wait_ns, self._checkpoint_ns
@@ -266,17 +266,17 @@ class StepClock:
         return times
 
     def restart(self) -> None:
-        """Forget the last end: what follows is no ordinary step."""
+        """Discard the end of the last step: what follows is not an ordinary step."""
         self._last_end = None
         if self.sections is not None:
             self.sections.forget()
 
 
 class Utilization:
-    """Model FLOPs utilization, from the FLOPs of a token; 6 a parameter unless told or counted.
+    """Model FLOPs utilization, by default from 6 FLOPs per parameter and token.
 
-    6 a parameter leaves attention's own FLOPs out, so the figure errs low. A device whose peak is
-    not in ``trainvitals.flops``, and was not told, gives None, never a wrong number.
+    This default omits attention, so the ratio is too low. Returns None if the peak of the device is
+    unknown, that is, neither in ``trainvitals.flops`` nor given.
     """
 
     def __init__(
@@ -294,9 +294,9 @@ class Utilization:
         self._per_step: float | None = None
 
     def counted(self, flops: float, tokens: int | None) -> None:
-        """Take the FLOPs that one rank counted in a step of so many tokens of all ranks.
+        """Use the FLOPs that one rank counted in a step; ``tokens`` counts all ranks' tokens.
 
-        Without tokens, later steps are taken to be as large as this one.
+        If the tokens are unknown, later steps are assumed to have the same size.
         """
         of_all_ranks = flops * self._world_size
         if tokens:
@@ -305,7 +305,7 @@ class Utilization:
             self._per_step = of_all_ranks
 
     def ratio(self, tokens: int | None, seconds: float | None) -> float | None:
-        """Return the utilization of a step, 0 to 1, or None where it is unknown."""
+        """Return the utilization of a step, 0 to 1, or None if unknown."""
         flops = self._per_step if self._per_step is not None else self._flops_of(tokens)
         if flops is None or not seconds:
             return None
@@ -318,19 +318,19 @@ class Utilization:
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
-    """Return the rate of every group; None where a tensor rate would have to be waited for."""
+    """Return the learning rate of each group; None for a CUDA tensor: reading it would wait."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     return [None if isinstance(lr, torch.Tensor) and lr.is_cuda else float(lr) for lr in rates]
 
 
 def weight_decay(optimizers: Sequence[Optimizer]) -> float | None:
-    """Return the largest weight decay of any group: many have one without. None: no number."""
+    """Return the largest weight decay of all groups; None if none is a number."""
     decays = (group.get("weight_decay") for o in optimizers for group in o.param_groups)
     return max((float(d) for d in decays if isinstance(d, int | float)), default=None)
 
 
 class DeviceMemory(NamedTuple):
-    """The caching allocator's figures; unknown on the CPU."""
+    """Values of the CUDA caching allocator; None on the CPU."""
 
     allocated_bytes: float | None = None
     peak_bytes: float | None = None
@@ -339,7 +339,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the allocator's figures, in one call: the flat ones cost as much for each."""
+    """Return the allocator's values from one call; separate functions cost as much each."""
     if device.type != "cuda":
         return DeviceMemory()
     stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -359,22 +359,25 @@ _NOT_SETTINGS = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 class Change(NamedTuple):
-    """One setting of one parameter group got another value."""
+    """Change of one setting of one parameter group."""
 
     group: int
     key: str
     before: object
     after: object
     times: int
-    """Changes of this setting so far, this one included."""
+    """Changes of this setting so far, including this one."""
 
     @property
     def is_told(self) -> bool:
-        """Whether it is the 1st, 2nd, 4th, 8th...: a schedule may change one at every step."""
+        """Whether to report this change: the 1st, 2nd, 4th, 8th... of the setting.
+
+        A schedule may change a setting at every step.
+        """
         return self.times & (self.times - 1) == 0
 
     def numbers(self) -> dict[str, float]:
-        """Return the new value as scalars by name; what is no number is left out."""
+        """Return the new value as scalars by name, without values that are not numbers."""
         name = f"group{self.group}/{self.key}"
         if isinstance(self.after, tuple | list):
             parts = {f"{name}.{i}": value for i, value in enumerate(self.after)}
@@ -384,7 +387,7 @@ class Change(NamedTuple):
 
 
 class GroupSettings:
-    """What the groups' settings were at the last look. Tensors are not read: that would wait."""
+    """Detects changed settings of parameter groups. Skips tensors: reading one would wait."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -392,7 +395,7 @@ class GroupSettings:
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def take_changes(self) -> list[Change]:
-        """Return what has changed since the last look."""
+        """Return the changes since the last call."""
         changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
             for key, before in seen.items():
@@ -419,11 +422,11 @@ def _is_plain(value: object) -> bool:
 
 
 class MemoryEstimate:
-    """Bytes of parameters, their gradients, optimizer states and buffers on one device.
+    """Bytes of parameters, gradients, optimizer states and buffers on one device.
 
-    Taken when made, and anew before the first step, the second, the fourth...: optimizers make
-    their state at their first update, which may have been skipped. What is shared counts once,
-    what is sparse not at all.
+    Estimated at creation, and again before the 1st, 2nd, 4th... step: optimizers create their state
+    in their first update, which may have been skipped. Shared tensors count once, sparse ones not
+    at all.
     """
 
     def __init__(
@@ -436,7 +439,7 @@ class MemoryEstimate:
         self._bytes = self._estimate()
 
     def count_step(self) -> int:
-        """Count a step, and return the bytes."""
+        """Count a step, and return the estimated bytes."""
         self._calls += 1
         if self._calls & (self._calls - 1) == 0:
             self._bytes = self._estimate()
@@ -451,7 +454,7 @@ class MemoryEstimate:
         return sum(dict(self._sizes(tensors)).values()) + gradients
 
     def _sizes(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-        """Yield address and bytes of what lies on the device."""
+        """Yield address and bytes of tensors on the device."""
         for tensor in tensors:
             local = local_tensor(tensor)
             if local.device == self._device and is_dense(local) and local.numel():

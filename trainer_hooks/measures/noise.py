@@ -1,11 +1,12 @@
-"""What the ranks' own gradients tell under DDP: the noise scale, and whether a sum is right.
+"""Local gradients of the ranks under DDP: gradient noise scale, and a check of the all-reduce.
 
-The noise scale says how large a batch still pays. A linear checksum of what each rank puts into a
-bucket adds up as the gradients do, so what comes out of the reduction can be held against it.
+The noise scale estimates the largest batch size that is still efficient. A linear checksum of the
+data that each rank contributes to a bucket must sum to the checksum of the reduced bucket.
 
-A rank's gradient is seen before it is averaged only in DDP's communication hook, of which there is
-one; ours hands each bucket on to torch's own all-reduce. That divides by the number of ranks, where
-DDP without a hook multiplies by its inverse: equal bits where the number is a power of two.
+Only DDP's communication hook sees local gradients before they are averaged, and a model can have
+one hook. Ours passes each bucket to torch's own all-reduce hook, which divides by the number of
+ranks; DDP without a hook multiplies by the inverse. The bits are equal if the number is a power of
+two.
 """
 
 import math
@@ -38,9 +39,8 @@ class NoiseScale:
         tr(S) = (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big)
         B_simple = tr(S) / |G|^2
 
-    Here a rank's batch is the small one, and all ranks' together the big one. Each of the two is
-    averaged over the last samples before they are divided, since the ratio of noisy numbers is
-    biased.
+    The small batch belongs to one rank, and the big one to all ranks. Both quantities are averaged
+    over the last samples before the division, because a ratio of noisy numbers is biased.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -49,25 +49,25 @@ class NoiseScale:
         self._noises: deque[float] = deque(maxlen=_WINDOW)
 
     def add(self, *, small_square: float, big_square: float) -> None:
-        """Take in one step: the mean over ranks of their own squares, and the mean's own square.
+        """Add a step: mean over ranks of their squared norms, and that of the mean gradient.
 
-        A sample that is not finite is left out.
+        Samples that are not finite are ignored.
         """
         if not (math.isfinite(small_square) and math.isfinite(big_square)):
             return
-        n = self._num_ranks  # the rank's batch is the unit: B_small = 1, B_big = n
+        n = self._num_ranks  # in units of a rank's batch: B_small = 1, B_big = n
         self._signals.append((n * big_square - small_square) / (n - 1))
         self._noises.append((small_square - big_square) / (1 - 1 / n))
 
     def ratio(self) -> float | None:
-        """Return B_simple as a multiple of all ranks' batch; None while it is not known.
+        """Return B_simple in units of the global batch; None if unknown.
 
-        Above 1, a larger batch still saves steps; far below 1, the batch costs more than it brings.
+        Above 1, a larger batch still saves steps; far below 1, it costs more than it saves.
         """
         if len(self._signals) < _MIN_SAMPLES:
             return None
         signal, noise = math.fsum(self._signals), math.fsum(self._noises)
-        if signal <= 0:  # lost in the noise: more samples are needed
+        if signal <= 0:  # smaller than the noise: more samples are needed
             return None
         return max(noise, 0.0) / signal / self._num_ranks
 
@@ -78,23 +78,23 @@ class _HookState(NamedTuple):
 
 
 def vitals_noise_hook(state: _HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Measure the rank's own gradients in this bucket, if asked to, and average them as ever."""
+    """Measure this rank's gradients in the bucket, if due, and average them as torch does."""
     state.owner.see(bucket)
     averaged: torch.futures.Future[torch.Tensor] = allreduce_hook(state.group, bucket)
     return state.owner.check(bucket, averaged)
 
 
 class Sums(NamedTuple):
-    """Two sums over one bucket, in float64; what the ranks put in adds up to what comes out."""
+    """Two sums over one bucket, float64; the checksums of all ranks sum to that of the result."""
 
     checksum: Tensor
-    """Linear: each element by a weight of its own, 1 to 4."""
+    """Linear: each element times its own weight, 1 to 4."""
     roundings: Tensor
-    """Of squares of what may be lost of each element where it is rounded to its type."""
+    """Sum of squares of the possible rounding errors of the elements."""
 
 
 def sums_of(buffer: Tensor) -> Sums:
-    """Return a bucket's sums. Waits for nothing; at most ``_PIECE`` elements are copied at once."""
+    """Return the sums of a bucket without waiting; copies at most ``_PIECE`` elements at once."""
     flat = buffer.detach().reshape(-1)
     checksum, energy = flat.new_zeros(2, dtype=torch.float64).unbind()
     info = torch.finfo(flat.dtype)
@@ -107,8 +107,8 @@ def sums_of(buffer: Tensor) -> Sums:
         first = i * (_PIECE // _COLUMNS)
         of_rows = _weights(first, len(rows), _SILVER, flat.device)
         checksum = checksum + of_rows @ rows @ columns
-    # Multiplied here: when it is read, some steps later, the next bucket may be of another type.
-    return Sums(checksum, energy * info.eps**2 + info.tiny**2)  # tiny: what is flushed to zero
+    # Scale now: when the sums are read, the next bucket may have another dtype.
+    return Sums(checksum, energy * info.eps**2 + info.tiny**2)  # tiny: values flushed to zero
 
 
 _COLUMNS, _PIECE = 4096, 1 << 20
@@ -116,28 +116,29 @@ _GOLDEN, _SILVER = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
 
 
 def _weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
-    """Return numbers from 1 to 2 of which no two near each other are alike."""
+    """Return numbers from 1 to 2 that differ from their neighbors (float64)."""
     places = torch.arange(first, first + num, dtype=torch.float64, device=device)
     return 1.0 + (places * step) % 1.0
 
 
 def rounding_of(roundings: float, *, num_ranks: int) -> float:
-    """Return the standard error of a checksum that comes of rounding alone, rather too large.
+    """Return an upper estimate of the checksum's standard error from rounding.
 
-    Each of n numbers is rounded as it is divided and as it is added, by half a unit in the last
-    place of the sum so far, which is at most the sum of magnitudes; Cauchy's inequality bounds that
-    by the squares. Roundings are independent, so they add up as squares do.
+    Each of n numbers is rounded when divided and when added, by half a unit in the last place of
+    the partial sum. That sum is at most the sum of magnitudes, which Cauchy's inequality bounds by
+    the squares. Roundings are independent, so their squares add up.
 
     Args:
-        roundings: ``Sums.roundings``, added up over the ranks.
-        num_ranks: that were averaged.
+        roundings: ``Sums.roundings``, summed over the ranks.
+        num_ranks: number of averaged ranks.
     """
-    mean_square_of_weights = 49 / 9  # of two weights, each even from 1 to 2
+    # Mean square of a product of two weights, each uniform from 1 to 2.
+    mean_square_of_weights = 49 / 9
     return math.sqrt(mean_square_of_weights * (num_ranks + 1) * roundings / num_ranks)
 
 
 class OwnGradients:
-    """Sees this rank's gradients before DDP averages them, and one bucket of a step afterwards."""
+    """Sees local gradients before DDP averages them, and one bucket per step after that."""
 
     def __init__(self, device: torch.device, faults: FaultCounter) -> None:
         self._faults = faults
@@ -153,10 +154,11 @@ class OwnGradients:
     def on(
         cls, model: nn.Module, norms: GradNorms, faults: FaultCounter, setting: str
     ) -> "OwnGradients":
-        """Hook into the model's reduction.
+        """Register the communication hook on the model.
 
         Raises:
-            UsageError: the model is not in DDP, has a hook already, or trains other parameters.
+            UsageError: the model is not wrapped in DDP, already has a hook, or trains other
+                parameters.
         """
         ddp = getattr(model, "_orig_mod", model)
         if not isinstance(ddp, DistributedDataParallel):
@@ -183,7 +185,7 @@ class OwnGradients:
         cls, ddp: DistributedDataParallel, gradients: "OwnGradients", setting: str
     ) -> "OwnGradients":
         for hook, state in ddp._comm_hooks:
-            if hook is vitals_noise_hook:  # of an earlier monitor: none can be taken off
+            if hook is vitals_noise_hook:  # a hook of an earlier monitor: it cannot be removed
                 owner: OwnGradients = state.owner  # type: ignore[attr-defined]
                 return owner
         taken = UsageError(
@@ -194,16 +196,16 @@ class OwnGradients:
             raise taken
         try:
             ddp.register_comm_hook(_HookState(gradients, ddp.process_group), vitals_noise_hook)
-        except RuntimeError as error:  # one of torch's built-in hooks, or mixed precision's
+        except RuntimeError as error:  # a built-in hook of torch, or that of mixed precision
             raise taken from error
         return gradients
 
     def start_step(self, *, square: bool, turn: int | None = None) -> None:
-        """Begin a step.
+        """Start a step.
 
         Args:
-            square: whether its own gradients are measured.
-            turn: the number of the check, where one bucket is checked: each has its turn.
+            square: whether to measure local gradients.
+            turn: number of the check; it selects the bucket to check in rotation. None checks none.
         """
         if self._passes:
             self._square.zero_()
@@ -215,7 +217,7 @@ class OwnGradients:
         return self._turn is not None and bucket.index() == self._turn % self._num_buckets
 
     def see(self, bucket: GradBucket) -> None:
-        """Take in a bucket that is not averaged yet. Waits for nothing."""
+        """Measure a bucket of local gradients before DDP averages them; does not wait."""
         if not self._measures_square and self._turn is None:
             return
         with self._faults.fail_open("own_gradients"):
@@ -231,7 +233,7 @@ class OwnGradients:
     def check(
         self, bucket: GradBucket, averaged: torch.futures.Future[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Look at what comes out of the reduction, where this bucket has its turn."""
+        """Compute the checksum of the reduced bucket, if this bucket is the one to check."""
         if self._put_in is None or not self._is_due(bucket):
             return averaged
 
@@ -245,13 +247,13 @@ class OwnGradients:
         return looked
 
     def square(self, loss_scale: Tensor | None) -> Tensor | None:
-        """Return the step's square, unscaled; None where not one backward was reduced in it."""
+        """Return the squared norm of the step, unscaled; None if no backward was reduced in it."""
         if self._passes != 1 or not self._measures_square:
             return None
         return self._square if loss_scale is None else self._square / loss_scale.double() ** 2
 
     def checked(self) -> tuple[Sums, Tensor] | None:
-        """Return what this rank put into a bucket, and the checksum of what came out of it."""
+        """Return this rank's sums of a bucket, and the checksum of the reduced bucket."""
         if self._passes != 1 or self._put_in is None or self._came_out is None:
             return None
         return self._put_in, self._came_out

@@ -1,14 +1,14 @@
-"""What a run opted in to, as one thing that the step passes by; there is none by default.
+"""Measures optional signals in sampled steps. All are off by default.
 
-Its part of the pack, where anything is opted in that the ranks sum::
+Its part of the reduce vector, if ranks sum any of the signals::
 
-    ranks that measured the weights | the update | their own gradients | outside writes |
-    squares of the ranks' own gradients | weights' squares, one of each parameter |
-    updates' squares | changes of the weights from outside | of the optimizer's state |
-    ranks on which a module's output was not finite, one of each module |
-    of a bucket: ranks that checked it | checksums and roundings of what they put in
+    ranks that measured the weights | the update | local gradients | outside writes |
+    squared norms of local gradients | of the weights, one per parameter |
+    of the update, one per parameter | changes of weights from outside | of optimizer state |
+    ranks on which a module's output was not finite, one per module |
+    for a bucket: ranks that checked it | checksums and roundings of the ranks' gradients
 
-A measurement that one rank lacks is short of its part, and so is none.
+A signal counts only if all ranks measured it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer_hooks.tensors.optimizer_state import is_dense
 
 
 class Updates:
-    """Measures when told to; waits for nothing."""
+    """Measures weights and updates; never waits for the device."""
 
     def __init__(self, norms: GradNorms) -> None:
         self._norms = norms
@@ -41,12 +41,12 @@ class Updates:
 
     @torch.no_grad()
     def weight_squares(self) -> Tensor:
-        """Return each parameter's square, this rank's share of it."""
+        """Return this rank's share of each parameter's squared norm, 1-dim on the device."""
         return self._share_of(self._norms.local_parameters())
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the parameters, into memory that stays taken; call before the update."""
+        """Copy the parameters to a buffer that is reused; call before the update."""
         self.forget()
         now = self._norms.local_parameters()
         if [t.shape for t in self._kept] != [t.shape for t in now]:
@@ -56,9 +56,9 @@ class Updates:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Take the squares of what the parameters moved by since ``keep``, if that was called.
+        """Compute squared norms of the parameters' changes since ``keep``, if it was called.
 
-        Call right after the update: what is written into them later is none.
+        Call right after the update: later writes do not belong to it.
         """
         if self._is_kept:
             self._is_kept = False
@@ -66,13 +66,13 @@ class Updates:
             self._moved = self._share_of(self._kept)
 
     def update_squares(self) -> Tensor | None:
-        """Return the squares of the last update; None if it was not kept before it."""
-        self.measure()  # where the optimizers step one after another, their end was not seen
+        """Return the squared norms of the last update; None without ``keep`` before it."""
+        self.measure()  # needed if optimizers step one after another: the last one is not detected
         moved, self._moved = self._moved, None
         return moved
 
     def forget(self) -> None:
-        """Drop the copy: the parameters have been put back since."""
+        """Discard the copy: the parameters were restored since."""
         self._is_kept, self._moved = False, None
 
     def _share_of(self, tensors: list[Tensor]) -> Tensor:
@@ -80,10 +80,9 @@ class Updates:
 
 
 class OutsideWrites:
-    """Tells what changed between the end of one update and the next step's numbers.
+    """Detects writes between the end of one update and the measurement of the next step.
 
-    Both are sums over the same tensors in the same order: of what nobody wrote they are equal to
-    the last bit.
+    Both sums run over the same tensors in the same order, so unwritten tensors give equal bits.
     """
 
     def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
@@ -93,16 +92,16 @@ class OutsideWrites:
         self._after: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Take the sums that the next step is compared with; call after the update."""
+        """Compute the sums with which the next step is compared; call after the update."""
         self._after = None
         self._after = self._sums()
 
     def forget(self) -> None:
-        """Drop the sums: the parameters have been put back since."""
+        """Discard the sums: the parameters were restored since."""
         self._after = None
 
     def changes(self) -> tuple[Tensor, Tensor] | None:
-        """Return how far each parameter and its state changed, 0 to 1; None where not kept."""
+        """Return relative changes of parameters and their states, 0 to 1; None if unknown."""
         after, self._after = self._after, None
         if after is None:
             return None
@@ -118,7 +117,8 @@ class OutsideWrites:
         for i, param in enumerate(norms.params):
             for state in self._states:
                 for value in state[param].values() if param in state else ():
-                    # Counters and factored moments are left out: they have another size.
+                    # Counters and factored states are skipped: they have another number of
+                    # elements.
                     if isinstance(value, Tensor) and value.numel() == param.numel() > 1:
                         local = local_tensor(value)
                         if local.is_floating_point() and is_dense(local) and local.numel():
@@ -132,49 +132,49 @@ class OutsideWrites:
 
 
 def _relative_change(before: Tensor, now: Tensor) -> Tensor:
-    """Return by what share of the larger of two squares they differ; NaN and Inf to 1."""
+    """Return the relative difference of two squares, 0 to 1; 1 if one became NaN or Inf."""
     largest = torch.maximum(before, now)
     changed = (now - before).abs() / torch.where(largest > 0, largest, 1.0)
     turned = torch.isfinite(before) != torch.isfinite(now)
     return torch.where(torch.isfinite(changed), changed, turned.to(changed))
 
 
-# --------------------------------------------------------------------- all of it as one
+# -------------------------------------------------------------------------- the sampler
 
 
 _HEAD = 5
 _BEYOND = 1e30
-"""The error of a sum that is not finite, though what the ranks put in is."""
+"""Error of a reduced sum that is not finite although the contributions are."""
 
 
 class Samples(NamedTuple):
-    """What came to the host with one step; None where it was not measured, or not on all ranks."""
+    """Optional signals of one step on the host; None if not measured on all ranks."""
 
     weight_squares: Sequence[float] | None = None
-    """Of the parameters that the step began with."""
+    """Squared norm per parameter at the start of the step."""
     update_squares: Sequence[float] | None = None
-    """Of the update that led to them."""
+    """Squared norm per parameter of the preceding update."""
     local_square: float | None = None
-    """Mean over ranks of the squares of their own gradients."""
+    """Mean over ranks of the squared norms of local gradients."""
     own_grad_norm: float | None = None
-    """Of this rank's own gradients, before they were averaged."""
+    """Norm of this rank's gradients before they were averaged."""
     weight_writes: Sequence[float] | None = None
-    """How far each parameter changed from outside, 0 to 1."""
+    """Relative change of each parameter by other code, 0 to 1."""
     moment_writes: Sequence[float] | None = None
-    """The same of each parameter's optimizer state."""
+    """The same for its optimizer state."""
     reduction_error: float | None = None
-    """How far a bucket's averaged gradients are from what the ranks put in, in roundings."""
+    """Difference between a reduced bucket and the sum of contributions, in roundings."""
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
 
     @property
     def by_layer(self) -> bool:
-        """Whether there is something to write of single layers."""
+        """Whether there are values per layer to write."""
         measured = (self.weight_squares, self.weight_writes)
         return any(squares is not None for squares in measured) or bool(self.activations)
 
 
 class Sampler:
-    """Measures what was opted in, in every sampled step; all ranks make one, or none."""
+    """Measures the enabled signals in every sampled step; equal settings on all ranks."""
 
     def __init__(
         self,
@@ -203,13 +203,13 @@ class Sampler:
             setting = "noise_scale" if settings.noise_scale else "reduction"
             self._own_gradients = OwnGradients.on(model, norms, faults, setting)
         self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
-        self._activations = None  # the last to put hooks on: nothing after it may be refused
+        self._activations = None  # registers hooks, so it comes last: nothing after it may raise
         if modules:
             self._activations = Activations(modules, norms.device, faults)
 
     @property
     def pack_size(self) -> int:
-        """Numbers that the ranks sum."""
+        """Number of values in the reduce vector."""
         sums = (self._updates, self._own_gradients, self._writes, self._activations)
         if all(part is None for part in sums):
             return 0
@@ -230,19 +230,19 @@ class Sampler:
 
     @property
     def own_size(self) -> int:
-        """Numbers of this rank alone that are read back behind the others."""
+        """Number of local values that are read back behind the others."""
         of_activations = 0 if self._activations is None else self._activations.size
         return of_activations + self.settings.noise_scale + self.settings.reduction
 
     @property
     def activation_names(self) -> tuple[str, ...]:
-        """Modules whose output is measured here."""
+        """Modules whose output is measured."""
         return () if self._activations is None else self._activations.names
 
     # ------------------------------------------------------------------------------ in a step
 
     def start_step(self, step: int) -> None:
-        """Get ready for a step; call at the start, and at the end of the step before."""
+        """Prepare a step; call at the start, and at the end of each step for the next one."""
         sampled = self.settings.due(step)
         with self._faults.fail_open("signals"):
             if self._own_gradients is not None:
@@ -255,7 +255,7 @@ class Sampler:
                 self._activations.reset(sampled=sampled)
 
     def fill(self, step: int, out: Tensor, loss_scale: Tensor | None) -> None:
-        """Write what is measured of a step into this part of the pack, which is zero."""
+        """Write the measurements of a step to this part of the reduce vector, which is zero."""
         if self._updates is not None and self.settings.due(step):
             n = self._num_params
             out[_HEAD : _HEAD + n] = self._updates.weight_squares()
@@ -281,14 +281,14 @@ class Sampler:
             out[self._end_of_writes : self._end_of_activations] = self._activations.nonfinite()
 
     def before_update(self, step: int) -> None:
-        """Keep the parameters, if the next step is to measure the update that led to it."""
+        """Copy the parameters if the next step measures this update."""
         self._is_next_due = self.settings.due(step + 1)
         if self._updates is not None and self.settings.update_norm and self._is_next_due:
             with self._faults.fail_open("signals"):
                 self._updates.keep()
 
     def after_update(self) -> None:
-        """Keep what the next step is compared with, if it is sampled; all optimizers stepped."""
+        """Compute what the next sampled step is compared with; after all optimizers stepped."""
         with self._faults.fail_open("signals"):
             if self._updates is not None:
                 self._updates.measure()
@@ -296,20 +296,20 @@ class Sampler:
                 self._writes.keep()
 
     def own_numbers(self) -> tuple[Tensor, ...]:
-        """Return what is read back of this rank alone."""
+        """Return the local values that are read back."""
         numbers = [] if self._activations is None else [self._activations.numbers()]
         numbers += [self._own_square] if self.settings.noise_scale else []
         numbers += [self._came_out] if self.settings.reduction else []
         return tuple(numbers)
 
     def forget(self) -> None:
-        """Drop the copy of the parameters: they have been put back."""
+        """Discard the copy of the parameters: they were restored."""
         for part in (self._updates, self._writes):
             if part is not None:
                 part.forget()
 
     def release(self) -> None:
-        """Take the hooks off. DDP's stays, as none can be taken off, and measures no more."""
+        """Remove the hooks. DDP's cannot be removed, so it is only deactivated."""
         self._updates = self._writes = None
         if self._activations is not None:
             self._activations.release()
@@ -319,7 +319,7 @@ class Sampler:
     # ------------------------------------------------------------------------------ on the host
 
     def unpack(self, summed: list[float], rank_values: list[float]) -> Samples:
-        """Return what a step's numbers say: the pack's part, and this rank's own."""
+        """Convert a step's numbers: the summed part, and this rank's local values."""
         norm, came_out = None, 0.0
         if self.settings.reduction:
             *rank_values, came_out = rank_values
@@ -336,7 +336,7 @@ class Sampler:
         for name, num in zip(self.activation_names, nonfinite, strict=True):
             measured = activations.get(name)
             if num and measured is not None and math.isfinite(measured.rms):
-                # On some other rank, whose figures are not read here.
+                # Not finite on another rank, whose values are not read here.
                 activations[name] = measured._replace(rms=math.inf)
         return Samples(
             weight_squares=squares[:n] if weights else None,
@@ -350,14 +350,14 @@ class Sampler:
         )
 
     def _reduction_error(self, summed: list[float], came_out: float) -> float | None:
-        """Return how far off the checked bucket is on this rank; None where none was checked."""
+        """Return the error of the checked bucket on this rank; None if none was checked."""
         if not self.settings.reduction:
             return None
         from trainer_hooks.measures.noise import rounding_of
 
         num, put_in, roundings = summed[self._end_of_activations :]
         if num != self._world_size or not math.isfinite(roundings):
-            return None  # gradients that are not finite are told as such
+            return None  # non-finite gradients have their own finding
         rounding = rounding_of(roundings, num_ranks=int(num))
         error = abs(came_out - put_in / num) / rounding
         return min(error, _BEYOND) if math.isfinite(error) else _BEYOND

@@ -1,12 +1,12 @@
-"""Where a step's time goes on this rank: before forward, forward, backward, waits, after backward.
+"""Time of a step's sections on this rank: before forward, forward, backward, waits, after backward.
 
-After an all-reduce all ranks look alike; what tells them apart is how long each computed before it
-and waited in it. On the CPU these are times of the host, for its collectives block. On CUDA they
-lie between events that nobody waits for: they are read when the step's numbers are on the host.
+After an all-reduce all ranks take the same time; they differ in how long each computed before it
+and waited in it. On the CPU these are host times, since its collectives block. On CUDA they are
+measured by events, which are read when the step's numbers are on the host, so nothing waits.
 
-DDP: a callback at the end of autograd's graph runs before DDP's own, which waits for the buckets,
-and one that the first queues runs behind it. FSDP2: its parameter groups gather, wait and scatter
-in methods of their own, which are timed where they block. Elsewhere nothing is placed.
+DDP: a callback at the end of the autograd graph runs before DDP's own, which waits for the buckets;
+one that the first callback queues runs after it. FSDP2: its parameter groups gather, wait and
+scatter in methods, which are timed if they block. Other wrappers are not supported.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ Instant = Any
 """Nanoseconds of the host's monotonic clock, or a CUDA event."""
 _WAITING_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 _MOST_OUTPUTS = 16
-"""Tensors of a model's output that are hooked: a loss needs one."""
+"""Tensors of a model's output that get hooks; a loss needs one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was noted of one step; its seconds are known once the device has come past it."""
+    """Recorded times of one step; in seconds once the device has finished it."""
 
     begin: Instant
     marks: list[tuple[Section, Instant]]
-    """Sections in order, and when each ended."""
+    """Sections in order, and the end of each."""
     waits: list[tuple[Section, Instant, Instant]]
-    """Collectives within a section that blocked."""
+    """Blocking collectives within a section."""
     asides: Mapping[str, int]
-    """Nanoseconds of each section that other columns have: the wait for data, checkpoints."""
+    """Nanoseconds per section that belong to other columns: data wait, checkpoints."""
     end: Instant | None = None
-    """When the device had done the step; on CUDA."""
+    """End of the step on the device; CUDA only."""
     run_queue_seconds: float | None = None
-    """How long the training thread could run and had no core; None where the kernel keeps none."""
+    """Time the training thread was runnable without a core; None if the kernel does not count
+    it."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each section."""
@@ -76,7 +77,7 @@ class Timeline:
         return {section: max(0.0, seconds) for section, seconds in seconds_by_section.items()}
 
     def since(self, instant: Instant) -> float | None:
-        """Return the seconds of the device from an instant to the step's end; None on the CPU."""
+        """Return the device seconds from ``instant`` to the end of the step; None on the CPU."""
         return None if self.end is None else _between(instant, self.end)
 
 
@@ -92,12 +93,12 @@ def _host_now() -> Instant:
 
 
 class Sections:
-    """Notes when a step's sections end, by hooks of the model. For the training thread.
+    """Records the ends of a step's sections with hooks of the model. Training thread only.
 
     Args:
-        wrappers: of DDP, or FSDP2's roots: what the loop calls.
-        device: of the gradients.
-        faults: counts what fails here.
+        wrappers: DDP modules or FSDP2 roots that the loop calls.
+        device: device of the gradients.
+        faults: counts errors.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Sections:
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
         for wrapper in wrappers:
-            # Before FSDP's own, which gather, and behind what registers hooks for backward.
+            # Before FSDP's own hook, which gathers, and after those that register backward hooks.
             pre = wrapper.register_forward_pre_hook(ModuleHook(self._forward), prepend=True)
             self._handles += [pre, wrapper.register_forward_hook(ModuleHook(self._forwarded))]
             for group in _parameter_groups(wrapper):
@@ -125,7 +126,7 @@ class Sections:
                         self._timed.append((group, name))
 
     def release(self) -> None:
-        """Leave the models as they were found."""
+        """Remove all hooks and replaced methods."""
         for handle in self._handles:
             handle.remove()
         for group, name in self._timed:
@@ -136,28 +137,28 @@ class Sections:
     # ------------------------------------------------------------------------ by the step's clock
 
     def start_step(self, now_ns: int) -> None:
-        """Note that a step ended, so by the step's clock: the next one begins."""
+        """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
         self._drop()
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
 
     def aside(self, nanoseconds: int) -> None:
-        """Leave so much out of the present section: another column has it."""
+        """Subtract this time from the current section: another column includes it."""
         self._asides[self._section] += nanoseconds
 
     def enter(self, now_ns: int) -> None:
-        """Note that the loop is done with its part of the step, so by the step's clock."""
+        """Record that the loop finished its part of the step at ``now_ns`` of the step clock."""
         if self._has_begun:
             with self._faults.fail_open("sections"):
                 instant = self._now() if self._is_cuda else now_ns
                 self._marks.append((self._section, instant))
 
     def pop_timeline(self) -> Timeline | None:
-        """Return the step's times; None where forward or backward were not seen."""
+        """Return the times of the step; None if forward or backward was not seen."""
         end = queued = None
         with self._faults.fail_open("sections"):
-            queued = self._queue.seconds()  # in each step: the next one counts from here
+            queued = self._queue.seconds()  # called in each step: it counts since the last call
         if not (self._has_begun and self._was_backward):
             return None
         with self._faults.fail_open("sections"):
@@ -165,7 +166,7 @@ class Sections:
         return Timeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
-        """Forget the present step: it is no ordinary one."""
+        """Discard the current step: it is not an ordinary one."""
         self._drop()
 
     def _drop(self) -> None:
@@ -179,7 +180,7 @@ class Sections:
     # ------------------------------------------------------------------------------- by the hooks
 
     def _end(self, following: Section) -> None:
-        """Note that the present section ends."""
+        """Record the end of the current section."""
         if self._has_begun:
             with self._faults.fail_open("sections"):
                 self._marks.append((self._section, self._now()))
@@ -190,7 +191,7 @@ class Sections:
             self._end("forward")
 
     def _forwarded(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Look out for the backward; until it begins, the loss is a part of forward."""
+        """Register hooks for the backward; until it starts, time counts as forward."""
         if not torch.is_grad_enabled() or self._is_in_backward:
             return
         with self._faults.fail_open("sections"):
@@ -198,7 +199,7 @@ class Sections:
                 tensor.register_hook(self._backward)
 
     def _backward(self, _gradient: Tensor) -> None:
-        """Have the ends of the graph and of what waits behind it noted."""
+        """Queue callbacks for the end of the graph, and for the end of the waits behind it."""
         if self._is_in_backward or torch.compiler.is_compiling():
             return
         with self._faults.fail_open("sections"):
@@ -230,48 +231,49 @@ class Sections:
 
 
 class _RunQueue:
-    """How long the kernel let this thread wait for a core, by its scheduler's own count (Linux)."""
+    """Time the kernel let this thread wait for a core, from its scheduler statistics (Linux)."""
 
     def __init__(self) -> None:
         self._file: int | None = None
         self._waited_ns = 0
-        with suppress(OSError):  # another system, or a kernel that does not count
+        with suppress(OSError):  # another system, or a kernel without these statistics
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def seconds(self) -> float | None:
         """Return the seconds since the last call."""
         if self._file is None:
             return None
-        # Time on a core, time waiting for one, and turns (Documentation/scheduler/sched-stats).
+        # Time on a core, time waiting for one, number of runs
+        # (Documentation/scheduler/sched-stats).
         waited_ns = int(os.pread(self._file, 96, 0).split()[1])
         before, self._waited_ns = self._waited_ns, waited_ns
         return (waited_ns - before) / 1e9
 
     def close(self) -> None:
-        """Let go of the kernel's file."""
+        """Close the kernel's file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class ModuleHook:
-    """A hook that is nothing in a copy of the module, in a pickle, and in a compiled graph."""
+    """Hook that has no effect in a copy of the module, in a pickle, and in a compiled graph."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call, but in a graph that is being made."""
+        """Call the hook, except while a graph is being traced."""
         if not torch.compiler.is_compiling():
             self._call(*args)
 
     def __reduce__(self) -> Any:
-        # Takes anything, returns None, and is there without this package.
+        # A callable that takes anything, returns None, and unpickles without this package.
         return getattr, (nullcontext(), "__exit__")
 
 
 def _tensors(output: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a model's output through which a backward may come."""
+    """Yield the tensors of a model's output through which a backward may pass."""
     num_hooked = 0
     for tensor in _all_tensors(output, depth):
         if tensor.requires_grad:
@@ -296,19 +298,19 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
             yield from _all_tensors(part, depth - 1)
 
 
-# ------------------------------------------------------------------------------ what is placed
+# ---------------------------------------------------------------------------- supported models
 
 
 def placed_in(model: nn.Module) -> list[nn.Module]:
-    """Return what to hook of a model: DDP's wrapper or FSDP2's root, or none of it.
+    """Return the modules to hook: the DDP wrapper or the FSDP2 root; empty for other models.
 
-    What is inside a wrapper is the user's own: it may be copied, scripted and pickled.
+    Modules inside a wrapper belong to the user, whose code may copy, script or pickle them.
     """
     if isinstance(model, Models):
         return [wrapper for each in model.values() for wrapper in placed_in(each)]
     inner = getattr(model, "_orig_mod", model)
     if getattr(inner, "_compiled_call_impl", None) is not None:
-        return []  # its hooks would be part of the graph
+        return []  # hooks would become part of the graph
     is_ddp = isinstance(inner, DistributedDataParallel)
     return [model] if is_ddp or _is_fsdp2(inner) else []
 
@@ -318,7 +320,7 @@ def _is_fsdp2(module: nn.Module) -> bool:
 
 
 def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters; each module's own, each once."""
+    """Yield FSDP2's parameter groups; each module's own, each once."""
     seen: set[int] = set()
     for module in wrapper.modules():
         if _is_fsdp2(module):

@@ -1,1 +1,1 @@
-"""Asks the present state how it does on batches that it did well on before."""
+"""Re-evaluates earlier batches with the current weights, to check a suspected problem."""

@@ -1,7 +1,7 @@
-"""Batches that a training did well on, kept on the host within a bound of bytes.
+"""Host copies of batches from healthy steps, within a byte limit.
 
-A batch is copied as it is handed out: what the loop then does to it in place is its own affair. Of
-a GPU's tensors pinned memory takes the copy, and nothing waits.
+A batch is copied before the loop receives it, since the loop may modify it in place. GPU tensors
+are copied to pinned memory asynchronously, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from trainer_hooks.recovery.memory import host_memory_left
 
 EVERY = 3
-"""Steps from one kept step to the next."""
+"""Steps between two kept steps."""
 MOST_BATCHES = 4
-"""Batches of one step that are kept, where it accumulates more."""
+"""Batches kept per step, if the step accumulates more."""
 _NEAR_STEPS = 84
-"""As far back batches lie close: 40 steps before an onset that 32 withheld steps have followed, and
-the few until it is asked about."""
+"""Age in steps up to which every third step is kept: 40 steps before an onset, 32 withheld steps
+after it, and the delay until the probe runs."""
 _FAR = ((144, 24), (440, 96))
-"""Beyond that: up to this age, the steps that are kept are multiples of this."""
+"""For older steps: (maximum age, keep only multiples of this)."""
 _MAX_BYTES = 256 << 20
 _MAX_SHARE = 0.02
-"""Of the memory that is left when the first batch is kept."""
+"""Fraction of the memory that is free when the first batch is kept."""
 
 _AS_THEY_ARE = (
     *(str, bytes, int, float, complex, bool, type(None), type, range, slice),
@@ -39,24 +39,24 @@ _AS_THEY_ARE = (
 
 
 class TooLargeError(Exception):
-    """A copy would go beyond its bound."""
+    """A copy would exceed its byte limit."""
 
 
 class OnHost(NamedTuple):
-    """A device's tensor, copied into pinned memory."""
+    """Copy of a device tensor in pinned memory, and its original device."""
 
     tensor: Tensor
     device: torch.device
 
 
 def copied(value: Any, room: int) -> tuple[Any, int]:
-    """Return a copy of a batch on the host and its bytes; nothing waits.
+    """Copy a batch to the host without waiting; return the copy and its bytes.
 
-    Containers and objects are copied as deep as they go, and what is in them twice stays one; plain
-    values are taken as they are.
+    Containers and objects are copied recursively; an object that occurs twice is copied once. Plain
+    values are shared.
 
     Raises:
-        TooLargeError: the tensors and arrays take more than ``room`` bytes.
+        TooLargeError: tensors and arrays exceed ``room`` bytes.
     """
     size = 0
 
@@ -70,9 +70,9 @@ def copied(value: Any, room: int) -> tuple[Any, int]:
     return _mapped(value, leaf, {}), size
 
 
-def given_out(value: Any) -> Any:
-    """Return a batch as it was handed out, on its device; the caller may write to it."""
-    return _mapped(value, _as_it_was, {})
+def copy_to_device(value: Any) -> Any:
+    """Return a copy of the batch on its original device; the caller may modify it."""
+    return _mapped(value, _to_original_device, {})
 
 
 def same_content(left: Any, right: Any) -> bool:
@@ -118,21 +118,22 @@ def _on_host(data: Any) -> Any:
     return OnHost(pinned.copy_(data.detach(), non_blocking=True), data.device)
 
 
-def _as_it_was(data: Any) -> Any:
+def _to_original_device(data: Any) -> Any:
     if isinstance(data, OnHost):
-        # The copy into pinned memory was ordered on the device's stream; so is this one out of it.
+        # Both copies are ordered on the device's stream, so this one starts after the first has
+        # ended.
         return data.tensor.to(data.device, copy=True)
     return data.clone() if isinstance(data, Tensor) else data.copy()
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value with every tensor and array in it replaced by what ``leaf`` makes of it."""
+    """Return the value with each tensor and array replaced by the result of ``leaf``."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if id(value) in memo:
         return memo[id(value)][1]
     copied_value = _copy_container(value, leaf, memo)
-    memo[id(value)] = value, copied_value  # the value too: its id must stay its own
+    memo[id(value)] = value, copied_value  # keep a reference: otherwise the id could be reused
     return copied_value
 
 
@@ -151,7 +152,7 @@ def _copy_container(
         return type(value)(again)
     try:
         shallow_copy = copy.copy(value)
-    except TypeError:  # a handle of some library: nobody writes to it in place
+    except TypeError:  # an opaque library handle, not modified in place
         return value
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -168,41 +169,41 @@ def _is_sequence(value: Any) -> bool:
 
 @dataclass(slots=True)
 class BankedBatches:
-    """The batches of one step, and the loss that the step saw."""
+    """Kept batches of one step, and the loss of that step."""
 
     step: int
     batches: list[Any]
     num_batches: int
-    """Of the step; the first few of them are kept."""
+    """Batches of the step; only the first few are kept."""
     loss_of: Callable[[Any], Any]
-    """Of the loop that handed them out."""
+    """The loop's loss function for these batches."""
     num_bytes: int
     loss: float = float("nan")
-    """This rank's own."""
+    """Local loss of this rank."""
 
 
 class Bank:
-    """Keeps accepted batches by their steps: every third for a while, few that are older.
+    """Keeps batches of healthy steps: every third recent step, and few older ones.
 
-    Where they take too much it keeps fewer: one batch of a step, every sixth step, none that are
-    older; and at last none at all.
+    If they exceed the limit, it keeps less: one batch per step, then every sixth step, then no
+    older ones, and finally nothing.
 
     Args:
-        max_bytes: bound of all copies; by default 256 MiB and 2 % of the memory that is left.
+        max_bytes: limit for all copies; by default 256 MiB, and at most 2% of the free memory.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[int, BankedBatches] = {}
         self._waiting: dict[int, BankedBatches] = {}
-        """By step, until their verdict is there."""
+        """By step; the verdict has not arrived yet."""
         self._level = 0
         self._copies: list[Any] = []
         self._copied_bytes = 0
 
     @property
     def max_bytes(self) -> int:
-        """The bound."""
+        """Limit for all copies, in bytes."""
         if self._max_bytes is None:
             free_bytes = host_memory_left()
             share = _MAX_BYTES if free_bytes is None else int(free_bytes * _MAX_SHARE)
@@ -211,28 +212,28 @@ class Bank:
 
     @property
     def is_full(self) -> bool:
-        """Whether even the fewest batches did not fit: nothing is kept any more."""
+        """Whether even the smallest level exceeded the limit; then nothing is kept."""
         return self._level >= len(_LEVELS)
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies that are held."""
+        """Bytes of all current copies."""
         banked = (*self._kept.values(), *self._waiting.values())
         return self._copied_bytes + sum(batches.num_bytes for batches in banked)
 
     def num_batches(self) -> dict[int, int]:
-        """Return how many batches are kept of each step that was accepted."""
+        """Return the number of kept batches by accepted step."""
         return {step: len(batches.batches) for step, batches in self._kept.items()}
 
     def __getitem__(self, step: int) -> BankedBatches:
         return self._kept[step]
 
     def waiting(self, step: int) -> BankedBatches | None:
-        """Return what was kept of a step whose verdict is not there yet."""
+        """Return the batches of a step whose verdict has not arrived yet."""
         return self._waiting.get(step)
 
     def expected_bytes(self) -> int:
-        """Return what the bank will come to hold, by what it holds now."""
+        """Return the bytes the bank will hold when full, extrapolated from the current copies."""
         banked = [*self._kept.values(), *self._waiting.values()]
         if not banked or self.is_full:
             return 0
@@ -241,29 +242,29 @@ class Bank:
         steps = _NEAR_STEPS // stride + (far if _LEVELS[self._level].far else 0)
         return min(self.max_bytes, steps * max(batches.num_bytes for batches in banked))
 
-    # ------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------- batches of a step
 
     def wants(self, step: int) -> bool:
-        """Return whether one more batch of the step would be kept."""
+        """Return whether another batch of the step would be kept."""
         if self.is_full:
             return False
         level = _LEVELS[self._level]
         return step % (EVERY * level.stride) == 0 and len(self._copies) < level.batches
 
     def copy(self, batch: Any) -> None:
-        """Copy a batch of the step to come, where there is room for it."""
+        """Copy a batch of the next step, if the limit allows it."""
         while not self.is_full:
             try:
                 batch_copy, size = copied(batch, self.max_bytes - self.num_bytes)
             except TooLargeError:
-                self._thin_out()
+                self._lower_level()
                 continue
             self._copies.append(batch_copy)
             self._copied_bytes += size
             return
 
-    def _thin_out(self) -> None:
-        """Keep fewer from now on."""
+    def _lower_level(self) -> None:
+        """Switch to a level that keeps less, and drop what exceeds it."""
         self._level += 1
         if self.is_full:
             self.clear()
@@ -276,32 +277,32 @@ class Bank:
         if len(self._copies) > most:
             self._copied_bytes = self._copied_bytes * most // len(self._copies)
             del self._copies[most:]
-        self._let_go()
+        self._evict_old()
 
     def fed(self, step: int, num_batches: int, loss_of: Callable[[Any], Any]) -> None:
-        """Take the copies since the last call for those of this step."""
+        """Assign the copies since the last call to this step."""
         copies, self._copies = self._copies, []
         size, self._copied_bytes = self._copied_bytes, 0
-        self._waiting.pop(step, None)  # of a branch that was left
+        self._waiting.pop(step, None)  # belongs to an attempt that was rolled back
         if copies:
             self._waiting[step] = BankedBatches(step, copies, num_batches, loss_of, size)
         while len(self._waiting) > _MOST_WAITING:
             del self._waiting[min(self._waiting)]
 
     def accepted(self, step: int, loss: float) -> None:
-        """Keep the step's batches with its loss."""
+        """Keep the batches of a step that was judged clean, with its local loss."""
         batches = self._waiting.pop(step, None)
         if batches is not None:
             batches.loss = loss
             self._kept[step] = batches
-            self._let_go()
+            self._evict_old()
 
     def dropped(self, step: int) -> None:
-        """Forget the step's batches."""
+        """Drop the batches of a step that was not judged clean."""
         self._waiting.pop(step, None)
 
     def rolled_back(self, step: int) -> None:
-        """Forget all from this step on."""
+        """Drop the batches of this step and all later ones."""
         for banked in (self._kept, self._waiting):
             for later in [s for s in banked if s >= step]:
                 del banked[later]
@@ -309,19 +310,19 @@ class Bank:
         self._copied_bytes = 0
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all batches."""
         self._kept.clear()
         self._waiting.clear()
         self._copies.clear()
         self._copied_bytes = 0
 
-    def _let_go(self) -> None:
-        """Drop what has become too old for its place."""
+    def _evict_old(self) -> None:
+        """Drop steps that are too old for their spacing."""
         newest = max(self._kept, default=0)
-        for step in [s for s in self._kept if not self._stays(s, newest - s)]:
+        for step in [s for s in self._kept if not self._is_retained(s, newest - s)]:
             del self._kept[step]
 
-    def _stays(self, step: int, age: int) -> bool:
+    def _is_retained(self, step: int, age: int) -> bool:
         level = _LEVELS[self._level]
         if age <= _NEAR_STEPS:
             return step % (EVERY * level.stride) == 0 or level.stride == 1
@@ -330,9 +331,9 @@ class Bank:
 
 class _Level(NamedTuple):
     batches: int
-    """Of one step."""
+    """Batches per step."""
     stride: int
-    """In kept steps."""
+    """In units of kept steps."""
     far: bool
 
 
@@ -343,7 +344,7 @@ _LEVELS = (
     _Level(1, 2, False),
 )
 _MOST_WAITING = 4
-"""Steps under way: their verdict comes one step later."""
+"""Steps without a verdict; it arrives one step later."""
 
 
 def _far_parts() -> Iterable[tuple[int, int, int]]:

@@ -1,15 +1,15 @@
-"""The probe: how does the present state do on batches that the training did well on before?
+"""The probe: re-evaluates batches from before a suspected problem with the current weights.
 
     for batch in monitor.batches(loader, probe=loss_of):
 
-``loss_of(batch)`` gives the loss that the loop trains on. It is called by ``step()`` alone, on all
-ranks alike, and leaves no trace: the trajectory is that of a training without it. Of one batch the
-gradient is computed too, unless the model is sharded: weights can give a usual loss and a gradient
-that is not finite. Its first call is a rehearsal: it must give what the step saw.
+``loss_of(batch)`` returns the training loss. Only ``step()`` calls it, on all ranks together, and
+it has no effect on training: the trajectory is bitwise the same as without a probe. For one batch
+the gradient is computed too, unless the model is sharded: damaged weights can give a normal loss
+and a non-finite gradient. The first call is a rehearsal: it must reproduce the loss of the step.
 
-What it cannot help: a ``loss_of`` that raises on one rank in the middle of a forward which holds
-collectives (FSDP, SyncBatchNorm) leaves the other ranks waiting there, as it would in training. And
-what a forward writes where nobody looks (a list, a file, a generator of its own) stays written.
+Limits: if ``loss_of`` raises on one rank in the middle of a forward with collectives (FSDP,
+SyncBatchNorm), the other ranks wait there, as in training. Side effects outside the model (a list,
+a file, a separate generator) are not undone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.probe.bank import EVERY, Bank, BankedBatches, given_out, same_content
-from trainer_hooks.probe.untouched import RefusedError, is_sharded, isolated_forward, seed_all
+from trainer_hooks.probe.bank import EVERY, Bank, BankedBatches, copy_to_device, same_content
+from trainer_hooks.probe.isolated_forward import (
+    RefusedError,
+    is_sharded,
+    isolated_forward,
+    seed_all,
+)
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.emit import Emitter
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
@@ -35,40 +40,40 @@ from trainvitals.printable import name_type
 from trainvitals.records import Note
 
 LossOf = Callable[[Any], Tensor | float]
-"""Gives the loss of a batch, as the loop trains on it: one number."""
+"""Returns the training loss of a batch: one number."""
 
 _NEAREST, _FARTHEST = 16, 40
-"""Steps before an onset: the batches that decide."""
+"""Steps before an onset; batches of these steps decide."""
 _FARTHEST_OF_FEW = 100
-"""The same where too few were kept there, as behind a stretch that was withheld."""
+"""Used if too few steps were kept there, for example after withheld steps."""
 _OLDER = (64, 256)
 _TOLERANCE = 0.25
-"""Of the step's loss, within which a rehearsal must give it: dropout, batch norm in another mode
-and weights of tokens move it by a tenth or so; a sum, another kind of loss or a wrong sign by more.
-What the generators and the choice of batches alone make is added, four times over."""
+"""Allowed deviation of a rehearsal, as a fraction of the step's loss. Dropout, the mode of batch
+norm and token weights change it by about a tenth; a sum, another kind of loss or a wrong sign by
+more. Four times the noise of RNG and choice of batches is added."""
 _WIDEST = 0.9
-"""Of the step's loss: a zero and a wrong sign are never within its noise."""
+"""Maximum of that sum: a loss of zero and a wrong sign always fail."""
 _TRIES = 7
-"""Rehearsals without a result, with ever longer pauses (1, 2, 4... kept steps)."""
+"""Rehearsals without a result, with growing pauses (1, 2, 4... kept steps)."""
 
 _ENTERS, _DONE, _FAILED = 1.0, 2.0, 3.0
 
 
 class Probe:
-    """Keeps batches, and reads what the present state makes of them.
+    """Keeps batches of healthy steps, and evaluates them with the current weights.
 
-    The order of a step: ``keep`` each batch as it is handed out; ``fed``; ``rehearse`` before the
-    update; ``returned`` and ``accepted`` or ``dropped`` with the step's verdict, a step later
-    perhaps; ``evaluate`` after the update, where the ladder asks.
+    Order of calls in a step: ``keep`` for each batch before it is yielded; ``fed``; ``rehearse``
+    before the update; ``returned``, and ``accepted`` or ``dropped``, when the verdict arrives,
+    possibly one step later; ``evaluate`` after the update, if the policy requests it.
 
     Args:
-        model: the watched one; each of its forwards is a point where ranks agree to go on.
-        optimizers: those that hold what is trained.
+        model: watched model; before each of its forwards all ranks agree to continue.
+        optimizers: optimizers of the trained parameters.
         ranks: this process among the others.
-        emitter: tells what is kept, and why nothing is.
-        faults: counts what fails in copying.
-        max_bytes: bound of the copies; None is 256 MiB, and 2 % of the memory that is left.
-        rewind: brings buffers back to where the step began, for a rehearsal behind its forward.
+        emitter: reports how many batches are kept, and why the probe is off.
+        faults: counts failed copies.
+        max_bytes: limit for the copies; None: 256 MiB, and at most 2% of the free memory.
+        rewind: restores the buffers from the start of the step, for a rehearsal after its forward.
     """
 
     def __init__(
@@ -91,40 +96,40 @@ class Probe:
         self._rewind = rewind
         self._loss_of: LossOf | None = None
         self.has_loss = False
-        """Whether this rank was given a loss to ask for; without one a step leaves all of this."""
+        """Whether this rank has a loss function; without one, steps do no work for the probe."""
         self._next_step = 0
         self._attempt = 0
         self._was_fed = False
         self._why_not = ""
-        """Why this rank keeps no batches any more."""
+        """Why this rank keeps no more batches."""
         self._earlier: BankedBatches | None = None
-        """A step's batches from before the rehearsal: a loss of other batches is another one."""
+        """Batches of a step before the rehearsal, to check that the loss depends on the batch."""
         self._all_ready = False
         self._is_over = False
         self._tries = 0
         self._pause = 0
         self.is_on = False
-        """Whether it can be asked: known on all ranks alike."""
+        """Whether the probe can be used; equal on all ranks."""
 
-    # ------------------------------------------------------------------------- what comes in
+    # --------------------------------------------------------------------- batches of a step
 
     def use(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
-        """Take the loss of the batches handed out from now on; they feed ``step`` first."""
+        """Set the loss of batches that are yielded from now on; the first of them feed ``step``."""
         self._loss_of, self.has_loss = loss_of, True
         self._next_step, self._attempt = step, attempt
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank has what it takes; goes into the step's pack."""
+        """Whether this rank can be probed; a value in the reduce vector."""
         return self._loss_of is not None and self._was_fed and not self._why_not
 
     def keep(self, batch: Any) -> None:
-        """Copy a batch that is about to be handed out, if its step is one to be kept."""
+        """Copy a batch before it is yielded, if batches of this step are kept."""
         if self._is_over or self._why_not or not self.bank.wants(self._next_step):
             return
         try:
             self.bank.copy(batch)
-        except Exception as error:  # noqa: BLE001 - any batch is let through
+        except Exception as error:  # noqa: BLE001 - a batch that cannot be copied must not stop training
             self._faults.count("probe.keep", error)
             self._stop_keeping(f"a batch cannot be copied: {type(error).__name__}: {error}")
             return
@@ -136,7 +141,7 @@ class Probe:
         self._why_not = reason
         self.bank.clear()
         self._earlier = None
-        if self._ranks.rank:  # rank 0 speaks where all have switched off
+        if self._ranks.rank:  # rank 0 reports after all have switched off
             self._tell(
                 "probe_off",
                 f"rank {self._ranks.rank} keeps no batches: {reason}",
@@ -144,7 +149,7 @@ class Probe:
             )
 
     def fed(self, step: int, num_batches: int, *, attempt: int = 0) -> None:
-        """Take what was kept since the last call for this step's; call before its update."""
+        """Assign the kept batches since the last call to this step; call before its update."""
         self._attempt = attempt
         if self._loss_of is not None:
             self._was_fed = self._was_fed or num_batches > 0
@@ -152,25 +157,25 @@ class Probe:
         self._next_step = step + 1
 
     def accepted(self, step: int, attempt: int, own_loss: float | None) -> None:
-        """Keep the step's batches: it was judged clean. ``own_loss`` is this rank's."""
+        """Keep the batches of a step that was judged clean. ``own_loss``: loss of this rank."""
         if own_loss is None or not math.isfinite(own_loss):
             self.bank.dropped(step)
         else:
             self.bank.accepted(step, own_loss)
 
     def dropped(self, step: int) -> None:
-        """Forget the step's batches: something was found in it."""
+        """Drop the batches of a step that has findings."""
         self.bank.dropped(step)
 
     def rolled_back(self, step: int) -> None:
-        """Forget what was kept from this step on; it comes next."""
+        """Drop batches of this step and later; training continues at this step."""
         self.bank.rolled_back(step)
         self._next_step = step
         if self._earlier is not None and self._earlier.step >= step:
             self._earlier = None
 
     def returned(self, num_ready: float) -> None:
-        """Take in how many ranks said ``is_ready`` in a step: the same number on all of them."""
+        """Record the number of ranks with ``is_ready`` in a step; the same number on all ranks."""
         self._all_ready = num_ready >= self._ranks.world_size
         if self.is_on and not self._all_ready:
             self._switch_off(self._why_not or "a rank no longer keeps batches")
@@ -178,13 +183,13 @@ class Probe:
     # ---------------------------------------------------------------------------- a rehearsal
 
     def rehearse(self, step: int, own_loss: Callable[[], float | None]) -> None:
-        """See whether ``loss_of`` gives what the step saw. Collective, where one is due.
+        """Check that ``loss_of`` reproduces the loss of the step. Collective, if one is due.
 
-        Call before the update of each step, after ``fed``; on all ranks.
+        Call on all ranks before the update of each step, after ``fed``.
 
         Args:
-            step: the present one.
-            own_loss: returns this rank's own loss of it; waits for the device.
+            step: current step.
+            own_loss: returns the local loss of the step; waits for the device.
         """
         if self.is_on or self._is_over or not self._all_ready or step % EVERY:
             return
@@ -247,9 +252,9 @@ class Probe:
     # -------------------------------------------------------------------------------- an answer
 
     def evaluate(self, ask: Ask) -> ProbeResult:
-        """Return what the present state makes of batches from before the onset. Collective.
+        """Evaluate batches from before the onset with the current weights. Collective.
 
-        Call after the update, the schedulers and ``zero_grad``, on all ranks alike.
+        Call on all ranks after the update, the schedulers and ``zero_grad``.
         """
         if not self.is_on:
             return _nothing("the probe is off")
@@ -257,7 +262,7 @@ class Probe:
         near, far = _select_batches(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
             return _nothing(f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}")
-        # As many of each step as every rank has: its forwards may hold collectives.
+        # Use the same number of batches on each rank: a forward may contain collectives.
         fewest = [(step, min(saved[step] for saved in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self.bank[step], self.bank[step].batches[:n]) for step, n in fewest]
         latest = len(near) - 1
@@ -274,16 +279,16 @@ class Probe:
     # ---------------------------------------------------------------------------- its forwards
 
     def _forwards(self, tasks: Iterable[_Task]) -> list[_TaskResult] | None:
-        """Read the losses, on all ranks in step. None: some rank could not, and all know."""
+        """Evaluate the losses on all ranks together; None if it failed on any rank."""
         meeting = _Meeting(self._ranks)
         results: list[_TaskResult] = []
         with meeting.at_each_forward(self._model):
             for task in tasks:
                 try:
                     results.append(self._losses(task))
-                except _LeftError:
+                except _EvaluationAbortedError:
                     break
-                except Exception as error:  # noqa: BLE001 - the loop's own function; told below
+                except Exception as error:  # noqa: BLE001 - user function; the error is reported below
                     meeting.failed(error)
                     break
                 if not meeting.meet(_DONE):
@@ -304,7 +309,7 @@ class Probe:
                 if task.rewind is not None:
                     task.rewind()
                 seed_all(task.seed)
-                value = task.kept.loss_of(given_out(batch))
+                value = task.kept.loss_of(copy_to_device(batch))
                 check()
                 losses.append(_number(value))
                 if task.with_gradient and not i:
@@ -313,10 +318,10 @@ class Probe:
         return _TaskResult(sum(losses) / len(losses), losses, has_gradient)
 
     def _has_gradient(self, loss_of: LossOf, batch: Any) -> bool:
-        """Return whether the gradient of a batch is finite; True where it cannot be known.
+        """Return whether the gradient of a batch is finite; True if that is unknown.
 
-        ``torch.autograd.grad`` runs no hook of a parameter: DDP reduces nothing, and no ``.grad``
-        is written. A sharded model gathers and reduces in its hooks, so it is not asked.
+        ``torch.autograd.grad`` runs no parameter hooks: DDP reduces nothing, and ``.grad`` is
+        unchanged. A sharded model gathers and reduces in such hooks, so it is not checked.
         """
         if is_sharded(self._model):
             return True
@@ -326,7 +331,7 @@ class Probe:
         parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
         with torch.enable_grad():
             try:
-                loss = loss_of(given_out(batch))
+                loss = loss_of(copy_to_device(batch))
                 if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
                     return True
                 gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
@@ -339,13 +344,13 @@ class Probe:
     # ---------------------------------------------------------------------------------- its end
 
     def close(self) -> None:
-        """Let go of the batches, on this rank alone: nothing is asked any more."""
+        """Drop the batches on this rank; the probe is off from now on."""
         self.is_on, self._is_over = False, True
         self.bank.clear()
         self._earlier = None
 
     def _switch_off(self, reason: str, rank: int = -1) -> None:
-        """Be off for good; called on all ranks alike."""
+        """Turn the probe off permanently; call on all ranks."""
         self.close()
         where = f" on rank {rank}" if rank >= 0 and self._ranks.world_size > 1 else ""
         if self._ranks.rank == 0:
@@ -358,43 +363,43 @@ class Probe:
 
 
 class _Task(NamedTuple):
-    """Batches of one step, to be read."""
+    """Batches of one step to evaluate."""
 
     kept: BankedBatches
     batches: list[Any]
-    """Of those that were kept, as many as every rank has."""
+    """Kept batches, as many as every rank has."""
     seed: int = 0
     rewind: Callable[[], None] | None = None
-    """Brings what forward writes back to where the step began; within ``isolated_forward``."""
+    """Restores buffers to the start of the step; called inside ``isolated_forward``."""
     with_gradient: bool = False
-    """Whether the gradient of the first batch is looked at too."""
+    """Whether to check the gradient of the first batch, too."""
 
 
 class _TaskResult(NamedTuple):
-    """What was read of a task on this rank."""
+    """Result of one task on this rank."""
 
     loss: float
     losses: list[float]
     has_gradient: bool = True
-    """Whether the gradient that was looked at is finite."""
+    """Whether the checked gradient is finite."""
 
 
-class _LeftError(BaseException):
-    """All ranks have left a reading; no ``except Exception`` of the loop's own may stop this."""
+class _EvaluationAbortedError(BaseException):
+    """All ranks abort an evaluation; a ``BaseException``, so that user code does not catch it."""
 
 
 class _Meeting:
-    """Lets all ranks go on together, or none: each forward and each end of one is agreed on."""
+    """Synchronizes the ranks at the start and end of each forward: all continue, or none."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.is_over = False
-        """Whether the ranks have parted: there is no more meeting."""
+        """Whether the ranks have stopped synchronizing."""
         self.reason = ""
-        """What failed on this rank."""
+        """Failure on this rank."""
 
     def meet(self, code: float) -> bool:
-        """Return whether all ranks are at the same point."""
+        """Return whether all ranks are at the same point. Collective."""
         if self.is_over:
             return False
         lowest = highest = code
@@ -406,23 +411,23 @@ class _Meeting:
         return not self.is_over
 
     def failed(self, error: Exception) -> None:
-        """Leave, and take the others along."""
+        """Abort the evaluation on all ranks."""
         text = str(error) if isinstance(error, RefusedError) else ""
         self.reason = text or f"raised {type(error).__name__}: {error}"[:500]
         self.meet(_FAILED)
 
     @contextmanager
     def at_each_forward(self, model: nn.Module) -> Iterator[None]:
-        """Meet before each of the model's forwards: behind it are its own collectives."""
+        """Synchronize before each forward of the model, because it may contain collectives."""
         if self._ranks.side is None:
             yield
             return
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
             if not self.meet(_ENTERS):
-                raise _LeftError
+                raise _EvaluationAbortedError
 
-        # Before FSDP's own hooks: a forward that does not come must leave no trace in its states.
+        # Before FSDP's hooks: a forward that is aborted must not change FSDP's states.
         hook: Any = torch.compiler.disable(enter)
         handle = model.register_forward_pre_hook(hook, prepend=True)
         try:
@@ -435,7 +440,7 @@ def _number(value: object) -> float:
     """Return the loss as a number.
 
     Raises:
-        RefusedError: it is none, or knows gradients.
+        RefusedError: it is not a number, or requires gradients.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
@@ -458,10 +463,10 @@ def _number(value: object) -> float:
 def _verdict(
     results: Sequence[_TaskResult], saved: BankedBatches, num_read: int, loss: float
 ) -> str:
-    """Return what is wrong with a rehearsal, or nothing."""
+    """Return why the rehearsal's losses do not match those of the step; empty if they do."""
     first, second = results[0], results[1]
     read = (first.loss + second.loss) / 2
-    # By itself, a loss differs by what dropout draws, and by which of many batches were kept.
+    # Two forwards differ by the random numbers of dropout, and by the choice of batches.
     noise = abs(first.loss - second.loss)
     if num_read < saved.num_batches and len(first.losses) > 1:
         noise += statistics.stdev(first.losses) / math.sqrt(len(first.losses))
@@ -477,13 +482,13 @@ def _verdict(
 
 
 def _stands_still(results: Sequence[_TaskResult]) -> bool:
-    """Return whether other batches gave the very same loss."""
+    """Return whether other batches gave exactly the same loss, so that it ignores its input."""
     first, other = results[0].losses, results[2].losses
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=False))
 
 
 def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[list[int], list[int]]:
-    """Return the steps to be read: kept by all ranks, shortly before the onset and long before."""
+    """Return the steps to evaluate, kept by all ranks: near the onset, and long before it."""
     common = sorted(set(everywhere[0]).intersection(*everywhere[1:]))
     before = [s for s in common if onset - _FARTHEST_OF_FEW <= s <= onset - _NEAREST]
     near = [s for s in before if s >= onset - _FARTHEST]
@@ -496,7 +501,7 @@ def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[li
 def _means(
     everywhere: Sequence[Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[float]]:
-    """Return, batch for batch, the means over ranks of the losses now and then."""
+    """Return the means over ranks of the current and the earlier losses, per batch."""
     count = len(everywhere)
     by_step = list(zip(*everywhere, strict=True))
     now = [sum(pair[0] for pair in pairs) / count for pairs in by_step]
@@ -533,7 +538,7 @@ def _reading(
 
 
 def _median(losses: Sequence[float]) -> float:
-    """Return the median; NaN where one is no finite number."""
+    """Return the median; NaN if any loss is not finite."""
     return statistics.median(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
@@ -545,31 +550,30 @@ def _nothing(detail: str) -> ProbeResult:
 
 
 _FLOOR = 0.02
-"""Part of the metric's first value that is added to both sides, as for the probe."""
+"""Fraction of the metric's first value that is added to both sides of the ratio."""
 _LARGEST = 1e9
 
 
 class LossEvaluations:
-    """Rank 0's validation losses; the ratio of the newest travels with the next step's numbers.
+    """Validation losses on rank 0; the largest ratio is sent with the numbers of the next step.
 
-    Every name that is or ends in ``loss`` counts: of an accuracy more is better, and of what nobody
-    named nothing is known.
+    Only metrics named ``loss`` or with that suffix count: for others, larger may be better.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self.ratio = 0.0
-        """The largest since a step took it along; 0: there was none."""
+        """Largest ratio since it was last sent; 0 if there was none."""
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take an evaluation in."""
+        """Record the metrics of an evaluation."""
         for name, value in values.items():
             if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):
                 self.ratio = max(self.ratio, self._one(name, float(value)))
 
     def _one(self, name: str, value: float) -> float:
-        """Return the ratio of one metric's value; 1 where there is nothing to compare with."""
+        """Return the value of a metric relative to its reference; 1 if it has none yet."""
         if name not in self._last:
             if math.isfinite(value):
                 self._first[name] = self._last[name] = value

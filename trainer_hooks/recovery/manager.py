@@ -1,9 +1,9 @@
 """States for rollbacks: snapshots in memory, checkpoints on disk, and their restore.
 
-Both lists are equal on all ranks, because otherwise no rank could choose from them: snapshots
-change at the same step on all ranks, and rank 0 reports a complete checkpoint on disk with the
-numbers of a step. A rank's own memory, disk or clock never decides (I2): a problem of one rank
-becomes a number in the pack, and ``commit`` gets the verdict of all ranks.
+Both lists must be equal on all ranks, because all choose the same state: snapshots change at the
+same step on all ranks, and rank 0 reports a complete checkpoint on disk with the numbers of a step.
+A rank's own memory, disk or clock never decides (docs/ARCHITECTURE.md): a problem of one rank
+becomes a number in the reduce vector, and ``commit`` receives the verdict of all ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
 Meta = dict[str, Any]
-"""Data stored with the state by the caller: detectors, data position. Plain values only."""
+"""Data stored with the state: detectors, data position. Plain values and tensors only."""
 IsReplica = Callable[[str], bool]
 """Returns whether every rank holds the tensor of this name with equal values."""
 
@@ -110,7 +110,7 @@ class _Slot:
         self._pinned = pinned
         self.region = region
         self.generation = 0
-        """Number of its fill: the same on all ranks that share it."""
+        """Counts how often it was filled; equal on all ranks that share it."""
         self._buffers: dict[str, Tensor] = {}
         self._block: PinnedBlock | None = None
         """Memory of the buffers, as far as it goes; None: each is allocated by itself."""
@@ -201,19 +201,22 @@ class _Slot:
             self._plan = CopyPlan(self.pairs)
         return self._mixed(self._plan.run())
 
-    def fill_beside(
+    def fill_on_side_stream(
         self,
         live: Mapping[str, Tensor],
         must_be_finite: Callable[[str], bool],
         side: SideStream,
         device: torch.device,
     ) -> tuple[Tensor, Tensor, object]:
-        """Copy on the side stream; return the results of the checks, and a marker of the end.
+        """Copy on the side stream.
 
-        These are the number of non-finite tensors among those that must be finite, and the
-        fingerprint of the replicas. Buffers are copied on the training's own stream, because the
-        next forward writes them. Everything else is checked on the stream where it is copied, so
-        that no write comes in between.
+        Buffers are copied on the training's stream, because the next forward writes them.
+        Everything else is checked on the stream where it is copied, so that no write comes in
+        between.
+
+        Returns:
+            The number of non-finite tensors among those that must be finite, the fingerprint of the
+            replicas, and a marker of the end of the copy.
         """
         self._begin()
         # Not kept until the next snapshot: that would keep device memory of replaced tensors.
@@ -242,7 +245,7 @@ class _Slot:
             self.region.mark_incomplete(self.generation)
 
     def _mixed(self, copied: CopyCheck) -> CopyCheck:
-        """Make the fingerprints of ranks differ if they fill different slots or layouts."""
+        """Mix slot and layout into the fingerprint: ranks that filled other slots then differ."""
         number = 0 if self.region is None else self.region.number
         mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
         return copied._replace(fingerprint=mixed)
@@ -331,7 +334,7 @@ class Snapshot:
 
 
 class SnapshotRing:
-    """The latest states; the latest healthy one is never discarded (I6).
+    """The latest states; the latest healthy one is never discarded.
 
     Order of calls: ``capture(0, trusted=True)`` and ``commit`` before the first step; then after
     each step: ``capture`` if ``due``, ``commit`` when the flags came back, ``promote`` when a step
@@ -378,7 +381,7 @@ class SnapshotRing:
         self._generation = 0
         self._is_reserved = False
         self.slots = [self._new_slot() for _ in range(num_slots)]
-        self._beside = _Slot(pinned=self._pinned) if keep_evaluated else None
+        self._evaluated_slot = _Slot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
         self._pending: PendingCopy | None = None
@@ -398,7 +401,7 @@ class SnapshotRing:
     def bytes(self) -> int:
         """Return this rank's memory for all slots once the optimizer state exists."""
         whole = self._state.bytes_when_warm()
-        beside = 0 if self._beside is None else whole
+        beside = 0 if self._evaluated_slot is None else whole
         return self.num_slots * self._bytes_of_slot() + beside
 
     def _bytes_of_slot(self) -> int:
@@ -422,18 +425,18 @@ class SnapshotRing:
         self.may_lend = free is None or needed + one_more <= free // 2
         if free is not None and needed > free // 2:
             raise CheckpointError(
-                f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
+                f"snapshots need {_gib(needed)} on this node ({self.describe_slots()}, "
                 f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(free // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
 
-    def slots_in_words(self) -> str:
+    def describe_slots(self) -> str:
         """Return a description of the memory's use.
 
         Another slot is lent while a save holds one, if half of the memory has room for it.
         """
-        beside = "" if self._beside is None else " and one for the state that was evaluated"
+        beside = "" if self._evaluated_slot is None else " and one for the state that was evaluated"
         return f"{self.num_slots} slots{beside}"
 
     # -------------------------------------------------------------------------------- taking
@@ -447,9 +450,9 @@ class SnapshotRing:
     ) -> Tensor:
         """Copy the live state; return, on the device, the number of problems with it.
 
-        Put the number into the next pack and pass the ranks' verdict to ``commit``. It never
-        raises: a rank that could not copy returns 1.0. On a GPU the host never waits; work queued
-        after this call runs after the copy. With ``overlap`` this is only true from the next
+        Put the number into the next reduce vector, and pass the ranks' verdict to ``commit``. It
+        never raises: a rank that could not copy returns 1.0. On a GPU the host never waits; work
+        queued after this call runs after the copy. With ``overlap`` this is only true from the next
         ``before_update`` or ``wait_for_copies`` on: call one of them before the number is read.
 
         Args:
@@ -469,7 +472,7 @@ class SnapshotRing:
         self._fingerprint = None
         try:
             wrong, self._fingerprint = self._copy(entry, self._free_slot())
-        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
+        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the vector
             self.num_missed += 1
             self.failure = entry.failure = f"{type(error).__name__}: {error}"
             return torch.ones((), device=self._state.device)
@@ -483,10 +486,10 @@ class SnapshotRing:
 
         So no rank overwrites data that another rank reads. A restore ends on each rank before it
         enters the next exchange, and no other rank reaches its next snapshot without that exchange.
-        A save holds its slot until rank 0 reported its end in a pack that was filled after the
+        A save holds its slot until rank 0 reported its end in a vector that was filled after the
         save's start; from then on no rank reads the tensors. As a precaution, and for a rank that
-        writes its last snapshot alone, each rank marks its part of a slot before it writes, and a
-        reader checks the marks before it uses the data (``Snapshot.check_whole``).
+        writes its last snapshot separately, each rank marks its part of a slot before it writes,
+        and a reader checks the marks before it uses the data (``Snapshot.check_whole``).
         """
         if self._joined.regions is None:
             self._replace_shared()
@@ -555,7 +558,7 @@ class SnapshotRing:
                 wrong = torch.tensor(float(copied.num_wrong), device=device)
                 fingerprint = as_int64(copied.fingerprint)
             else:
-                wrong, fingerprint, end = slot.fill_beside(
+                wrong, fingerprint, end = slot.fill_on_side_stream(
                     live, self._state.must_be_finite, self.side, device
                 )
                 self._pending = PendingCopy(self.side, end, (wrong, fingerprint))
@@ -575,14 +578,14 @@ class SnapshotRing:
         Raises:
             CheckpointError: the previous copy was not given up, or is still being written to disk.
         """
-        if self._beside is None or not self._beside.free:
+        if self._evaluated_slot is None or not self._evaluated_slot.free:
             raise CheckpointError("the state that was evaluated before is still being kept")
         name = f"evaluated-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta)
         try:
-            self._copy(entry, self._beside)
+            self._copy(entry, self._evaluated_slot)
         except BaseException:
-            self._beside.owned = False
+            self._evaluated_slot.owned = False
             raise
         return entry
 
@@ -593,7 +596,7 @@ class SnapshotRing:
 
     @property
     def ranks_per_copy(self) -> int:
-        """Number of ranks that share it."""
+        """Number of ranks that share one copy of the replicas."""
         return self._joined.num_ranks
 
     @property
@@ -622,7 +625,7 @@ class SnapshotRing:
             entry._slot.being_saved = True
 
     def saves_ended(self) -> None:
-        """Allow those slots to be filled again: all ranks know that the saves have ended."""
+        """Allow the slots of finished saves to be filled again; called on all ranks together."""
         for slot in self.slots:
             slot.being_saved = False
 
@@ -872,7 +875,7 @@ class RecoveryManager:
         self._groups = groups or (tuple(range(ranks.world_size)),)
         self._has_differed = False
         self._packs_before_save = 0
-        """Packs that may have been filled before the latest save started, without news of it."""
+        """Reduce vectors that may have been filled before the latest save started."""
 
     @classmethod
     def make(
@@ -946,7 +949,7 @@ class RecoveryManager:
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)
         text = (
-            f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
+            f"{ring.describe_slots()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
             f"{interval} steps"
         )
         if ring.shares:
@@ -966,7 +969,7 @@ class RecoveryManager:
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
-        """Return the keepers of the best evaluated state: in memory, and on disk."""
+        """Return the objects that store the best evaluated state, in memory and on disk."""
         return self._ring, self._store
 
     # ------------------------------------------------------------------------------ at the start
@@ -1107,7 +1110,7 @@ class RecoveryManager:
 
     @property
     def newest_saved(self) -> tuple[int, int]:
-        """Step and attempt of the latest complete checkpoint, for rank 0's words; (0, 0): none."""
+        """Step and attempt of the latest complete checkpoint, sent by rank 0; (0, 0): none."""
         return self._newest_saved
 
     @property
@@ -1144,7 +1147,7 @@ class RecoveryManager:
         if differ and is_sound:
             if not is_shared:
                 self._stop_sharing(differ, step, attempt)
-                self.compare_anew()
+                self.reset_comparison()
             self._ring.commit(step, ok=False, why=f"replicas differ: {shown(differ)}")
         else:
             self._ring.commit(step, ok=is_sound)
@@ -1158,7 +1161,7 @@ class RecoveryManager:
         self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
 
-    def compare_anew(self) -> None:
+    def reset_comparison(self) -> None:
         """Compute the plans again, because a tensor is no longer compared."""
         self._ring.forget_plans()
 
@@ -1255,7 +1258,7 @@ class RecoveryManager:
         return restored
 
     def _oldest_far_enough_back(self) -> CheckpointRef | None:
-        """Return the policy's target if no older one is left: it is still healthy."""
+        """Return the oldest healthy state that is far enough before the onset, or None."""
         cause = self._plan.plan.facts.cause
         latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
         usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]
@@ -1270,8 +1273,8 @@ class RecoveryManager:
     def save_now(self, step: int, attempt: int, meta: Meta) -> str:
         """Write the live state and wait for it; if it is invalid or not equal, a healthy one.
 
-        Collective: for a run that was told to stop. Returns the id, empty if nothing later than
-        the checkpoints on disk could be written.
+        Collective: for a run that received SIGTERM. Returns the id; empty if nothing later than the
+        checkpoints on disk could be written.
         """
         self._store.wait(None)
         self._ring.saves_ended()

@@ -103,7 +103,7 @@ class Region:
         weakref.finalize(self, os.close, fd)
 
     def views(self, layout: SharedLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a view for each tensor, once there is memory for all of them.
+        """Return a view of shared memory for each tensor, after reserving memory for all.
 
         Raises:
             OSError: there is not enough memory. It is reserved first: a write to missing memory
@@ -126,7 +126,7 @@ class Region:
         return self._bytes
 
     def mark_incomplete(self, generation: int) -> None:
-        """Mark that this rank overwrites its part now; before anything is written."""
+        """Mark this rank's part as being overwritten; call before anything is written."""
         self._generations()[self.group.index] = generation
 
     def holds(self, generation: int) -> bool:

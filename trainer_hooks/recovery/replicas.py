@@ -3,8 +3,8 @@
 In each step, a rank computes a value from the parameters due in this step, less often from
 optimizer state and averages, from the step's settings, and from a snapshot if one was taken: equal
 values mean equal ranks. The value is sent in the step's all-reduce. If values differ, all ranks
-know it at the same step and meet: they compare every tensor by its fingerprint, find the elements
-that differ, and take a vote.
+know it at the same step. They compare every tensor by its fingerprint (collectively), find the
+elements that differ, and take a vote.
 
 With two ranks there is no majority. After a rollback the steps are trained again, and the rank
 whose elements were further from the repeated result was wrong.
@@ -160,7 +160,7 @@ class Replicas:
         self._replayed: tuple[int, ReplicaDiagnosis] | None = None
         self._may_meet = True
         self._meeting: Ranks | None = None
-        """Separate group for the meeting, because a save may be using the other one."""
+        """Separate group for the comparison, because a save may be using the other one."""
         self._lay_out()
 
     @classmethod
@@ -293,7 +293,7 @@ class Replicas:
         looks_again = step % self.every == 0 and (bool(self._apart) or self._settings_differ)
         self._recent.append(_FingerprintInputs(step, settings, snapshot, looks_again))
         if self._went_back and self._evidence is not None and self._evidence.step == step:
-            self._look_at_replay(self._evidence)
+            self._compare_replay(self._evidence)
         settings_checksum = zlib.crc32(settings)
         if self._settings_differ and step % self.every:
             settings_checksum = 0
@@ -323,7 +323,7 @@ class Replicas:
         tensors += [self._averages[key] for key in averages]
         keys += averages
         if self._apart:
-            # All of them once per round: separately they would cause a meeting in every step.
+            # All of them once per round: separately they would cause a comparison in every step.
             apart = set(self._apart)
             tensors = [t for k, t in zip(keys, tensors, strict=True) if k not in apart]
             if step % often == 0:
@@ -339,19 +339,19 @@ class Replicas:
 
     def agreed(self, step: int) -> None:
         """Note that all values of a step were equal, including differing state once per round."""
-        made_of = self._made_of(step)
+        made_of = self._inputs_of(step)
         if made_of is not None and made_of.looks_again:
             self._apart, self.unresolved, self._is_again = (), (), False
             self._settings_differ = False
 
-    def _made_of(self, step: int) -> _FingerprintInputs | None:
+    def _inputs_of(self, step: int) -> _FingerprintInputs | None:
         return next(
             (recent_step for recent_step in reversed(self._recent) if recent_step.step == step),
             None,
         )
 
     def close(self) -> None:
-        """Allow no further meetings: this rank may end alone."""
+        """Allow no further comparisons: this rank may end before the others."""
         self._may_meet = False
 
     def _together(self) -> Ranks:
@@ -368,9 +368,11 @@ class Replicas:
             at: the step that is trained next from the live state.
         """
         if not self._may_meet:
-            text = f"{self._who(by_words)} differed in the last step, and the loop has ended"
+            text = (
+                f"{self._suspects_text(by_words)} differed in the last step, and the loop has ended"
+            )
             return Difference(kind="state", vote=by_words, text=text)
-        made_of = self._made_of(step)
+        made_of = self._inputs_of(step)
         settings = snapshot = None
         if made_of is not None:
             settings = made_of.settings
@@ -380,7 +382,7 @@ class Replicas:
         was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
         self._settings_differ = bool(by_settings.apart)
         if by_settings.apart and not was_told:
-            text = self._settings_in_words([s for s, _ in everyone], by_settings)
+            text = self._describe_settings([s for s, _ in everyone], by_settings)
             return Difference(kind="settings", vote=by_settings, text=text)
         return self._compare_state(step, by_words, [s for _, s in everyone], at)
 
@@ -396,9 +398,9 @@ class Replicas:
             if by_copy.apart:
                 text = f"the copies of {shown(by_copy.suspects)} differ, the state does not"
                 return Difference(kind="snapshot", vote=by_copy, text=text)
-            text = f"{self._who(by_words)} differed in one step, and does so no longer"
+            text = f"{self._suspects_text(by_words)} differed in one step, and does so no longer"
             return Difference(kind="state", vote=by_words, text=text)
-        untied = self._untied(differing, step)
+        untied = self._never_equal(differing, step)
         if untied:
             self._drop(untied)
             self._apart = tuple(key for key in differing if self.compares(key))
@@ -417,11 +419,11 @@ class Replicas:
         is_again = self._is_again = (self._went_back and is_same) or (was_apart and self._is_again)
         self._evidence = _Evidence(at, states, key, elements, values, by_state)
         self._went_back, self._replayed = False, None
-        text = f"{_listed(differing)} on {self._who(by_state)}"
-        text += _elements_in_words(key, elements, values)
+        text = f"{_listed(differing)} on {self._suspects_text(by_state)}"
+        text += _describe_elements(key, elements, values)
         return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
 
-    def _who(self, by_words: Vote) -> str:
+    def _suspects_text(self, by_words: Vote) -> str:
         ranks = by_words.suspects
         if len(ranks) == 1:
             return f"rank {ranks[0]} ({self._places[ranks[0]]})"
@@ -433,7 +435,7 @@ class Replicas:
             return text
         return shown(ranks)
 
-    def _untied(self, differing: Sequence[str], step: int) -> list[str]:
+    def _never_equal(self, differing: Sequence[str], step: int) -> list[str]:
         """Return tensors that were never equal: most of a kind, and since the first round.
 
         If settings differ, that is the reason, so the tensors do not count as intended to differ.
@@ -498,7 +500,7 @@ class Replicas:
             for rank in rank_group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
-        return _which(read, apart, tensor.element_size())
+        return _differing_elements(read, apart, tensor.element_size())
 
     def bad_elements(self) -> dict[str, Any] | None:
         """Return the first elements that differ, with the values of this rank and of a replica.
@@ -532,7 +534,7 @@ class Replicas:
         if not self._went_back:
             self._evidence = None
 
-    def _look_at_replay(self, evidence: _Evidence) -> None:
+    def _compare_replay(self, evidence: _Evidence) -> None:
         """Compare the difference with the state after the same steps; reads a few numbers."""
         with self._faults.fail_open("replicas"):
             live = self._state.tensors().get(evidence.key)
@@ -559,14 +561,14 @@ class Replicas:
             self._replayed = (evidence.step + self.every, ReplicaDiagnosis(rank, text))
 
     def replayed(self, step: int) -> ReplicaDiagnosis | None:
-        """Return the replay's result, once a full round after it has shown no difference."""
+        """Return the diagnosis of an earlier difference, a full round after its replay; or None."""
         if self._replayed is None or step < self._replayed[0]:
             return None
         named, self._replayed, self._evidence = self._replayed[1], None, None
         self._went_back, self._last_named = False, named.rank
         return named
 
-    def _settings_in_words(self, settings: Sequence[bytes | None], by_words: Vote) -> str:
+    def _describe_settings(self, settings: Sequence[bytes | None], by_words: Vote) -> str:
         read = [None if s is None else np.frombuffer(s, dtype=np.float64) for s in settings]
         first = by_words.apart[0]
         group = next(group for group in self.groups if first in group)
@@ -660,7 +662,7 @@ def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
     return sorted(apart)[:_MAX_CHUNKS]
 
 
-def _which(
+def _differing_elements(
     read: Mapping[int, Tensor], chunks: Sequence[int], itemsize: int
 ) -> tuple[list[int], dict[int, list[float]]]:
     """Return the elements that differ between ranks, and their values."""
@@ -696,7 +698,7 @@ def _listed(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_NAMED]) + more
 
 
-def _elements_in_words(
+def _describe_elements(
     key: str, elements: Sequence[int], values: Mapping[int, Sequence[float]]
 ) -> str:
     if not elements:

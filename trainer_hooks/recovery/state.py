@@ -1,4 +1,4 @@
-"""Everything that training changes, under stable names: read in place, restored in place.
+"""Everything that training changes, under stable names; read and restored without a copy.
 
 Tensors are live ones, never copies: a snapshot copies from them, a restore copies into them, and
 their addresses never change, so a fused optimizer, a compiled step and DDP's buckets are not
@@ -89,7 +89,7 @@ class TrainingState:
         live = self.tensors()
         self._finite_at_start = {k: Spec.of(t) for k, t in live.items() if k not in nonfinite}
 
-    # ------------------------------------------------------------------------------- its place
+    # -------------------------------------------------------------------------------- position
 
     def held(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
         """Return the positions of this rank's parameters in the complete ones, by their names.
@@ -174,7 +174,7 @@ class TrainingState:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters as the model has them, by the names of ``tensors``."""
+        """Parameters by the names of ``tensors``, as the model has them: DTensors, not shards."""
         return {f"model.{name}": param for name, param in self._params.items()}
 
     def moments_of(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
@@ -319,11 +319,11 @@ class TrainingState:
                 del self._finite_at_start[key]
 
     def is_trained(self, key: str) -> bool:
-        """Return whether an optimizer has it, or created it."""
+        """Return whether the tensor is a trained parameter or optimizer state."""
         return key.startswith("optim.") or key in self._trained
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Stop checking that these are finite; trained tensors always have to be."""
+        """Stop requiring finite values in these tensors, except for trained ones."""
         for key in keys:
             self._finite_at_start.pop(key, None)
 

@@ -1,7 +1,7 @@
-"""What a bad step is played again with: its batches, generators, precision and facts, in one file.
+"""File of a bad step for ``vitals repro``: batches, RNG state, precision and facts.
 
 A capsule is an ``.npz``: arrays that numpy reads without pickle, and ``capsule``, the facts as
-JSON. Nothing in it is run when it is read.
+JSON. Reading one never executes code.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from trainvitals.io.private import Owner, read_own
 from trainvitals.printable import name_type
 
 MAX_BATCH_BYTES = 64 << 20
-"""Batches of a step that are larger are not kept, but for the ids of their samples."""
+"""Larger batches of a step are not stored, only the ids of their samples."""
 MAX_FILES = 16
-"""Capsules of one rank: the oldest make room."""
+"""Capsules per rank; the oldest are deleted."""
 MAX_NAMES = 16
-"""Tensors that are told of a state."""
+"""Tensors of the state that are listed."""
 _MAX_FILE_BYTES = 512 << 20
 _MAX_ARRAY_BYTES = 512 << 20
-"""Of all arrays in a capsule: a few megabytes of a forged one may unpack to any number."""
+"""Total of all arrays in a capsule: a forged file of a few megabytes could unpack to any size."""
 _COMPRESSED_BYTES = 8 << 20
-"""Above it packing takes more of a core than its bytes are worth."""
+"""Above this, compression is not worth its CPU time."""
 _ARRAY_OVERHEAD = 320
-"""Bytes that an array takes in the file besides its own."""
+"""Bytes of an array in the file in addition to its data."""
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 _VERSION = 1
 _FACTS = frozenset({"reason", "versions", "state", "applied", "world_size"})
-"""What every capsule tells."""
+"""Facts that every capsule contains."""
 
 Tree = dict[str, Any]
-"""A batch with its arrays taken out: plain values, and the arrays' numbers."""
+"""A batch without its arrays: plain values, and indices of the arrays."""
 
 
 class AttributeDict(dict[Any, Any]):
-    """In place of a batch of a class of its own, Hugging Face's say: entries are attributes too."""
+    """Replaces a batch of a custom class, such as Hugging Face's: entries are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -65,12 +65,12 @@ class AttributeDict(dict[Any, Any]):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> AttributeDict:
-        """Return it with its tensors elsewhere, as ``Tensor.to``."""
+        """Return a copy with tensors moved, as ``Tensor.to`` does."""
         return AttributeDict(map_tensors(dict(self), lambda tensor: tensor.to(*args, **kwargs)))
 
 
 class NotPlainError(ValueError):
-    """A batch holds what cannot be kept without running code when it is read."""
+    """A batch contains values that cannot be stored without pickle."""
 
 
 # ------------------------------------------------------------------------------------ writing
@@ -78,18 +78,18 @@ class NotPlainError(ValueError):
 
 @dataclass(kw_only=True)
 class Content:
-    """A bad step, as its rank holds it; the tensors are the loop's own."""
+    """Contents of a bad step on its rank; the tensors belong to the loop."""
 
     facts: dict[str, Any]
     batches: Sequence[Any]
     rng: Sequence[dict[str, Any] | None]
-    """Of each batch, as it was handed out."""
+    """RNG state when each batch was yielded; None if unknown."""
     good: Any = None
-    """The newest batch of a step that was well: so many of its rows as there is room for."""
+    """Latest batch of a step that was not bad; as many rows are stored as fit."""
 
 
 class _Arrays:
-    """Arrays by number, each once."""
+    """Arrays by index, without duplicates."""
 
     def __init__(self) -> None:
         self.arrays: list[Any] = []
@@ -100,7 +100,7 @@ class _Arrays:
         return sum(array.nbytes + _ARRAY_OVERHEAD for array in self.arrays)
 
     def add(self, array: Any) -> int:
-        # Generators that nobody drew from are the same for every micro-batch.
+        # RNG states that nothing drew from are equal for all micro-batches.
         key = (f"{array.dtype}{array.shape}", array.tobytes() if array.nbytes < 8192 else b"")
         if not key[1] or key not in self._numbers:
             self._numbers[key] = len(self.arrays)
@@ -109,9 +109,9 @@ class _Arrays:
 
 
 def write(file: BinaryIO, content: Content) -> None:
-    """Write a capsule: at most twice the bytes of its batches, but for some 16 KiB.
+    """Write a capsule: at most twice the bytes of its batches, plus about 16 KiB.
 
-    May wait for a device that the batches are on.
+    May wait for a device that holds the batches.
     """
     import numpy
 
@@ -130,7 +130,7 @@ def write(file: BinaryIO, content: Content) -> None:
 def _batch_trees(
     batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]
 ) -> tuple[list[Tree], int]:
-    """Return the batches' trees, and bytes; none where they cannot be kept: the facts say why."""
+    """Return the trees and bytes of the batches; none if refused, with the reason in ``facts``."""
     num_bytes = _bytes_of(list(batches))
     if num_bytes > MAX_BATCH_BYTES:
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
@@ -143,7 +143,7 @@ def _batch_trees(
 
 
 def _part_of(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
-    """Return the tree of the first rows of a batch that fit; None where none do."""
+    """Return the tree of the first rows of a batch that fit; None if none does."""
     num_rows = rows_in(batch)
     num_bytes = _bytes_of(batch)
     fitting = num_rows * max(0, room - 8 * _ARRAY_OVERHEAD) // max(1, num_bytes)
@@ -179,7 +179,7 @@ def _tree(value: Any, arrays: _Arrays) -> Tree:
 
 
 def _host_copy(tensor: Tensor) -> tuple[Any, str]:
-    """Return the tensor as an array, with the bits of types that numpy has not."""
+    """Return the tensor as an array; the raw bits if numpy lacks the dtype."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise NotPlainError("the batch holds a tensor that is not dense")
     plain = tensor.detach().cpu().contiguous()
@@ -212,7 +212,7 @@ def _rng_tree(state: dict[str, Any], arrays: _Arrays) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Capsule:
-    """A bad step as it was kept."""
+    """A bad step that was read from its file."""
 
     path: Path
     step: int
@@ -220,25 +220,26 @@ class Capsule:
     rank: int
     facts: dict[str, Any]
     batches: list[Any]
-    """Empty where none was kept."""
+    """Empty if no batch was stored."""
     rng: list[dict[str, Any] | None]
     good: Any = None
-    """Rows of a batch with which a step shortly before was well; None where there are none."""
+    """Rows of a batch from a step shortly before that was not bad; None if there are none."""
     sample_ids: tuple[int | str, ...] = field(default=())
 
     @property
     def loss(self) -> float:
-        """What the rank's own loss was; NaN where it gave none."""
+        """Local loss of the rank; NaN if the loop passed none."""
         loss = self.facts.get("loss")
         return math.nan if loss is None else loss
 
 
 def read(file: CapsuleFile) -> Capsule:
-    """Return what a capsule holds.
+    """Read a capsule.
 
     Raises:
-        FormatError: it is none, is damaged, or was written by a newer Vitals.
-        InsecurePathError: others may write it.
+        FormatError: the file is damaged, not a capsule, or this version of Vitals is too old for
+            it.
+        InsecurePathError: other users can write the file.
     """
     import numpy
 
@@ -275,7 +276,7 @@ def read(file: CapsuleFile) -> Capsule:
         )
     except VitalsError:
         raise
-    except Exception as error:  # whatever zip, numpy and JSON say of bytes that are no capsule
+    except Exception as error:  # zip, numpy and JSON raise various errors for invalid bytes
         raise FormatError(
             f"{path} cannot be read: {type(error).__name__}: {error}",
             hint="it is damaged; another rank or step may have a capsule",
@@ -306,7 +307,7 @@ def _rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
     version, generator_words, gauss = tree["python"]
     state: dict[str, Any] = {"python": (version, tuple(arrays[generator_words].tolist()), gauss)}
     state["torch"] = torch.from_numpy(arrays[tree["torch"]].copy())
-    # What no generator takes is damage of the file, and no fault of the step that is played.
+    # A state that the generators refuse is a damaged file, not a fault of the step.
     random.Random().setstate(state["python"])
     torch.Generator().set_state(state["torch"])
     if "numpy" in tree:
@@ -333,7 +334,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch with ``function`` of each tensor in its place."""
+    """Return the batch with ``function`` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -345,14 +346,14 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Return the entries in a mapping of the same class, where it can be copied and written."""
+    """Return the entries in a mapping of the same class, if it can be copied and modified."""
     if type(mapping) is dict:
         return entries
     try:
         other: Any = copy.copy(mapping)
         for key, value in entries.items():
             other[key] = value
-    except Exception:  # noqa: BLE001 - a class of the user's
+    except Exception:  # noqa: BLE001 - a user-defined class
         return AttributeDict(entries)
     return other
 
@@ -362,13 +363,13 @@ def _bytes_of(value: Any) -> int:
 
 
 def rows_in(batch: Any) -> int:
-    """Return how many samples a batch has, by the first dimension of most tensors; 0: unknown."""
+    """Return the number of samples, from the first dimension of most tensors; 0 if unknown."""
     sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
     return max(set(sizes), key=sizes.count) if sizes else 0
 
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Return a batch of some samples: of each tensor and list that has one entry for each."""
+    """Return a batch of the given samples: selects rows of tensors and lists with one row each."""
     count = rows_in(batch)
 
     def take(value: Any) -> Any:
@@ -388,27 +389,27 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     return take(batch)
 
 
-# ---------------------------------------------------------------------- what is around a step
+# ------------------------------------------------------------------------ state around a step
 
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """In which precision autocast had the model compute, when it was last called."""
+    """Autocast setting during the last call of the model."""
 
     device: str
     dtype: str
-    """Empty where it was off."""
+    """Empty if autocast was off."""
 
     @classmethod
     def now(cls, device: str) -> Autocast:
-        """Return what holds for this thread."""
+        """Return the setting of this thread."""
         if not torch.is_autocast_enabled(device):
             return cls(device, "")
         return cls(device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return what the arithmetic depends on: torch, Python, CUDA, the device's name."""
+    """Return versions that arithmetic depends on: torch, Python, CUDA, the device's name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "vitals": __version__,
@@ -422,9 +423,9 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def state_facts(state: StateCheck) -> dict[str, Any]:
-    """Return which tensors of the state are not finite, and the largest of all. Waits for a device.
+    """Return non-finite tensors of the state, and the largest values. Waits for the device.
 
-    A second moment below zero counts as not finite: its root is.
+    A negative second moment counts as non-finite, because its root is NaN.
     """
     tensors = {
         name: tensor
@@ -448,14 +449,14 @@ def state_facts(state: StateCheck) -> dict[str, Any]:
 
 
 def is_second_moment(name: str) -> bool:
-    """Return whether a tensor of an optimizer holds squares."""
+    """Return whether an optimizer tensor contains squares."""
     return name.startswith("optim.") and name.rpartition(".")[2] in _SQUARES
 
 
 class Surroundings:
-    """What a step is made in, of one rank: its model, optimizers and scaler, and autocast.
+    """Training state around a step on one rank: model, optimizers, scaler and autocast.
 
-    ``open`` before the loop, ``close`` at its end. A forward costs a call of a hook.
+    Call ``open`` before the loop and ``close`` at its end. Each forward calls one hook.
     """
 
     def __init__(
@@ -470,20 +471,20 @@ class Surroundings:
         self._handles: list[Any] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.autocast: Autocast | None = None
-        """As the model was last called; None where that is not known."""
+        """Setting at the last call of the model; None if unknown."""
 
     def open(self) -> None:
-        """Look at each forward."""
+        """Register the forward hooks."""
         models = self._model.values() if isinstance(self._model, Models) else (self._model,)
         for model in models if not self._handles else ():
             inner = getattr(model, "_orig_mod", model)
-            # Of a module that is compiled in its place, hooks would be part of the graph.
+            # In a module that was compiled in place, hooks would become part of the graph.
             if getattr(inner, "_compiled_call_impl", None) is None:
                 hook = ModuleHook(self._called)
                 self._handles.append(model.register_forward_pre_hook(hook))
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -492,11 +493,11 @@ class Surroundings:
         self.autocast = Autocast.now(self._device.type)
 
     def loss_scale(self) -> Tensor | None:
-        """Return the scale of the step's gradients, without waiting for it; None: not scaled."""
+        """Return the loss scale of the step, without waiting for it; None if there is none."""
         scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
     def facts(self) -> dict[str, Any]:
-        """Return versions, and what the state holds by now. Waits for the device."""
+        """Return versions and the current non-finite tensors. Waits for the device."""
         state = state_facts(StateCheck(self._model, self._optimizers))
         return {"versions": versions(self._device), "state": state}

@@ -218,7 +218,7 @@ def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
 
 
 def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
-    """Set the counts to those at ``step``; consumed tokens stay consumed."""
+    """Restore the counters of a snapshot before ``step``; consumed tokens stay counted."""
     tokens = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
     run.log.tokens.go_back(tokens)
     run.features.load_state_dict(meta, step=step)

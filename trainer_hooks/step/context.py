@@ -97,7 +97,7 @@ class RunContext:
             self.emitter.note(code, text, "warning", step=step, attempt=self.attempt)
 
     def note_of_rank(self, code: str, text: str, *, step: int) -> None:
-        """Write information that only this rank has into its events."""
+        """Write a note to this rank's events, for information that only this rank has."""
         note = Note(code=code, text=text, severity="warning")
         self.emitter.event(note, step=step, attempt=self.attempt)
 

@@ -59,7 +59,7 @@ class Engine(Protocol):
 
     @property
     def reads_verdict(self) -> bool:
-        """Whether the host needs the verdict: then every rank reads it at once."""
+        """Whether an optimizer needs the verdict on the host: then every rank reads it."""
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the gradients in place. Collective."""
@@ -249,7 +249,7 @@ def _warnings(
 def _sections(
     model: nn.Module, ranks: Ranks, device: torch.device, faults: FaultCounter
 ) -> Sections | None:
-    """Return the timer of forward and backward, if ranks wait for each other in them."""
+    """Return the timer of forward and backward; None if ranks do not wait in them."""
     if ranks.world_size > 1:
         with faults.fail_open("sections"):
             wrappers = placed_in(model)

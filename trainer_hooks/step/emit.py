@@ -163,7 +163,7 @@ class JournalObserver(Protocol):
         """Use a step's row, in the order of ``Emitter.columns``."""
 
     def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Use a scalar of the loop."""
+        """Process a scalar that the loop recorded."""
 
 
 class Emitter:
@@ -248,7 +248,7 @@ class Emitter:
             )
 
     def of_run(self, event: Event, *, step: int, attempt: int) -> None:
-        """Write an event that all ranks know: only rank 0 writes it."""
+        """Write an event that all ranks know, on rank 0 only."""
         if self._is_rank0:
             self.event(event, step=step, attempt=attempt)
 

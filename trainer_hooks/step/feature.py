@@ -90,8 +90,8 @@ class StepFeature:
     """One capability that takes part in every step, such as early stopping or snapshots.
 
     A base class and not a protocol: a feature overrides only the hooks it uses, and a step calls
-    only overridden ones, so a hook that nobody uses costs nothing. A contribution has two hooks,
-    because a rank that could not measure a step still has to report that it received SIGTERM.
+    only overridden ones, so an unused hook costs nothing. A contribution has two hooks, because a
+    rank that could not measure a step still has to report that it received SIGTERM.
 
     Hooks run on all ranks in the same order. Except for ``rank0_values`` and the contributions,
     they see the same numbers on all ranks, so all ranks must do the same; they read no clock and
@@ -136,20 +136,20 @@ class StepFeature:
         """Add to ``step.record`` what the ranks know together; may be collective, and may raise."""
 
     def on_reduced(self, step: ReturnedStep) -> None:
-        """Apply what all ranks reported with a step, before it is judged."""
+        """Apply the reduced numbers of a step, before it is judged."""
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Return the judgement with names and reasons added; never with another action."""
         return judgement
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Use the final judgement of a step, before its row is written."""
+        """Process the final judgement of a step, before its row is written."""
 
     def on_row_written(self, step: ReturnedStep) -> None:
         """Report on a step after its row and its findings; also for steps of an old attempt."""
 
     def on_step_done(self, step: ReturnedStep) -> None:
-        """Work at the end of a judged step, once everything about it is written."""
+        """Do the work at the end of a judged step, after its row and findings are written."""
 
     def own_command(self) -> Command | None:
         """Return a command that the run orders itself; on rank 0, if no operator's is waiting."""
@@ -212,7 +212,7 @@ class StepFeatures:
     """The features of a run, in the order in which a step calls them."""
 
     def __init__(self, kinds: Sequence[type[StepFeature]]) -> None:
-        """``kinds`` are all that a run can have: the state of a missing one is stored as None."""
+        """``kinds``: all kinds that a run can have; the state of a missing one is None."""
         self._kinds = tuple(kinds)
         self._no_states: dict[str, Any] = dict.fromkeys(k.state_key for k in kinds if k.state_key)
         self._resumable_keys = tuple(kind.state_key for kind in kinds if kind.is_resumable)
@@ -312,7 +312,7 @@ class StepFeatures:
             hook(step, judgement)
 
     def on_row_written(self, step: ReturnedStep) -> None:
-        """Report on a step after its row."""
+        """Call ``on_row_written`` of all features."""
         for hook in self._on_row_written:
             hook(step)
 
@@ -349,7 +349,7 @@ class StepFeatures:
             yield from feature.run_between_steps(step, device)
 
     def on_change_expected(self, num_steps: int) -> None:
-        """Abstain for some steps."""
+        """Call ``on_change_expected`` of all features."""
         for feature in self._features:
             feature.on_change_expected(num_steps)
 
@@ -358,7 +358,7 @@ class StepFeatures:
         return "".join(feature.on_second_start() for feature in self._features)
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Continue as an attempt."""
+        """Call ``on_attempt`` of all features."""
         for feature in self._features:
             feature.on_attempt(attempt)
 

@@ -30,7 +30,7 @@ class _Loss(NamedTuple):
 
     @property
     def may_count(self) -> bool:
-        """Whether its backward has started, or may have."""
+        """Whether the loss may have had its backward: unknown counts as yes."""
         return self.ran is None or bool(self.ran)
 
     def plus(self, other: _Loss) -> _Loss:
@@ -94,7 +94,7 @@ class MicroLosses:
         self._fresh.append(_Loss(part, weight, is_weighted, ran))
 
     def is_last(self, loss: object) -> bool:
-        """Return whether this is the same object as the last loss."""
+        """Return whether ``loss`` is the object that was added last."""
         return loss is self._last()
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ class MicroLosses:
         return None if total is None else (total.part, total.weight, total.is_weighted)
 
     def close(self) -> None:
-        """Stop following gradients."""
+        """Remove the hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -163,7 +163,7 @@ class MicroLosses:
         self._undo.append(put_back)
 
     def _seen(self, param: Tensor) -> None:
-        """Record a backward: it added to the gradient, or created a new one."""
+        """Record a backward that added to the followed gradient, or created a new one."""
         is_new = self._is_cleared or self._gradient() is not param.grad
         self._is_cleared, self._ran, self._gradient = False, True, _reference(param)
         if is_new:

@@ -134,7 +134,7 @@ class StepPhases:
         return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
 
     def drop_losses(self) -> None:
-        """Discard the step's losses: it does not count."""
+        """Discard the losses given for the current step, which does not count."""
         self._micro.clear()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class StepPhases:
         max_norm: MaxNorm | None = None,
         norm: Tensor | None = None,
     ) -> Prepared:
-        """Fill the pack. An internal error only sets this rank's failure flag in it.
+        """Fill the reduce vector. An internal error only sets this rank's failure flag in it.
 
         An invalid loss is counted and omitted: the gradients are still judged.
 
@@ -306,7 +306,7 @@ class StepPhases:
     # ----------------------------------------------------------------------- from the exchange on
 
     def exchange(self) -> Verdict:
-        """Sum the pack over the ranks, in the only collective of a step, and judge it."""
+        """Sum the vector over the ranks, the only collective of a step, and judge it."""
         packer, ranks = self._device.packer, self._run.ranks
         if ranks.world_size > 1:
             pack = packer.pack
@@ -355,7 +355,7 @@ class StepPhases:
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their time counts as the loop's."""
-        with self.clock.not_ours():
+        with self.clock.optimizer_time():
             for guard in guards:
                 guard.apply(
                     orders.bad,

@@ -69,7 +69,7 @@ class Slots:
     rank: tuple[str, ...] = ()
     """Numbers of each rank; adjacent ranks share a slot above MAX_SLOTS ranks."""
     exact: tuple[str, ...] = ()
-    """Those of ``rank`` that also have a place for each rank if slots are shared."""
+    """Those of ``rank`` that also have their own value per rank if slots are shared."""
 
 
 CORE_SLOTS = Slots(
@@ -104,7 +104,7 @@ class VectorFields:
 
     @classmethod
     def of(cls, slots: Iterable[Slots]) -> VectorFields:
-        """Return the fields of the core and of these parts, in their order."""
+        """Return the layout of the core's numbers, followed by those of the features."""
         parts = (CORE_SLOTS, *slots)
         fields = cls(
             tuple(name for part in parts for name in part.rank0),
@@ -236,20 +236,20 @@ class Rank0Values:
 
 
 class ReduceVector:
-    """Fills this rank's persistent pack."""
+    """Fills this rank's persistent vector."""
 
     def __init__(self, layout: PackLayout, device: torch.device) -> None:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
         self.squares = self.pack[: layout.num_params]
-        """The part of the pack for the norms; ``clear`` zeroes it."""
+        """The part of the vector for the squared norms; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
-        """The part of the pack for sampled signals; empty if none are enabled."""
+        """The part of the vector for sampled signals; empty if none are enabled."""
         self._position = {name: layout.mine(name) for name in layout.fields.rank}
         self._mine = {name: self.pack[position] for name, position in self._position.items()}
         is_shared = layout.is_shared
         self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
-        """Fields that are written twice: in the shared slot, and in this rank's own place."""
+        """Fields that are written twice: to the shared slot, and to this rank's own field."""
         self._rest = self.pack[layout.num_params :]
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
@@ -316,7 +316,7 @@ class ReduceVector:
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
     def _sign(self, exact: Iterable[str]) -> None:
-        """Mark this rank's numbers in a shared slot, and write its own fields."""
+        """Mark which ranks of a shared slot contributed, and write this rank's exact fields."""
         pack, layout = self.pack, self.layout
         width = len(layout.fields.rank)
         begin = layout.slot * width
@@ -330,7 +330,7 @@ class ReduceVector:
 
     @property
     def auto_max_norm(self) -> Tensor:
-        """The limit of ``max_norm="auto"`` in the reduced pack, 0-dim float64; inf: none."""
+        """The limit of ``max_norm="auto"`` in the reduced vector, 0-dim float64; inf: none."""
         return self.pack[self.layout.root + self.layout.fields.rank0.index("auto_max_norm")]
 
     def undo_clip(self) -> None:
@@ -352,7 +352,7 @@ class ReduceVector:
 
 
 class Reduced:
-    """The summed pack on the host: plain numbers that are equal on every rank."""
+    """The summed vector on the host: plain numbers that are equal on every rank."""
 
     def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
         fields, self.layout = layout.fields, layout
@@ -389,7 +389,7 @@ class Reduced:
         )
 
     def losses(self) -> list[float | None]:
-        """Return each rank's own loss; None if it gave none."""
+        """Return the local loss of each rank; None for a rank without a loss."""
         if self.layout.is_shared:
             losses: list[float | None] = [None] * self.layout.world_size
             for rank in self.ranks_where("weight"):
@@ -455,12 +455,12 @@ class Verdict(NamedTuple):
     """Loss and norm, shape (2,)."""
 
     def derived(self) -> tuple[Tensor, Tensor]:
-        """Return the values that go to the host with the pack, each 1-dim: bits, values."""
+        """Return the values that are read back with the vector, each 1-dim: bits, values."""
         return self.bits[None], self.values
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
-    """Return the verdict on the reduced pack. Pure; no value reaches the host.
+    """Return the verdict on the reduced vector. Pure; no value reaches the host.
 
     A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
     as many updates as rank 0 allows were withheld immediately before it. If a rank's prepare
@@ -468,8 +468,8 @@ def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     update but does not count as a fault, whatever the norm.
 
     Args:
-        layout: layout of the pack.
-        pack: the reduced numbers.
+        layout: layout of the vector.
+        pack: the reduced vector, float64.
         row: ``row`` of the previous verdict.
     """
     # Each operation is a separate kernel: both numbers are judged at once, and a > b of flags means
@@ -617,12 +617,12 @@ def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
 
 
 NUM_FIGURES = 4
-"""Numbers after the pack from which ``Derived`` is made."""
+"""Values behind the vector from which ``Derived`` is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The device's own figures, read back with the pack."""
+    """Values computed on the device, read back with the vector."""
 
     bits: int
     loss: float
@@ -631,7 +631,7 @@ class Derived:
 
     @classmethod
     def of(cls, numbers: list[float]) -> Derived:
-        """Return the figures in the order in which they were stacked."""
+        """Build the object from the values behind the vector, in the order of ``derived``."""
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
 

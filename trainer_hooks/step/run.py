@@ -138,7 +138,7 @@ def _is_before_clip(
 
 
 def of_turn(judgement: Judgement, name: str) -> Judgement:
-    """Return the findings about one optimizer's step prefixed with its name.
+    """Prefix the findings about one optimizer's step with the optimizer's name.
 
     A command of an operator applies to the run, unless it accepts a step.
     """

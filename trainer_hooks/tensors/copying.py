@@ -227,7 +227,7 @@ def _copied(piece: _Piece) -> tuple[bool, int]:
             finite = False
         if unit >= 0:  # from this rank's own data, which another rank's copy may not equal
             chunk = source[i : i + step].view(np.uint8)
-            fingerprint += _sum_of_bits(chunk) * _odd(unit, i // step)
+            fingerprint += _sum_of_bits(chunk) * _odd_weight(unit, i // step)
     return finite, fingerprint
 
 
@@ -241,7 +241,7 @@ WORD_BITS = 52
 """Bits of a fingerprint that are sent: a float64 holds them exactly."""
 
 
-def _odd(unit: int, block: int) -> int:
+def _odd_weight(unit: int, block: int) -> int:
     """Return the weight of a block: odd, and different for each block."""
     return (unit * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03 << 1 | 1) % _MODULUS
 
@@ -268,7 +268,7 @@ def fingerprint_on_device(pairs: Sequence[Pair], device: torch.device) -> Tensor
     total = torch.zeros((), dtype=torch.int64, device=device)
     for pair in pairs:
         if pair.unit >= 0 and pair.source.numel():
-            total += fingerprint_of([pair.source], device) * _signed(_odd(pair.unit, 0))
+            total += fingerprint_of([pair.source], device) * _signed(_odd_weight(pair.unit, 0))
     return total
 
 

@@ -416,7 +416,7 @@ class GradNorms:
                 grad = param.grad = grad.coalesce()
             local = local_tensor(grad)
             # backward(create_graph=True) leaves gradients that are part of a graph. torch refuses
-            # to use them with out= (the sum into the pack) or in place (the clip).
+            # to use them with out= (the sum into the vector) or in place (the clip).
             if local.requires_grad:
                 local = local.detach()
             if local.is_sparse:

@@ -1,4 +1,4 @@
-"""Work by all ranks, or by rank 0 for all: it ends equally on every rank, even if one is slow."""
+"""Runs work on all ranks, or on rank 0 for all: all ranks succeed, or all raise."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from trainer_hooks.ranks import Ranks, named
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 
 MEET_SECONDS = 60.0
-"""Longest time that a rank works without meeting the others; gloo's timeout is 1,800 s."""
+"""Maximum time between two synchronizations of the ranks; gloo's timeout is 1,800 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Agreement:
     def _meet(self, call: Callable[[], object]) -> list[VitalsError | None]:
         """Run the call and return each rank's error, in rank order.
 
-        A slow rank is allowed: a separate thread meets the others every MEET_SECONDS until all are
-        done, so that no rank waits in a collective for as long as gloo's timeout. The call must
-        not use the side group.
+        A slow rank is allowed: a separate thread synchronizes with the others every MEET_SECONDS
+        until all are done, so that no rank waits in a collective for as long as gloo's timeout. The
+        call must not use the side group.
         """
         if self.ranks.side is None:
             return [caught(call)]

@@ -103,8 +103,8 @@ def verify(
 ) -> None:
     """Read checkpoints back: verify checksums and that all tensors are finite.
 
-    Changes nothing: training quarantines a damaged one when it meets it, and so does `vitals
-    checkpoints quarantine`. Without torch, only checksums are verified.
+    Changes nothing: training quarantines a damaged one when it loads it, as `vitals checkpoints
+    quarantine` does. Without torch, only checksums are verified.
     """
     checkpoints = find_checkpoints(run, directory)
     names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
@@ -224,7 +224,7 @@ def _verified(folder: CheckpointFolder, name: str) -> _VerifyResult:
 
 
 def _refused(folder: CheckpointFolder, name: str) -> str:
-    """Return the reason why a training of this user would refuse it, intact or not."""
+    """Return why this user's training would refuse the checkpoint, even if intact."""
     try:
         folder.proven(folder.path / name, manifests.read)
     except (InsecurePathError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A checkpoint that each rank writes alone when there is no time for collectives.
+"""A checkpoint that each rank writes separately when there is no time for collectives.
 
 ``.alone-RUN/ID/rank-N-of-W/ID`` is rank N's part, with its own data, metadata and manifest. It is
 complete as soon as it has that name. Data held by every rank is written by one of them, which each

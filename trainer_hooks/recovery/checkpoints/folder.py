@@ -143,7 +143,7 @@ class CheckpointFolder:
     # -------------------------------------------------------------------------------- saving
 
     def partial(self, checkpoint_id: str) -> Path:
-        """Return the path of a checkpoint before it is complete."""
+        """Return the temporary directory of a checkpoint that is being written."""
         return self.path / f"{_PARTIAL}{self._run_id}-{checkpoint_id}"
 
     def make_room(self, checkpoint_id: str, size: int) -> None:

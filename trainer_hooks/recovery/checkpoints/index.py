@@ -68,7 +68,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether no training loads it any longer."""
+        """Whether the checkpoint was deleted or quarantined, so that nothing loads it."""
         return self.state in ("retired", "bad")
 
 
@@ -162,12 +162,12 @@ class IndexFile:
         self._gone.append(entry)
 
     def current(self) -> Index:
-        """Return the index as it should be, without writing it."""
+        """Return the up-to-date index from disk contents, without writing it."""
         old = _decoded(self._folder / INDEX, Index) or Index()
         return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
 
     def write(self) -> None:
-        """Write the index again. An error is logged, and the next change writes it."""
+        """Replace ``index.json``. An error is only logged: the next change writes it again."""
         with self._lock:
             num = len(self._gone)
             try:

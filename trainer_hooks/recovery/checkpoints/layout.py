@@ -49,7 +49,7 @@ class Layout:
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
-        """Return the position of the tensor in the complete ones; None if it has none."""
+        """Return the position of a tensor within the complete ones; None if it has none."""
         if not key.startswith("optim."):
             tensor = self._held.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None
@@ -98,7 +98,7 @@ class Layout:
             collected.append(by_param)
         return collected
 
-    def lacks(self, scalars: Scalars) -> bool:
+    def is_missing_scalars(self, scalars: Scalars) -> bool:
         """Return whether the scalars of some parameters are missing, and other ranks have them."""
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)

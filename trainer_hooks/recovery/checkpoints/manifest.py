@@ -320,7 +320,7 @@ def open_to_others(folder: Path, owner: Owner) -> Path | None:
 
 
 def write_new(path: Path, raw: bytes) -> None:
-    """Write a new file; then its bytes are on disk, but its name is not."""
+    """Write a new file and sync its bytes; sync the directory to make its name durable."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(raw)
         file.flush()

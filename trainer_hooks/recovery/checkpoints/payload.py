@@ -246,7 +246,7 @@ def specs(folder: Path) -> dict[str, Spec]:
 
 
 def read(folder: Path, boxes: Sequence[Box]) -> None:
-    """Fill these boxes from the stored boxes; not collective.
+    """Read stored boxes into the memory of ``boxes``; not collective.
 
     Raises:
         CheckpointCorruptError: the data does not fit the metadata.
@@ -269,7 +269,7 @@ def scan(
 
 
 def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
-    """Return the boxes that these files contain.
+    """Return the keys of the boxes that these files contain.
 
     Raises:
         CheckpointCorruptError: as ``read_metadata``.

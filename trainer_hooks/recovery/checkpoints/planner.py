@@ -69,7 +69,7 @@ class BoxWriter(DefaultSavePlanner):
         Args:
             boxes: data of this rank.
             make_room: called on the coordinating rank with the total number of bytes.
-            alone: whether these are a part, which need not form complete tensors.
+            alone: whether these are one rank's part, which need not form complete tensors.
         """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {box.key: box for box in boxes}

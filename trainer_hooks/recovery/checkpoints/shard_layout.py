@@ -57,13 +57,13 @@ class LocalShard:
     """Whether every rank holds all of it."""
 
     def renamed(self, old: str, new: str) -> "LocalShard":
-        """Return the same position in other complete tensors: those with another prefix."""
+        """Return the position with another prefix of the complete tensors' names."""
         pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
         wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
         return replace(self, wholes=wholes, pieces=tuple(pieces))
 
     def writes(self, name: str, offsets: Shape) -> bool:
-        """Return whether this rank writes the box alone, among the ranks that hold it."""
+        """Return whether this rank, of all that hold the box, is the one that writes it."""
         return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy
 
 

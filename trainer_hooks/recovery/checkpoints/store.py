@@ -83,7 +83,7 @@ class CheckpointStore:
     one background thread, on the side group; a load must not run during a save. A failure is
     logged, counted and reported by ``take_changes``; it never reaches the training.
 
-    The directory's content is this rank's view of a disk: never decide by it alone.
+    The directory's content is this rank's view of a disk: other ranks may see another one.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class CheckpointStore:
         self.num_failed = 0
 
     def prepare(self) -> None:
-        """Prepare the directory, and make checkpoints of parts that ranks wrote alone. Rank 0 only.
+        """Prepare the directory, and merge parts of emergency saves into checkpoints. Rank 0 only.
 
         Raises:
             StorageError: it cannot be created or written.
@@ -122,7 +122,7 @@ class CheckpointStore:
         self.adopt_alone()
 
     def adopt_alone(self) -> list[str]:
-        """Make checkpoints of the parts from ``write_alone``; return their ids. Rank 0 only.
+        """Merge the parts from ``write_alone`` into checkpoints; return their ids. Rank 0 only.
 
         Call before anything is loaded, when no rank of an earlier start writes any longer.
         """
@@ -285,8 +285,9 @@ class CheckpointStore:
     def write_alone(self, snapshot: Snapshot) -> bool:
         """Write this rank's part of a snapshot, without any collective; return whether it exists.
 
-        For an end without time to meet: ``adopt_alone`` makes a checkpoint of it if all ranks have
-        written theirs. Waits for the disk; a failure is logged, counted and reported.
+        For an end without time for collectives: ``adopt_alone`` makes a checkpoint of the parts
+        once all ranks have written theirs. Waits for the disk; a failure is logged, counted and
+        reported.
         """
         snapshot.hold()
         try:
@@ -334,7 +335,7 @@ class CheckpointStore:
         return content
 
     def _scan(self, content: Manifest, only: Sequence[MetadataIndex] | None = None) -> None:
-        """Refuse stored non-finite values, in all boxes or in these."""
+        """Raise if stored boxes contain non-finite values; checks all, or only the given ones."""
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
@@ -442,7 +443,7 @@ class CheckpointStore:
         """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
         rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in stored else 0
         host, meta = payload.read_host(folder, key := f"rank.{rank}.host", stored[key])
-        if saved_by != self._ranks.world_size or self._layout.lacks(host["moments"]):
+        if saved_by != self._ranks.world_size or self._layout.is_missing_scalars(host["moments"]):
             for other in range(saved_by):
                 theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", stored[key])
                 for ours, more in zip(host["moments"], theirs["moments"], strict=True):
@@ -528,7 +529,7 @@ def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
 
 
 def _plain(key: str) -> str:
-    """Return the name without its rank."""
+    """Return the key without the rank prefix."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 

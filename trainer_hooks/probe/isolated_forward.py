@@ -1,4 +1,4 @@
-"""A forward beside the training that leaves no trace in it: all that it writes is put back."""
+"""A forward between training steps that leaves the training state unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from trainer_hooks.tensors.gradients import reshard
 from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
-"""Kinds of a module's own attributes that are put back: a queue's pointer, a cache."""
+"""Types of module attributes that are restored, such as a queue pointer or a cache."""
 _SHARE_OF_FREE = 0.25
-"""Of a device's free memory, up to which copies are made there; larger ones go to the host."""
+"""Fraction of a device's free memory used for copies; larger ones go to the host."""
 
 
 class RefusedError(Exception):
-    """What was run did what it must not; the message goes on from its name."""
+    """The forward did something forbidden; the message continues after the function's name."""
 
 
 @contextmanager
 def isolated_forward(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[Callable[[], None]]:
-    """Run a forward without gradients; afterwards all is as before, but the optimizers' parameters.
+    """Run forwards without gradients, and restore everything they write.
 
-    That is the generators (which begin equal here, so that two readings draw alike), buffers,
-    parameters in no optimizer, modes and plain attributes of the modules, gradients, the autocast
-    cache, and what DDP and FSDP note of a forward. Gradients are out of reach meanwhile. What lies
-    elsewhere - a generator of the loop's own, a list that a module appends to - is not seen.
+    Restored are the RNG state (which starts equal in each call, so that dropout draws alike),
+    buffers, parameters that no optimizer holds, modes and plain attributes of modules, gradients,
+    the autocast cache, and the forward bookkeeping of DDP and FSDP. Gradients are hidden meanwhile.
+    Not covered: a generator of the loop itself, a list that a module appends to. Parameters in
+    optimizers are not copied; call the yielded function at the end to check them.
 
-    Yields what raises ``RefusedError`` where gradients were switched on or parameters written to;
-    to be called at the end.
+    Yields:
+        Function that raises ``RefusedError`` if gradients were enabled or parameters were modified.
     """
     modules = list(model.modules())
     reshard(model)
@@ -76,7 +77,7 @@ def isolated_forward(
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator of this process; only within ``isolated_forward``."""
+    """Seed all generators of this process; only inside ``isolated_forward``."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -87,7 +88,7 @@ def seed_all(seed: int) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP, of either version, or another DTensor holds parts of the model."""
+    """Return whether FSDP1, FSDP2 or another DTensor shards the model."""
     by_module = any(hasattr(m, "_get_fsdp_state") or hasattr(m, "_handle") for m in model.modules())
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
@@ -101,7 +102,7 @@ def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Return whether its attributes are the model's, and not a wrapper's bookkeeping."""
+    """Return whether the attributes belong to the model and not to a DDP or FSDP wrapper."""
     wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
     return not wrapper and not hasattr(module, "_handle")
 
@@ -127,7 +128,7 @@ _Copies = list[tuple[Tensor, Tensor, Tensor]]
 
 
 def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
-    """Return where buffers are, and copies of what they hold."""
+    """Return the buffers by name and copies of their contents."""
     places = [(module._buffers, dict(module._buffers)) for module in modules]
     distinct = {
         id(b): b for _, saved_buffer in places for b in saved_buffer.values() if b is not None
@@ -137,9 +138,9 @@ def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
 
 @torch.no_grad()
 def _copies(tensors: Iterable[Tensor]) -> _Copies:
-    """Return each tensor with its memory and a copy of it.
+    """Return each tensor with its storage and a copy.
 
-    The memory apart: ``param.data = ...`` gives a tensor another one.
+    The storage is recorded because ``param.data = ...`` replaces it.
     """
     each = [(t, true_elements(t)) for t in tensors if is_dense(t) and t.numel()]
     total = sum(e.numel() * e.element_size() for _, e in each if e.device.type == "cuda")
@@ -172,14 +173,14 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
             param.requires_grad_(asks)
 
 
-# -------------------------------------------------------------------- what wrappers note of it
+# -------------------------------------------------------------------------------- DDP and FSDP
 
 
 @contextmanager
 def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep DDP from sending buffers around, and from noting that a forward was made.
+    """Prevent DDP from broadcasting buffers and from recording a forward.
 
-    A forward with gradients would else have its reducer wait for a backward that never comes.
+    Otherwise a forward with gradients makes its reducer wait for a backward that never comes.
     """
     wrapped: list[Any] = [m for m in modules if isinstance(m, DistributedDataParallel)]
     syncs = [(d.require_forward_param_sync, d.require_backward_grad_sync) for d in wrapped]
@@ -195,9 +196,9 @@ def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let FSDP gather nothing for later, and forget the order of these forwards.
+    """Prevent FSDP from prefetching, and drop the recorded order of these forwards.
 
-    Where a forward raised in the middle, its states are those between two forwards again.
+    If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
     groups = [g for state in states for g in _groups(state)]
@@ -221,7 +222,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return an FSDP2 state's groups of parameters: one up to torch 2.11 or so, then several."""
+    """Return the parameter groups of an FSDP2 state; up to about torch 2.11 there is only one."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -249,7 +250,7 @@ def eager_beside_graphs() -> AbstractContextManager[object]:
 
 @contextmanager
 def _autocast_cache_off() -> Iterator[None]:
-    """Keep casts that know no gradients out of the cache: a backward would find them."""
+    """Disable the autocast cache: a later backward would find casts without gradients in it."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -29,9 +29,9 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def not_compiled(function: Function) -> Function:
-    """Keep a function out of graphs: it reads clocks and talks to other ranks.
+    """Exclude a function from compiled graphs: it reads clocks and runs collectives.
 
-    A graph that must be whole cannot hold it; the reason is what torch then prints.
+    With ``fullgraph=True`` torch raises an error instead, and prints the reason.
     """
     reason = (
         "monitor.step() talks to other ranks and reads clocks, so it must stay outside the "

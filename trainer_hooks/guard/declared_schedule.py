@@ -64,7 +64,7 @@ class DeclaredSchedule:
         self._every = every
         self._total_steps = total_steps
         self._sizes = [len(optimizer.param_groups) for optimizer in optimizers]
-        self._played: list[_Played | None] = []
+        self._simulated: list[_SimulatedSchedule | None] = []
         self._peaks: list[float] = []
         self._shape: LRSchedule | None = None
         self._is_ours = False
@@ -96,7 +96,9 @@ class DeclaredSchedule:
                     f"schedule has {described(other)}, whose optimizer was not given to watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
-            self._played = [None if s is None else _Played(s) for s in schedulers_by_optimizer]
+            self._simulated = [
+                None if s is None else _SimulatedSchedule(s) for s in schedulers_by_optimizer
+            ]
             self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
             name = " and ".join(described(scheduler) for scheduler in shapes)
         self.name = name
@@ -133,7 +135,7 @@ class DeclaredSchedule:
             factors = self._shape.band(step, self._total_steps or 0)
             return [factors.times(peak) for peak in self._peaks]
         bands: list[Band | None] = []
-        for played, size in zip(self._played, self._sizes, strict=True):
+        for played, size in zip(self._simulated, self._sizes, strict=True):
             scheduler_band = (
                 None if played is None or count is None else played.at(count, back, ahead)
             )
@@ -204,7 +206,7 @@ class _SchedulerState(NamedTuple):
     rates: _Rates
 
 
-class _Played:
+class _SimulatedSchedule:
     """A copy of one scheduler, stepped to the count of the training."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
