@@ -90,7 +90,7 @@ the fault. `python -m vitals_bench detect`, from a checkout, has more trainings 
 JUDGED = """\
 ## What follows a finding
 
-The escalation policy decides (`trainvitals/policy/ladder.py:decide`, a pure function).
+The escalation policy decides (`trainvitals/policy/decide.py:decide`, a pure function).
 A non-finite step is skipped at once. A finite outlier is withheld only if it is beyond all that the
 run has been through: at most two updates in a row, and eight in any 1,000 steps. A rollback needs
 certain evidence: non-finite parameters, or a probe or an evaluation that finds the state damaged.

@@ -38,6 +38,7 @@ from msgspec.structs import replace
 
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.policy import StepInputs
 from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
@@ -332,10 +333,12 @@ class _Player:
         self._save(index, record.step)
         judgement = self._judge.judge(
             record,
-            decided_at_step=record.step + (0 if self._cadence.counts_records else self._lag),
-            checkpoints=self._checkpoints,
-            now_attempt_id=self._attempt + 1,
-            probe=_cannot_say,
+            StepInputs(
+                record.step + (0 if self._cadence.counts_records else self._lag),
+                checkpoints=self._checkpoints,
+                next_attempt=self._attempt + 1,
+                probe=_cannot_say,
+            ),
         )
         decision = judgement.decision
         if decision is not None and decision.acted and decision.action == "rollback":

@@ -16,7 +16,7 @@ from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import JournalWriter
 from trainvitals.io.journal_reader import JournalReader
 from trainvitals.io.private import private_base
-from trainvitals.policy import Judge
+from trainvitals.policy import Judge, StepInputs
 from trainvitals.records import StepRecord
 from trainvitals.rows import Value
 from trainvitals.wire import Batch, decode_batch, encode_batch
@@ -80,7 +80,7 @@ def _measure_judge(rounds: int) -> Row:
     def step() -> None:
         i = next(steps)
         record = StepRecord(step=i, attempt=1, loss=3.0 + i % 7 / 50, grad_norm=1.0 + i % 5 / 50)
-        judge.judge(record, decided_at_step=i + 1)
+        judge.judge(record, StepInputs(i + 1))
         judge.limits()
 
     name = "judge: detectors, escalation policy and limits of a step"

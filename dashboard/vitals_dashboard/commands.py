@@ -7,7 +7,7 @@ import streamlit as st
 from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.rungs import WAITS_UNTIL
+from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,

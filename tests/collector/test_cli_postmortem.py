@@ -13,7 +13,7 @@ from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from tests.support.served import Served
 from tests.support.story import story, through_a_folder
-from trainvitals.policy.rungs import rule_words
+from trainvitals.policy.actions import rule_words
 from trainvitals.printable import escape_markdown
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted
 

@@ -7,7 +7,7 @@ import msgspec
 from tests.collector.alerting import Place, started
 from tests.collector.rows import RUN, Writer
 from tests.support.replays import COURSE, columns, replayed
-from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
+from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, PolicyConfig
 from trainvitals.records import (
     AttemptStarted,
     CheckpointChanged,
@@ -102,7 +102,7 @@ def test_other_settings_leave_the_kind_of_the_loss_as_the_run_declared_it(place:
     rows = [columns(record) for record, _ in said]
     steps = [record.step for record, _ in said]
     place.send(writer.steps(steps, **{name: [row[name] for row in rows] for name in rows[0]}))
-    others = JudgeConfig(ladder=LadderConfig(max_withheld=5))
+    others = JudgeConfig(ladder=PolicyConfig(max_withheld=5))
     assert [] == replayed(place, config=others).differences()
 
 
@@ -131,7 +131,7 @@ def test_a_row_that_was_changed_shows_in_the_limits_after_it(place: Place):
 def test_other_settings_show_what_would_have_been_decided(place: Place):
     said = judgements(Judge(mode="guard"), "loss 3..2x60 nanx3 2x10")
     write(place, Writer(), said)
-    strict = JudgeConfig(ladder=LadderConfig(max_skips_in_a_row=2))
+    strict = JudgeConfig(ladder=PolicyConfig(max_skips_in_a_row=2))
     done = replayed(place, config=strict)
     assert "halt" in [d.action for d in done.decisions]
     assert done.differences()

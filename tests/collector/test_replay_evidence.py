@@ -14,7 +14,7 @@ from tests.collector.alerting import Place, started
 from tests.collector.rows import Writer
 from tests.support.replays import columns, replayed
 from trainvitals.detect.outliers import Limits
-from trainvitals.policy import CheckpointRef, Judge, Judgement, Mode, Proposal
+from trainvitals.policy import CheckpointRef, Judge, Judgement, Mode, Proposal, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
@@ -93,11 +93,13 @@ class Live:
         ref = CheckpointRef(id="c40", step=SAVED)
         judged = self._judge.judge(
             record,
-            decided_at_step=self._step - 1,
-            checkpoints=[ref] if known else [],
-            now_attempt_id=self._attempt + 1,
-            probe=self._probe,
-            **brought,
+            StepInputs(
+                self._step - 1,
+                checkpoints=[ref] if known else [],
+                next_attempt=self._attempt + 1,
+                probe=self._probe,
+                **brought,
+            ),
         )
         self.said.append((record, judged))
         self._write(record, judged)

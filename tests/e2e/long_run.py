@@ -19,7 +19,7 @@ from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, steps_schema
 from trainvitals.identity import Identity
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.policy import CheckpointRef, Judge, JudgeConfig
+from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
@@ -224,10 +224,12 @@ class _Training:
             self.states[record.step + 1] = self.judge.detector_state()
         said = self.judge.judge(
             record,
-            decided_at_step=record.step + waited,
-            checkpoints=tuple(self.refs.values()),
-            now_attempt_id=self.attempt + 1,
-            probe=self.probe,
+            StepInputs(
+                record.step + waited,
+                checkpoints=tuple(self.refs.values()),
+                next_attempt=self.attempt + 1,
+                probe=self.probe,
+            ),
         )
         for reading in said.readings:
             self.say(record.step, reading)

@@ -39,7 +39,7 @@ from trainvitals.io.sample_ids import samples_of
 from trainvitals.io.spool import Spool, SpoolPosition, read_batches
 from trainvitals.io.spool_files import STATE_FILE, load_state
 from trainvitals.policy import load_judge_config
-from trainvitals.policy.plan import BatchWindow, plan_line
+from trainvitals.policy.plan import BatchWindow, PlanLine
 from trainvitals.policy.state import DurablePolicyState
 from trainvitals.records import (
     EVENT_SCHEMA,
@@ -450,7 +450,9 @@ SAMPLES = (
 MARKER = HaltMarker(reason="XY", step=1, time_unix_ns=1)
 PLAN = b"".join(
     msgspec.json.encode(
-        plan_line(DurablePolicyState(attempt=number), window=BatchWindow(0, number, 2))
+        msgspec.to_builtins(
+            PlanLine(DurablePolicyState(attempt=number), window=BatchWindow(0, number, 2))
+        )
     )
     + b"\n"
     for number in range(3)

@@ -16,7 +16,7 @@ def sources():
     ("changed", "test"),
     [
         ("trainvitals/units.py", "tests/trainvitals/test_units.py"),
-        ("trainvitals/policy/rungs.py", "tests/trainvitals/test_policy.py"),
+        ("trainvitals/policy/actions.py", "tests/trainvitals/test_policy.py"),
         ("tests/support/orders.py", "tests/collector/test_commands.py"),
         ("tests/collector/numbers/conftest.py", "tests/collector/numbers/test_lake.py"),
         # Started under torchrun, by its file's name.

@@ -12,7 +12,7 @@ import trainer_hooks
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.errors import TrainingHalted
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import LadderConfig
+from trainvitals.policy import PolicyConfig
 
 STEPS, BATCH, WINDOW, BROKEN_AT = 1000, 16, range(300, 330), 600
 SAMPLES = BATCH * (STEPS + 200)
@@ -139,7 +139,7 @@ def test_what_no_rollback_cures_stops_after_exactly_the_budget_and_pages(tmp_pat
     with pytest.raises(TrainingHalted) as halted:
         loop.guarded(probe=False)
     rollbacks = [d for d in loop.decisions if d.action == "rollback"]
-    assert LadderConfig().max_tries == len(rollbacks)
+    assert PolicyConfig().max_tries == len(rollbacks)
     (run,) = (tmp_path / "runs").glob("[0-9A-Z]*")
     assert RunDir.open(run).halted().reason in str(halted.value)
     (alert,) = alerts_for_decision(replace(rollbacks[-1], action="halt"), run_id=run.name)

@@ -4,8 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainvitals.detect.outliers import LossKind
-from trainvitals.policy import CheckpointRef, LadderConfig, LadderState, Mode, Proposal, decide
-from trainvitals.policy.rungs import LossTrend
+from trainvitals.policy import (
+    CheckpointRef,
+    DecisionContext,
+    Mode,
+    PolicyConfig,
+    PolicyState,
+    Proposal,
+    StepInputs,
+    decide,
+)
+from trainvitals.policy.evidence import LossTrend
 from trainvitals.policy.state import max_row
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 
@@ -33,8 +42,8 @@ class Run:
         self.finding = config.pop("finding", "spike")
         self.onset = config.pop("onset", 0)
         self.loss_kind: LossKind = config.pop("loss_kind", "minimize")
-        self.config = LadderConfig(**{"nonfinite_in_a_row": 3, **config})
-        self.state = LadderState()
+        self.config = PolicyConfig(**{"nonfinite_in_a_row": 3, **config})
+        self.state = PolicyState()
         self.ledger: list[Decision] = []
         self.told: list[Finding] = []
         self.readings: list[StateRead] = []
@@ -74,17 +83,21 @@ class Run:
             verdict = decide(
                 self.state,
                 self._findings(kind, value),
-                record=record,
-                decided_at_step=self.step + 1,
-                checkpoints=self.refs,
-                command=command,
-                mode=self.mode,
-                config=self.config,
-                now_attempt_id=2,
-                probe=self.probe,
-                evaluation=evaluation,
-                loss_kind=self.loss_kind,
-                course=lambda: LossTrend(2.0, 0.1, 3.0),
+                DecisionContext(
+                    record,
+                    StepInputs(
+                        self.step + 1,
+                        checkpoints=self.refs,
+                        next_attempt=2,
+                        command=command,
+                        probe=self.probe,
+                        evaluation=evaluation,
+                    ),
+                    mode=self.mode,
+                    config=self.config,
+                    loss_kind=self.loss_kind,
+                    loss_trend=lambda: LossTrend(2.0, 0.1, 3.0),
+                ),
             )
             self.told += verdict.findings
             self.readings += verdict.readings
@@ -122,7 +135,7 @@ class Run:
 
     def restored(self, step: int) -> None:
         """Go on from ``step``, as after a rollback."""
-        self.state = LadderState(facts=self.state.facts, first_step=step)
+        self.state = PolicyState(facts=self.state.facts, first_step=step)
         self.step = step
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from trainvitals.policy import CheckpointRef, Judge, Mode
+from trainvitals.policy import CheckpointRef, Judge, Mode, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, Finding, StateRead, StepRecord
@@ -87,10 +87,12 @@ class Played:
         """Take a record in; return the step to go on from where that goes back."""
         said = self.judge.judge(
             record,
-            decided_at_step=now - 1,
-            checkpoints=[ref for step, ref in self._saved.items() if step <= record.step],
-            now_attempt_id=self._attempt + 1,
-            probe=self._probe,
+            StepInputs(
+                now - 1,
+                checkpoints=[ref for step, ref in self._saved.items() if step <= record.step],
+                next_attempt=self._attempt + 1,
+                probe=self._probe,
+            ),
         )
         self.records.append(record)
         self.told += said.findings

@@ -5,13 +5,13 @@ import pytest
 
 from tests.trainvitals.ladder_run import STORM, Run
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
-from trainvitals.policy import LadderState, Proposal
+from trainvitals.policy import PolicyState, Proposal
 from trainvitals.policy.state import DurablePolicyState
 
 
 def asking(*what: str, **config) -> Run:
     run = Run(ask=what or ("rollback",), ask_steps=5, **config)
-    run.state = LadderState(facts=DurablePolicyState(attempt=1))
+    run.state = PolicyState(facts=DurablePolicyState(attempt=1))
     return run
 
 

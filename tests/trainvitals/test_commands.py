@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.trainvitals.ladder_run import Run
-from trainvitals.policy import LadderState, Mode, Proposal, decide
+from trainvitals.policy import DecisionContext, Mode, PolicyState, Proposal, StepInputs, decide
 from trainvitals.policy.state import AcceptedLevel, DurablePolicyState, lr_factor_at
 from trainvitals.records import Command, CommandAck, StepRecord
 
@@ -124,7 +124,7 @@ def answered(run: Run, action: str, argument: float = 0.0, number: int = 7) -> C
 
 def test_a_skip_holds_for_its_steps_of_this_branch_alone() -> None:
     run = Run(mode="guard")
-    run.state = LadderState(facts=DurablePolicyState(attempt=1))
+    run.state = PolicyState(facts=DurablePolicyState(attempt=1))
     ack = answered(run, "skip", 3)
     assert ("done", "the updates of steps 202 to 204 are skipped") == (ack.status, ack.detail)
     facts = run.state.facts
@@ -135,11 +135,11 @@ def test_a_skip_holds_for_its_steps_of_this_branch_alone() -> None:
 
 def test_a_skipped_update_is_in_the_ledger_and_keeps_no_snapshot_from_being_healthy() -> None:
     run = Run(mode="guard")
-    run.state = LadderState(facts=DurablePolicyState(attempt=1))
+    run.state = PolicyState(facts=DurablePolicyState(attempt=1))
     answered(run, "skip", 1)
     run.feed("ok")
     record = StepRecord(step=202, attempt=1, loss=2.0, skipped=True, commanded=True)
-    verdict = decide(run.state, (), record=record, decided_at_step=203, mode="guard")
+    verdict = decide(run.state, (), DecisionContext(record, StepInputs(203), mode="guard"))
     assert verdict.decision is not None
     assert ("skip_step", "command", True) == (
         verdict.decision.action, verdict.decision.rule, verdict.decision.acted,
@@ -160,19 +160,21 @@ def test_a_learning_rate_is_held_and_a_factor_is_of_the_schedules() -> None:
 
 def test_a_rate_that_a_person_raises_is_no_jump() -> None:
     run = Run()
-    run.state = LadderState(facts=DurablePolicyState(attempt=1, clock=500), learning_rate=1e-3)
+    run.state = PolicyState(facts=DurablePolicyState(attempt=1, clock=500), learning_rate=1e-3)
     answered(run, "lr_factor", 10.0)
     record = StepRecord(step=202, attempt=1, loss=2.0, learning_rate=1e-2, lr_factor=10.0)
-    verdict = decide(run.state, (), record=record, decided_at_step=203, mode="heal")
+    verdict = decide(run.state, (), DecisionContext(record, StepInputs(203), mode="heal"))
     assert () == verdict.findings and verdict.state.lr_jump is None
 
 
 def test_what_a_loop_cannot_do_is_refused_with_its_reason() -> None:
     record = StepRecord(step=5, attempt=1, loss=2.0)
-    verdict = decide(
-        LadderState(), (), record=record, decided_at_step=6, mode="guard",
-        command=Proposal(number=7, action="checkpoint"), lacks={"checkpoint": "no disk"},
-    )  # fmt: skip
+    inputs = StepInputs(
+        6,
+        command=Proposal(number=7, action="checkpoint"),
+        unavailable_commands={"checkpoint": "no disk"},
+    )
+    verdict = decide(PolicyState(), (), DecisionContext(record, inputs))
     assert verdict.ack is not None
     assert ("refused", "no disk") == (verdict.ack.status, verdict.ack.detail)
 

@@ -11,7 +11,7 @@ from trainvitals.config import AtLeastOne, Settings, kinds, load_settings
 from trainvitals.detect.outliers import OutlierConfig
 from trainvitals.errors import ConfigError
 from trainvitals.policy.judge import SECTIONS
-from trainvitals.policy.state import LadderConfig
+from trainvitals.policy.state import PolicyConfig
 
 
 class Collector(Settings, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ def test_a_key_of_an_earlier_version_is_a_warning_that_names_its_replacement(
     path.write_text("[ladder]\nmargin = 7\nmax_firsts = 4\n[outlier]\nfloor = 'any'\n")
     environ = {"VITALS_OUTLIER_LOSS_RATIO": "3"}
     settings = load_settings(SECTIONS, path=path, environ=environ)
-    assert LadderConfig(margin=7) == settings["ladder"]
+    assert PolicyConfig(margin=7) == settings["ladder"]
     assert OutlierConfig() == settings["outlier"]
     lost = "no longer exists and has no effect"
     limits = "progress and sigmas limit the loss"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.trainvitals.ladder_run import FIRST, REFS
-from trainvitals.policy import DurablePolicyState, Judge, Judgement, Mode
+from trainvitals.policy import DurablePolicyState, Judge, Judgement, Mode, StepInputs
 from trainvitals.records import StepRecord
 from trainvitals.testing import decisions, series
 
@@ -33,7 +33,7 @@ def test_records_of_another_attempt_are_ignored() -> None:
     judge = Judge(mode="heal")
     judge.rolled_back(detector_state=None, attempt=2)
     late = StepRecord(step=60, attempt=1, loss=math.nan, skipped=True)
-    assert Judgement() == judge.judge(late, decided_at_step=61, checkpoints=REFS)
+    assert Judgement() == judge.judge(late, StepInputs(61, checkpoints=REFS))
     assert -1 == judge.last_unhealthy_step
 
 
@@ -49,12 +49,12 @@ def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:
     judge.rolled_back(detector_state=None, attempt=1)
     for step in (200, 150, 150):
         bad = StepRecord(step=step, attempt=1, nonfinite_params=1, skipped=True)
-        judge.judge(bad, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
+        judge.judge(bad, StepInputs(step, checkpoints=[FIRST], next_attempt=1))
         judge.rolled_back(detector_state=None, attempt=1)
     facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=DurablePolicyState)
     relaunched = Judge(mode="heal", facts=facts)
     bad = StepRecord(step=150, attempt=1, nonfinite_params=1, skipped=True)
-    decision = relaunched.judge(bad, decided_at_step=151, checkpoints=[FIRST]).decision
+    decision = relaunched.judge(bad, StepInputs(151, checkpoints=[FIRST])).decision
     assert decision is not None
     assert ("halt", 4) == (decision.action, decision.ledger_seq)
 
@@ -86,8 +86,8 @@ def test_a_restored_judge_goes_on_as_the_kept_one(
             nonfinite_params=int(odd == 12),
             skipped=odd == 11,
         )
-        said = kept.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
-        again = restored.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
+        said = kept.judge(record, StepInputs(step, checkpoints=[FIRST], next_attempt=1))
+        again = restored.judge(record, StepInputs(step, checkpoints=[FIRST], next_attempt=1))
         assert repr(said) == repr(again)
         if kept.facts.num_rollbacks and said.decision and said.decision.action == "rollback":
             kept.rolled_back(detector_state=None, attempt=1)

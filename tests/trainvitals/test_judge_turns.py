@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from trainvitals.policy import Judge, JudgeConfig, Proposal
+from trainvitals.policy import Judge, JudgeConfig, Proposal, StepInputs
 from trainvitals.policy.state import DeviceRule, DurablePolicyState
 from trainvitals.records import StepRecord
 
@@ -37,7 +37,7 @@ class Played:
         row = self.judge.max_row(turn)
         acts = self.judge.mode != "observe"
         record, self.device[turn] = self.device[turn].judge(record, limits, row, acts=acts)
-        judgement = self.judge.judge(record, decided_at_step=self.step, command=command)
+        judgement = self.judge.judge(record, StepInputs(self.step, command=command))
         self.step += 1
         if judgement.decision is not None:
             self.decisions.append(judgement.decision)

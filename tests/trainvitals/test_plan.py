@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from trainvitals.policy.plan import BatchWindow, Branch, Plan, extend, plan_line, read_plan
+from trainvitals.policy.plan import BatchWindow, Branch, Plan, PlanLine, extend, read_plan
 from trainvitals.policy.state import DurablePolicyState
 
 
@@ -47,15 +47,13 @@ def test_a_branch_through_a_grandparent_is_cut_at_the_lowest_fork():
 
 def test_a_relaunch_after_a_decided_rollback_does_not_load_what_it_rolled_back():
     before = plan((1, None, 0))
-    decided = extend(before, facts=DurablePolicyState(num_rollbacks=1), branch=Branch(2, 1, 40))
+    decided = extend(before, PlanLine(DurablePolicyState(num_rollbacks=1), Branch(2, 1, 40)))
     assert (True, False) == (decided.holds(40, 1), decided.holds(60, 1))
     assert 1 == decided.facts.num_rollbacks
 
 
 def test_a_branch_that_is_told_again_is_the_newer_word():
-    told = extend(
-        plan((1, None, 0), (2, 1, 40)), facts=DurablePolicyState(), branch=Branch(2, 1, 20)
-    )
+    told = extend(plan((1, None, 0), (2, 1, 40)), PlanLine(DurablePolicyState(), Branch(2, 1, 20)))
     assert (True, False) == (told.holds(20, 1), told.holds(40, 1))
 
 
@@ -76,25 +74,17 @@ def test_what_a_start_from_nothing_trained_is_left_once_the_older_states_are_fou
 
 
 def test_the_newest_attempt_is_known_though_its_branch_never_began():
-    assert (
-        4
-        == extend(
-            Plan(), facts=DurablePolicyState(attempt=3), branch=Branch(4, 3, 10)
-        ).newest_attempt
-    )
+    decided = extend(Plan(), PlanLine(DurablePolicyState(attempt=3), Branch(4, 3, 10)))
+    assert 4 == decided.newest_attempt
 
 
 def test_what_was_written_is_read_again():
     lines = [
-        plan_line(DurablePolicyState(attempt=1), branch=Branch(1, None, 0)),
-        plan_line(
-            DurablePolicyState(num_rollbacks=1),
-            branch=Branch(2, 1, 40),
-            window=BatchWindow(0, 7, 50),
-        ),
-        plan_line(DurablePolicyState(attempt=2, num_rollbacks=1, last_command=9)),
-    ]  # fmt: skip
-    read = read_plan(json.loads(json.dumps(lines)))
+        PlanLine(DurablePolicyState(attempt=1), Branch(1, None, 0)),
+        PlanLine(DurablePolicyState(num_rollbacks=1), Branch(2, 1, 40), BatchWindow(0, 7, 50)),
+        PlanLine(DurablePolicyState(attempt=2, num_rollbacks=1, last_command=9)),
+    ]
+    read = read_plan(json.loads(msgspec.json.encode(lines)))
     assert DurablePolicyState(attempt=2, num_rollbacks=1, last_command=9) == read.facts
     assert (Branch(1, None, 0), Branch(2, 1, 40)) == read.branches
     assert (BatchWindow(0, 7, 50),) == read.windows

@@ -9,12 +9,14 @@ from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (
     CheckpointRef,
+    DecisionContext,
     DurablePolicyState,
     Judge,
-    LadderConfig,
-    LadderState,
     Mode,
+    PolicyConfig,
+    PolicyState,
     Proposal,
+    StepInputs,
     decide,
     lr_factor_at,
 )
@@ -41,14 +43,14 @@ def test_a_skipped_step_is_one_ledger_entry_with_its_reason() -> None:
 
 def test_a_step_the_device_skipped_without_a_finding_is_entered_too() -> None:
     record = StepRecord(step=5, attempt=1, skipped=True)
-    verdict = decide(LadderState(), (), record=record, decided_at_step=6)
+    verdict = decide(PolicyState(), (), DecisionContext(record, StepInputs(6)))
     assert verdict.decision is not None
     assert ("skip_step", "device") == (verdict.decision.action, verdict.decision.rule)
 
 
 def test_an_overflow_under_a_scaler_is_neither_entered_nor_unhealthy() -> None:
     record = StepRecord(step=5, attempt=1, skipped=True, overflow=True)
-    verdict = decide(LadderState(), (), record=record, decided_at_step=6)
+    verdict = decide(PolicyState(), (), DecisionContext(record, StepInputs(6)))
     assert None is verdict.decision
     assert -1 == verdict.state.last_unhealthy_step
 
@@ -166,7 +168,7 @@ def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
 def test_a_skip_of_the_same_step_stays_in_the_ledger_where_nothing_goes_back() -> None:
     run = Run(mode="guard")
     record = StepRecord(step=200, attempt=1, loss=2.1, skipped=True, nonfinite_state=1)
-    verdict = decide(run.state, (), record=record, decided_at_step=201)
+    verdict = decide(run.state, (), DecisionContext(record, StepInputs(201)))
     assert verdict.decision is not None
     assert ("skip_step", 1, 1) == (
         verdict.decision.action, verdict.decision.ledger_seq, verdict.state.facts.ledger_seq,
@@ -333,7 +335,7 @@ def test_an_untouched_rate_is_whole() -> None:
 def test_a_setting_without_sense_is_refused_with_its_value(settings: dict[str, Any]) -> None:
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=f"ladder.{name} is {value}"):
-        LadderConfig(**settings)
+        PolicyConfig(**settings)
 
 
 # ------------------------------------------------------------------------------- properties

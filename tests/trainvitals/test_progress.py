@@ -11,7 +11,7 @@ from tests.support.examples import one_in
 from trainvitals.detect import ProgressConfig, ProgressDetector
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.errors import ConfigError
-from trainvitals.policy import Judge, Proposal
+from trainvitals.policy import Judge, Proposal, StepInputs
 from trainvitals.records import Finding, StepRecord
 
 
@@ -173,7 +173,7 @@ def test_a_plateau_is_reported_unless_an_operator_accepted_its_level(accepts: bo
             judge.rebaseline(0)  # `stuck_after_restart` is what an announced change leads to
         record = StepRecord(step=step, attempt=1, loss=loss, learning_rate=0.1)
         command = accept if accepts and step == 901 else None
-        judged = judge.judge(record, decided_at_step=step, command=command)
+        judged = judge.judge(record, StepInputs(step, command=command))
         reported |= {f.kind for f in judged.findings if step > 901}
     assert (set() if accepts else {"plateau"}) == reported
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.examples import one_in
 from tests.trainvitals.played import Played, reads
-from trainvitals.policy import LadderConfig
+from trainvitals.policy import PolicyConfig
 from trainvitals.records import StepRecord
 
-CONFIG = LadderConfig()
+CONFIG = PolicyConfig()
 SAVED = tuple(range(0, 20_000, 100))
 
 

@@ -8,7 +8,7 @@ import itertools
 import msgspec
 import pytest
 
-from trainvitals.policy import Judge, JudgeConfig, Mode
+from trainvitals.policy import Judge, JudgeConfig, Mode, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import StateRead, StepRecord
@@ -180,7 +180,7 @@ def test_a_judge_that_is_saved_and_loaded_in_the_middle_of_a_row_goes_on_alike()
         judge = Judge()
         judge.load_state_dict(kept)
         done, device = device.judge(record, judge.limits(), judge.max_row(), acts=True)
-        judge.judge(done, decided_at_step=done.step)
+        judge.judge(done, StepInputs(done.step))
         parts.append((done.withheld, done.skipped))
     assert whole == parts
 

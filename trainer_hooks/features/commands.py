@@ -159,7 +159,9 @@ class CommandsFeature(StepFeature):
                 if action in _JUDGED_WITH_STEP:
                     self._pause(False, f"a {action} was asked for")
                     return
-                yield run.judge.command(proposal, decided_at_step=step, lacks=self._unavailable)
+                yield run.judge.command(
+                    proposal, decided_at_step=step, unavailable_commands=self._unavailable
+                )
 
 
 def paused_round(

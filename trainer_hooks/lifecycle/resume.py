@@ -10,7 +10,7 @@ from trainer_hooks.features import check_resumable
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
-from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.policy import Judge, JudgeConfig, StepInputs
 from trainvitals.printable import name_type
 from trainvitals.records import StepRecord
 
@@ -93,5 +93,5 @@ def _try_out(judge: Judge, state: dict[str, Any]) -> None:
     judge.rolled_back(detector_state=state, attempt=1, step=0)
     judge.limits()
     record = StepRecord(step=0, attempt=1, loss=1.0, loss_max=1.0, grad_norm=1.0)
-    judge.judge(record, decided_at_step=0)
+    judge.judge(record, StepInputs(0))
     judge.limits()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy.plan import BatchWindow, Branch, Plan, extend, plan_line
+from trainvitals.policy.plan import BatchWindow, Branch, Plan, PlanLine, extend
 from trainvitals.policy.state import DurablePolicyState
 
 
@@ -28,10 +30,9 @@ class PlanJournal:
         expired: int = 0,
     ) -> None:
         """Add the next action; durable on rank 0 when this returns."""
-        self.plan = extend(self.plan, facts=facts, branch=branch, window=window, expired=expired)
+        line = PlanLine(facts, branch, window, expired)
+        self.plan = extend(self.plan, line)
         if self.is_rank0:
             # A full disk must not separate rank 0 from the others, which continue the action.
             with self.faults.fail_open("plan"):
-                self.run_dir.append_plan(
-                    plan_line(facts, branch=branch, window=window, expired=expired)
-                )
+                self.run_dir.append_plan(msgspec.to_builtins(line))

@@ -12,7 +12,7 @@ from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, Derived, Reduced, step_record
-from trainvitals.policy import Judgement
+from trainvitals.policy import Judgement, StepInputs
 from trainvitals.records import StepRecord
 
 
@@ -43,13 +43,15 @@ def judge_returned(
     run.features.on_reduced(step)
     judgement = run.judge.judge(
         step.record,
-        decided_at_step=now_step,
-        checkpoints=step.checkpoints,
-        command=step.command,
-        now_attempt_id=step.next_attempt,
-        probe=step.probe,
-        evaluation=step.evaluation,
-        lacks=step.unavailable_commands,
+        StepInputs(
+            now_step,
+            checkpoints=step.checkpoints,
+            command=step.command,
+            next_attempt=step.next_attempt,
+            probe=step.probe,
+            evaluation=step.evaluation,
+            unavailable_commands=step.unavailable_commands,
+        ),
     )
     if step.optimizer:
         judgement = of_turn(judgement, step.optimizer)

@@ -1,13 +1,17 @@
-"""Evidence about the state: queries to the probe, and its readings."""
+"""Evidence that a decision rests on: the step, the probe, and sentences about its result."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from trainvitals.records import StateRead
+from trainvitals.detect.outliers import LossKind
+from trainvitals.policy.state import CheckpointRef, Mode, PolicyConfig, PolicyState, Proposal
+from trainvitals.records import Finding, StateRead, StepRecord
 
 Trigger = Literal["spike", "nonfinite", "level"]
 
@@ -55,6 +59,52 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         return (self.now + floor) / (self.then + floor) if math.isfinite(self.now) else math.inf
 
 
+class StepInputs(NamedTuple):
+    """Data that decides about a step in addition to its record; equal on all ranks."""
+
+    decided_at_step: int
+    """Step in whose call the decision is made."""
+    checkpoints: Sequence[CheckpointRef] = ()
+    """Possible targets of a rollback."""
+    next_attempt: int = 0
+    """Id of the attempt that a rollback would start."""
+    command: Proposal | None = None
+    """Manual command that is judged with the step."""
+    unavailable_commands: Mapping[str, str] = MappingProxyType({})
+    """Commands that the loop cannot carry out, with the reasons."""
+    probe: Callable[[Ask], ProbeResult] | None = None
+    """Evaluates the state; called during the decision, on all ranks in the same way."""
+    evaluation: float | None = None
+    """Ratio of an evaluation's loss to the previous one, both with the floor; None: no evaluation
+    in this step."""
+
+
+class LossTrend(NamedTuple):
+    """Earlier level of the loss: the reference of the outlier rule."""
+
+    level: float
+    noise: float
+    first: float
+
+
+class DecisionContext(NamedTuple):
+    """All that a decision about one step depends on, apart from the policy's memory."""
+
+    record: StepRecord
+    inputs: StepInputs
+    mode: Mode = "guard"
+    """Mode of the run: its most severe action."""
+    config: PolicyConfig = PolicyConfig()
+    loss_kind: LossKind = "minimize"
+    loss_trend: Callable[[], LossTrend] = lambda: LossTrend(0.0, 0.0, 0.0)
+    """A function, because the trend costs more than a step without findings."""
+
+    @property
+    def heals(self) -> bool:
+        """Whether a rollback is the next action: in heal mode, or in observe with checkpoints."""
+        return self.mode == "heal" or (self.mode == "observe" and bool(self.inputs.checkpoints))
+
+
 MIN_BATCHES = 3
 NO_READING = ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
@@ -98,3 +148,118 @@ def of_reading(event: StateRead) -> str:
 def meaning_of(event: StateRead) -> str:
     """Return the meaning of a verdict about the state for the run."""
     return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
+
+
+# ------------------------------------------------------------------------------------- the probe
+
+
+_ABSURD = 1e5
+"""Multiple of the run's first losses above which a reading can only mean a damaged state."""
+_FRESH_STEPS = 8
+"""Steps after the first report in which a worse reading is damage; later it can be forgetting."""
+_MIN_UNDONE_RATIO = 1.25
+"""Minimum ratio at which lost progress counts as damage."""
+_MIN_UNDONE = 0.1
+"""Share of the progress below which no multiple of the loss counts: on memorized data one large
+step raises the loss 2 to 3.5 times, and it soon recovers."""
+_UNCLIPPED = 1.5
+"""Multiple of the share of lost progress without a clip: healthy states spike higher there."""
+_ONSET_TOLERANCE = 8
+"""The onset of a level is accurate to this many steps."""
+
+
+def run_probe(
+    state: PolicyState, trigger: Trigger, onset: int, context: DecisionContext
+) -> StateRead | None:
+    """Run the probe and return its result with a verdict; None if there is no probe."""
+    config, probe, clips = context.config, context.inputs.probe, context.record.clips
+    if probe is None:
+        return None
+    first = context.loss_trend().first
+    floor = config.state_floor * first
+    reading = probe(Ask(trigger=trigger, step=context.record.step, onset_step=onset, floor=floor))
+    ratio = reading.ratio(floor)
+    verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
+    if ratio is not None:
+        gain = first - reading.then
+        undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
+        max_undone = config.state_progress * (1.0 if clips else _UNCLIPPED)
+        is_undone = undone > max_undone and ratio > _MIN_UNDONE_RATIO
+        # Without a clip one update on new data can undo enough progress to read as damage.
+        min_undone = _MIN_UNDONE if clips else max_undone
+        is_far = ratio > max_healthy_ratio(state, onset, context)
+        is_far = is_far and (gain <= 0.0 or undone > min_undone)
+        is_damaged = math.isinf(ratio) or is_far or is_undone
+        is_worse = ratio > config.state_ratio
+        verdict = "state" if is_damaged else "worse" if is_worse else "sound"
+    return StateRead(
+        trigger=trigger,
+        onset_step=onset,
+        num_batches=reading.num_batches,
+        ratio=ratio,
+        then=reading.then if math.isfinite(reading.then) else None,
+        now=reading.now if reading is not NO_READING else None,
+        verdict=verdict,
+        detail=reading.detail,
+    )
+
+
+def max_healthy_ratio(state: PolicyState, onset: int, context: DecisionContext) -> float:
+    """Return the ratio above which kept batches show a damaged state."""
+    config = context.config
+    if is_near_jump(state, onset, context):
+        return config.state_ratio_jump
+    return config.state_ratio if context.record.clips else config.state_ratio_unclipped
+
+
+def is_near_jump(state: PolicyState, onset: int, context: DecisionContext) -> bool:
+    """Return whether a jump of the learning rate may have caused a problem with this onset."""
+    jump = state.lr_jump
+    if jump is None:
+        return False
+    return -_ONSET_TOLERANCE <= onset - jump.step <= context.config.lr_jump_steps
+
+
+def proves_damage(
+    read: StateRead, since: int, state: PolicyState, context: DecisionContext
+) -> bool:
+    """Return whether the reading is damage; it may be forgetting, which proves nothing.
+
+    Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
+    forgetting never leads to absurd losses or to non-finite gradients.
+    """
+    now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
+    if math.isinf(read.ratio or 0.0) or now > _ABSURD * context.loss_trend().first:
+        return True
+    is_fresh = since >= 0 and context.record.step - since <= _FRESH_STEPS
+    return is_fresh or is_near_jump(state, read.onset_step, context)
+
+
+def describe_damage(read: StateRead) -> str:
+    """Return a sentence about a reading that shows damage, for findings and decisions."""
+    if read.ratio is None:
+        return "the probe gave no verdict"
+    if read.detail.startswith(NONFINITE_GRADIENT):
+        return f"{NONFINITE_GRADIENT}: the state is damaged"
+    return (
+        f"the loss on {read.num_batches} earlier batches is {read.ratio:.3g}x what it was: the "
+        "state is damaged"
+    )
+
+
+def damage_finding(
+    read: StateRead, limit: float, context: DecisionContext, rank: int = -1
+) -> Finding:
+    """Return the finding of a reading that shows damage."""
+    return Finding(
+        kind="state_damaged",
+        level="actionable",
+        step=context.record.step,
+        detector="probe",
+        reason=describe_damage(read),
+        rank=rank,
+        value=read.ratio,
+        limit=limit,
+        onset_step=read.onset_step,
+        cause="state_damaged",
+    )

@@ -73,8 +73,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
 
-class _JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal."""
+class PlanLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the journal: ``msgspec.to_builtins`` it before the action."""
 
     facts: DurablePolicyState | None = None
     branch: Branch | None = None
@@ -82,34 +82,19 @@ class _JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     expired: int = 0
 
 
-def plan_line(
-    facts: DurablePolicyState,
-    *,
-    branch: Branch | None = None,
-    window: BatchWindow | None = None,
-    expired: int = 0,
-) -> dict[str, object]:
-    """Return the line to write before an action."""
-    line: dict[str, object] = msgspec.to_builtins(_JournalLine(facts, branch, window, expired))
-    return line
-
-
-def extend(
-    plan: Plan,
-    *,
-    facts: DurablePolicyState,
-    branch: Branch | None = None,
-    window: BatchWindow | None = None,
-    expired: int = 0,
-) -> Plan:
+def extend(plan: Plan, line: PlanLine) -> Plan:
     """Return the plan with one more line; the later line of an attempt replaces the earlier one."""
     branches, windows = plan.branches, plan.windows
-    if branch is not None:
-        branches = (*(b for b in branches if b.id != branch.id), branch)
-    if window is not None:
-        windows = (*windows, window)
-    expired = max(plan.expired, expired)
-    return Plan(facts=facts, branches=branches, windows=windows, expired=expired)
+    if line.branch is not None:
+        branches = (*(b for b in branches if b.id != line.branch.id), line.branch)
+    if line.window is not None:
+        windows = (*windows, line.window)
+    return Plan(
+        facts=line.facts or plan.facts,
+        branches=branches,
+        windows=windows,
+        expired=max(plan.expired, line.expired),
+    )
 
 
 def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
@@ -120,12 +105,5 @@ def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
     """
     plan = Plan()
     for line in lines:
-        entry = msgspec.convert(line, _JournalLine)
-        plan = extend(
-            plan,
-            facts=entry.facts or plan.facts,
-            branch=entry.branch,
-            window=entry.window,
-            expired=entry.expired,
-        )
+        plan = extend(plan, msgspec.convert(line, PlanLine))
     return plan

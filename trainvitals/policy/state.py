@@ -2,7 +2,7 @@
 
 The memory has two parts. ``DurablePolicyState`` only moves forward (budgets spent, commands
 applied, sequence number of the decision log): it is stored in the plan journal, and no restore
-returns a budget. The rest of ``LadderState`` describes the current attempt and is reset by a
+returns a budget. The rest of ``PolicyState`` describes the current attempt and is reset by a
 rollback.
 
 A finite outlier far above everything that the run has seen is withheld, within two bounds: two
@@ -34,7 +34,7 @@ NEWEST = -1.0
 """Argument of a rollback to the latest healthy checkpoint."""
 
 
-class LadderConfig(Settings, frozen=True, kw_only=True):
+class PolicyConfig(Settings, frozen=True, kw_only=True):
     """When updates are withheld, when the run is rolled back, and the budget of each."""
 
     section = "ladder"
@@ -183,19 +183,21 @@ class LrJump(msgspec.Struct, frozen=True, array_like=True):
     first: float
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback that waits for approval, or was vetoed."""
+class RollbackPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollback without its target, which is chosen again after an approval."""
 
-    number: int
-    """Sequence number of its entry in the decision log."""
-    until: int
+    number: int = 0
+    """Sequence number of its entry in the decision log, if it waits for approval."""
+    until: int = 0
     """Time on the clock at which the default is applied, or a veto ends."""
     rule: str
     kind: str
+    """Kind of the cause; only overlapping problems of one kind have one cause."""
     onset_step: int
     reason: str
     finding: Finding
-    plays_all: bool
+    replay_all_batches: bool = msgspec.field(default=False, name="plays_all")
+    """Every batch is trained again, because the cause is not the data."""
     is_finite: bool = False
     """Whether it rests on finite evidence, which has a cooldown."""
     jump: LrJump | None = None
@@ -260,7 +262,7 @@ class DurablePolicyState(msgspec.Struct, frozen=True, kw_only=True):
     skip_first: int = 0
     skip_last: int = -1
     """First and last of those steps."""
-    waiting: Waiting | None = None
+    waiting: RollbackPlan | None = None
     """A rollback that waits for approval."""
     halted: str = ""
     """Reason why the policy halted the run, or empty."""
@@ -279,27 +281,27 @@ class Outlier(msgspec.Struct, frozen=True, array_like=True):
     withheld: bool
 
 
-TELL_AGAIN = 50
+REPORT_AGAIN_STEPS = 50
 """Steps after which a lasting problem is reported again: its alert would resolve after 100."""
 
 
 class Lasting(msgspec.Struct, frozen=True, array_like=True):
     """A problem that is reported at its first step, and again while it lasts."""
 
-    told: int = -1
+    reported_step: int = -1
     """Step of the latest report; -1 if there was none."""
     since: int = -1
     """First step of the problem."""
 
     def report(self, step: int) -> Lasting | None:
         """Return the state after a report at ``step``; None if it was reported recently."""
-        passed = step - self.told if self.told >= 0 else FOREVER
-        if passed < TELL_AGAIN:
+        passed = step - self.reported_step if self.reported_step >= 0 else FOREVER
+        if passed < REPORT_AGAIN_STEPS:
             return None
-        return Lasting(step, self.since if passed <= 2 * TELL_AGAIN else step)
+        return Lasting(step, self.since if passed <= 2 * REPORT_AGAIN_STEPS else step)
 
 
-class LadderState(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
     """State that ``decide`` carries from one step to the next."""
 
     facts: DurablePolicyState = DurablePolicyState()
@@ -353,22 +355,22 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
-def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
+def in_turn(state: PolicyState, before: PolicyState) -> PolicyState:
     """Return the state of one optimizer, updated from ``before``, the state of another one.
 
     Fields about the run are taken from ``before``; rows and the count of withheld updates stay with
     the optimizer whose steps they describe.
     """
     return replace(
-        ladder,
+        state,
         facts=before.facts,
         first_step=before.first_step,
-        last_flagged=max(ladder.last_flagged, before.last_flagged),
-        announced_until=max(ladder.announced_until, before.announced_until),
-        evaluated_at=max(ladder.evaluated_at, before.evaluated_at),
+        last_flagged=max(state.last_flagged, before.last_flagged),
+        announced_until=max(state.announced_until, before.announced_until),
+        evaluated_at=max(state.evaluated_at, before.evaluated_at),
         asked=before.asked,
         passes_until=before.passes_until,
-        last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
+        last_unhealthy_step=max(state.last_unhealthy_step, before.last_unhealthy_step),
         rolling_back=before.rolling_back,
         hidden=before.hidden,
         replicas=before.replicas,
@@ -378,15 +380,15 @@ def in_turn(ladder: LadderState, before: LadderState) -> LadderState:
 
 
 def after_rollback(
-    ladder: LadderState, *, attempt: int, step: int, known_rate: float
-) -> LadderState:
+    state: PolicyState, *, attempt: int, step: int, known_rate: float
+) -> PolicyState:
     """Return the state at the start of an attempt: withheld updates and probe queries are kept."""
-    return LadderState(
-        facts=replace(ladder.facts, attempt=attempt),
+    return PolicyState(
+        facts=replace(state.facts, attempt=attempt),
         first_step=step,
-        withheld=ladder.withheld,
-        asked=ladder.asked,
-        num_missed=ladder.num_missed,
+        withheld=state.withheld,
+        asked=state.asked,
+        num_missed=state.num_missed,
         known_rate=known_rate,
     )
 
@@ -423,6 +425,9 @@ def _cut_at(facts: DurablePolicyState, step: int) -> float:
 
 
 MAX_RECENT = 128
+MAX_BLAMED = 100
+_GROUP_STEPS = 10
+"""Steps without an outlier that end a group, for an operator who accepts one of them."""
 
 
 class DeviceRule(msgspec.Struct, frozen=True):
@@ -469,7 +474,7 @@ def _is_above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and limit < value < math.inf
 
 
-def limits_in_force(limits: Limits, state: LadderState, turn: int = 0) -> Limits:
+def limits_in_force(limits: Limits, state: PolicyState, turn: int = 0) -> Limits:
     """Return the limits, raised to what an operator accepted."""
     for level in state.facts.accepted:
         if level.turn == turn:
@@ -483,7 +488,7 @@ def _raised(limit: float | None, least: float) -> float | None:
     return None if limit is None else max(limit, least)
 
 
-def max_row(state: LadderState, config: LadderConfig) -> int:
+def max_row(state: PolicyState, config: PolicyConfig) -> int:
     """Return the number of updates in a row that the device may withhold; 0: outliers are applied.
 
     The host sees a step one step late. The bound of a window holds nevertheless: the device counts
@@ -500,13 +505,13 @@ def max_row(state: LadderState, config: LadderConfig) -> int:
     return min(config.max_row, row + remaining)
 
 
-def within_window(times: tuple[int, ...], clock: int, config: LadderConfig) -> tuple[int, ...]:
+def within_window(times: tuple[int, ...], clock: int, config: PolicyConfig) -> tuple[int, ...]:
     """Return the times of the last ``withheld_window`` steps."""
     horizon = clock - config.withheld_window
     return tuple(time for time in times if time > horizon)
 
 
-def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> LadderState:
+def note_outlier(state: PolicyState, record: StepRecord, config: PolicyConfig) -> PolicyState:
     """Add a step above its limit to the row, and to the withheld updates if it was withheld."""
     clock = state.facts.clock
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
@@ -518,7 +523,7 @@ def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -
     )
 
 
-def note_reported(state: LadderState, record: StepRecord) -> LadderState:
+def note_reported(state: PolicyState, record: StepRecord) -> PolicyState:
     """Add a step that a detector reported: it does not prove any state healthy."""
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
     return replace(
@@ -529,15 +534,24 @@ def note_reported(state: LadderState, record: StepRecord) -> LadderState:
     )
 
 
-def ask_from(state: LadderState, config: LadderConfig) -> int:
+def outliers_around(state: PolicyState, step: int) -> tuple[Outlier, ...]:
+    """Return the reported steps around a step that are close to each other."""
+    groups: list[list[Outlier]] = []
+    for outlier in state.recent:
+        if not groups or outlier.step - groups[-1][-1].step > _GROUP_STEPS:
+            groups.append([])
+        groups[-1].append(outlier)
+    for group in reversed(groups):
+        if group[0].step - _GROUP_STEPS <= step <= group[-1].step + _GROUP_STEPS:
+            return tuple(group)
+    return ()
+
+
+def ask_from(state: PolicyState, config: PolicyConfig) -> int:
     """Return the time on the clock from which the probe may run again for finite values.
 
     The pause doubles with each query in the window: 16, 32, 64 ... steps. That is at most six
     queries in 1,000 steps.
     """
-    recent_requests = within_window(state.asked, state.facts.clock, config)
-    return (
-        recent_requests[-1] + (config.ask_pause << (len(recent_requests) - 1))
-        if recent_requests
-        else 0
-    )
+    times = within_window(state.asked, state.facts.clock, config)
+    return times[-1] + (config.ask_pause << (len(times) - 1)) if times else 0

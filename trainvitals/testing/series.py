@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from trainvitals.detect import Detector
-from trainvitals.policy import CheckpointRef, Judge, Judgement
+from trainvitals.policy import CheckpointRef, Judge, Judgement, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, StepRecord
@@ -115,10 +115,9 @@ def judgements(
         due = waiting.popleft()
         judgement = judge.judge(
             due,
-            decided_at_step=due.step + lag,
-            checkpoints=checkpoints,
-            now_attempt_id=now_attempt_id,
-            probe=probe,
+            StepInputs(
+                due.step + lag, checkpoints=checkpoints, next_attempt=now_attempt_id, probe=probe
+            ),
         )
         pairs.append((due, judgement))
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, Value
-from trainvitals.policy import Judge
+from trainvitals.policy import Judge, StepInputs
 from trainvitals.records import StepRecord
 from trainvitals.testing import judgements
 from vitals_bench.detect.logs import Logs
@@ -49,7 +49,7 @@ def _judge() -> Callable[[StepRecord], object]:
     judge = Judge()
 
     def decide(record: StepRecord) -> object:
-        return judge.judge(record, decided_at_step=record.step + 1), judge.limits()
+        return judge.judge(record, StepInputs(record.step + 1)), judge.limits()
 
     return decide
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from msgspec.structs import replace
 
 from trainvitals.detect.registry import KINDS
-from trainvitals.policy.rungs import WAITS_UNTIL
+from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
 from trainvitals.units import humanize_count

@@ -20,7 +20,15 @@ from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.judged_log import JudgedStep, document
-from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
+from trainvitals.policy import (
+    CheckpointRef,
+    Judge,
+    JudgeConfig,
+    Judgement,
+    Mode,
+    Proposal,
+    StepInputs,
+)
 from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -299,12 +307,14 @@ class _Replayer:
         self.judgements.append(
             judge.judge(
                 record,
-                decided_at_step=now_step,
-                checkpoints=tuple(self._refs.values()),
-                command=self._commands.get(attempt_and_step),
-                now_attempt_id=min(child, default=record.attempt + 1),
-                probe=self._answer(record.attempt) if self._has_probe else None,
-                evaluation=None if evaluation is None else evaluation.ratio,
+                StepInputs(
+                    now_step,
+                    checkpoints=tuple(self._refs.values()),
+                    command=self._commands.get(attempt_and_step),
+                    next_attempt=min(child, default=record.attempt + 1),
+                    probe=self._answer(record.attempt) if self._has_probe else None,
+                    evaluation=None if evaluation is None else evaluation.ratio,
+                ),
             )
         )
         self._knows_limits = True

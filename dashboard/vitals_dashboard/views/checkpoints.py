@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from trainvitals.policy.rungs import newest_healthy
+from trainvitals.policy.actions import newest_healthy
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.views import (
     CheckpointsQuestion,

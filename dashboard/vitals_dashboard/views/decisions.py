@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from trainvitals.hindsight import tally
-from trainvitals.policy.rungs import rule_words
+from trainvitals.policy.actions import rule_words
 from trainvitals.views import (
     AnnotationsQuestion,
     AnnotationView,

@@ -5,7 +5,7 @@ from itertools import chain
 
 from trainvitals.cli.output import format_time
 from trainvitals.hindsight import tally
-from trainvitals.policy.rungs import rule_words
+from trainvitals.policy.actions import rule_words
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
 from trainvitals.views import DecisionView, IncidentView, MoverView, VerdictView
