@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from trainvitals.cli.options import Control
 from trainvitals.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
@@ -38,13 +39,7 @@ def dashboard(
     open_browser: Annotated[
         bool, typer.Option("--open", help="Open the address in a browser.")
     ] = False,
-    control: Annotated[
-        bool,
-        typer.Option(
-            "--control",
-            help="Let a browser send commands once it gives a code that this terminal shows.",
-        ),
-    ] = False,
+    control: Control = False,
     public_url: Annotated[
         str, typer.Option(help="Address at which a proxy with TLS serves the pages.")
     ] = "",

@@ -11,14 +11,21 @@ from trainvitals.alerting import RUNBOOK
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import CollectorTokens, read_tokens
-from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
+from vitals_deploy import prometheus
+from vitals_deploy.templates import (
+    alertmanager_files,
+    grafana_files,
+    read_dashboard,
+    slurm_files,
+    systemd_files,
+)
 
 GENERATORS = {
     "prometheus": prometheus.files,
-    "grafana": dashboard.files,
-    "alertmanager": alertmanager.files,
-    "systemd": systemd.files,
-    "slurm": slurm.files,
+    "grafana": grafana_files,
+    "alertmanager": alertmanager_files,
+    "systemd": systemd_files,
+    "slurm": slurm_files,
 }
 """Each makes its files with the default settings when called without arguments."""
 
@@ -134,7 +141,7 @@ def deploy_grafana(
 ) -> None:
     """Write the dashboard to a file, or push it to a Grafana."""
     if not url:
-        _write(output, dashboard.files(), force=force)
+        _write(output, grafana_files(), force=force)
         return
     if token_file is None:
         raise UsageError(
@@ -148,7 +155,7 @@ def deploy_grafana(
         if prometheus_url:
             client.ensure_datasource(prometheus_url)
         folder = client.ensure_folder()
-        typer.echo(client.push_dashboard(dashboard.dashboard(), folder_uid=folder))
+        typer.echo(client.push_dashboard(read_dashboard(), folder_uid=folder))
     finally:
         client.close()
 
@@ -164,7 +171,7 @@ def deploy_alertmanager(
     force: Force = False,
 ) -> None:
     """Write an example configuration."""
-    _write(output, alertmanager.files(page_url=page_url, notify_url=notify_url), force=force)
+    _write(output, alertmanager_files(page_url=page_url, notify_url=notify_url), force=force)
 
 
 def deploy_systemd(
@@ -176,7 +183,7 @@ def deploy_systemd(
     force: Force = False,
 ) -> None:
     """Write hardened units for a collector and a node's agent."""
-    _write(output, systemd.files(vitals=vitals, port=port), force=force)
+    _write(output, systemd_files(vitals=vitals, port=port), force=force)
 
 
 def deploy_slurm(
@@ -191,7 +198,7 @@ def deploy_slurm(
     force: Force = False,
 ) -> None:
     """Write a batch script for a watched training job."""
-    made = slurm.files(nodes=nodes, gpus=gpus, cpus=cpus, runs=runs, command=script)
+    made = slurm_files(nodes=nodes, gpus=gpus, cpus=cpus, runs=runs, command=script)
     _write(output, made, force=force)
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import insert
 from typer.testing import CliRunner, Result
 
 from tests.collector.numbers.written import RUN, batch, identity
+from trainvitals.cli.groups import add_commands
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.numbers.lake import Lake
@@ -52,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def ask(*arguments: object, stdin: str | None = None) -> Result:
     """Run the command alone."""
     app = typer.Typer()
-    sql.register(app)
+    add_commands(app, {"sql": (sql.sql, "vitals sql QUERY")})
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 

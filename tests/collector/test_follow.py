@@ -32,6 +32,7 @@ from trainvitals.records import (
 )
 from vitals_collector.cli import follow as following
 from vitals_collector.cli.follow import Lines, RunEndCondition, _follow, follow
+from vitals_collector.cli.opening import RunChoice, Server
 from vitals_collector.queries.open import open_folder
 from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
 
@@ -242,7 +243,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
 
     scenes = [folder.mkdir, lambda: trainings.append(Training(folder)), rows]
     monkeypatch.setattr(following.time, "sleep", lambda seconds: scenes.pop(0)())
-    follow("", folder, "", None, every=10)
+    follow(RunChoice("", folder), Server(), every=10)
     shown = capsys.readouterr()
     assert [
         f"waiting for a run in {folder}",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -23,11 +23,12 @@ from tests.support.served import Served
 from trainvitals.catalog import CATALOG
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Decision, DecisionMade, RunInfo, RunStarted
+from trainvitals.views import RunState
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest
 from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
-from vitals_deploy.dashboard import NOW, ROWS, dashboard, files
+from vitals_deploy.templates import read_dashboard
 
 VARIABLES = {
     "$__rate_interval": "1m",
@@ -40,9 +41,15 @@ NAME = "pretrain-7b"
 
 def panels() -> list[dict[str, Any]]:
     """Return every panel, those in closed rows too."""
-    every = dashboard()["panels"]
+    every = read_dashboard()["panels"]
     of_rows = [panel for row in every for panel in row.get("panels", ())]
     return [panel for panel in (*every, *of_rows) if panel["type"] != "row"]
+
+
+def stat_queries() -> dict[str, str]:
+    """Return the queries of the panels that show a number, by legend."""
+    stats = [panel for panel in panels() if panel["type"] == "stat"]
+    return {each["legendFormat"]: each["expr"] for panel in stats for each in panel["targets"]}
 
 
 def sent(query: str) -> str:
@@ -55,8 +62,8 @@ def sent(query: str) -> str:
 def queries() -> list[str]:
     """Return every query of the dashboard as Grafana would send it."""
     found = [target["expr"] for panel in panels() for target in panel["targets"]]
-    found += [annotation["expr"] for annotation in dashboard()["annotations"]["list"]]
-    for variable in dashboard()["templating"]["list"]:
+    found += [annotation["expr"] for annotation in read_dashboard()["annotations"]["list"]]
+    for variable in read_dashboard()["templating"]["list"]:
         if variable["type"] == "query":
             asked = variable["query"]["query"].partition("(")[2].removesuffix(")")
             found.append(asked.removesuffix(", node"))
@@ -75,8 +82,9 @@ def test_no_query_names_a_metric_that_there_is_not():
 def test_it_is_a_board_a_person_would_keep():
     assert 18 <= len(panels()) <= 24
     assert {"stat", "state-timeline", "heatmap", "timeseries"} == {p["type"] for p in panels()}
-    rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
-    assert [title for title, _ in ROWS] == [row["title"] for row in rows]
+    rows = [panel for panel in read_dashboard()["panels"] if panel["type"] == "row"]
+    titles = ["Now", "Training", "Ranks", "GPUs", "Nodes", "Vitals itself"]
+    assert titles == [row["title"] for row in rows]
     assert [False, False, True, True, True, True] == [row["collapsed"] for row in rows]
     assert all(bool(row["panels"]) == row["collapsed"] for row in rows)
 
@@ -90,7 +98,7 @@ def test_no_legend_is_a_run_s_id():
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_panels_have_ids_titles_and_places_of_their_own(is_open: bool):
-    every = dashboard()["panels"]
+    every = read_dashboard()["panels"]
     rows = [row for row in every if row["type"] == "row"]
     everything = [*panels(), *rows]
     assert len(everything) == len({panel["id"] for panel in everything})
@@ -110,13 +118,18 @@ def test_panels_have_ids_titles_and_places_of_their_own(is_open: bool):
 
 
 def test_every_variable_in_a_query_is_defined():
-    defined = {variable["name"] for variable in dashboard()["templating"]["list"]}
-    used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", json.dumps(dashboard()))) - {"__all"}
+    defined = {variable["name"] for variable in read_dashboard()["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", json.dumps(read_dashboard()))) - {"__all"}
     assert {"__rate_interval", "__range"} == used - defined
 
 
-def test_the_file_is_the_dashboard():
-    assert dashboard() == json.loads(files()["vitals.json"])
+def test_each_state_of_a_run_has_a_number_and_a_color():
+    (panel,) = [panel for panel in panels() if "State of each run" == panel["title"]]
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    names = {number: each["text"] for number, each in mapping["options"].items()}
+    (query,) = [target["expr"] for target in panel["targets"]]
+    assert set(get_args(RunState)) == set(names.values())
+    assert all(f'state="{name}"}}) * {number}' in query for number, name in names.items())
 
 
 # ----------------------------------------------------------- what Grafana's schema says of a board
@@ -423,7 +436,7 @@ scrape_configs:
             ingest(served.store, heads[0].events(first, back, unforeseen, step=44))
             live.wait('train_skipped_steps_total{reason="other"}', 1.0)
             time.sleep(1.5)
-            running = next(panel.queries["runs"] for panel in NOW if "runs" in panel.queries)
+            running = stat_queries()["runs"]
             assert 2.0 == live.wait(sent(running), 2.0), "asked first: minutes later they are lost"
             yield live
 
@@ -448,9 +461,7 @@ class TestRealCollector:
     def test_a_first_rollback_and_a_cause_nobody_foresaw_are_counted(self, live: Live):
         by_legend = {
             legend: sum(float(series["value"][1]) for series in live.ask(sent(query)))
-            for panel in NOW
-            for legend, query in panel.queries.items()
-            if panel.kind == "stat"
+            for legend, query in stat_queries().items()
         }
         pages = by_legend.pop("pages")
         assert pages == int(pages)
@@ -463,7 +474,7 @@ class TestRealCollector:
         } == by_legend, "both skips lie among the steps from 30 to 43"
 
     def test_a_run_is_chosen_by_its_name(self, live: Live):
-        (variable,) = [v for v in dashboard()["templating"]["list"] if v["name"] == "run"]
+        (variable,) = [v for v in read_dashboard()["templating"]["list"] if v["name"] == "run"]
         query = variable["query"]["query"].removeprefix("query_result(").removesuffix(")")
         pattern = variable["regex"].strip("/").replace("?<", "?P<")
         choices = {}

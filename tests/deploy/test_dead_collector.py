@@ -14,8 +14,9 @@ from typing import ClassVar
 import pytest
 
 from trainvitals.io.server_identity import TlsTrust
-from vitals_deploy import alertmanager, prometheus
+from vitals_deploy import prometheus
 from vitals_deploy.cli import write_files
+from vitals_deploy.templates import alertmanager_files
 
 pytestmark = [
     pytest.mark.servers("prometheus", "prometheus-alertmanager"),
@@ -105,7 +106,7 @@ def deployed(folder: Path, collector: int, pager: int) -> Iterator[None]:
     url = f"http://127.0.0.1:{pager}/page"
     made = prometheus.files(
         collector=f"127.0.0.1:{collector}", alertmanager=f"127.0.0.1:{am}", tls=TlsTrust()
-    ) | alertmanager.files(page_url=url, notify_url=url)
+    ) | alertmanager_files(page_url=url, notify_url=url)
     write_files(folder, {name: in_seconds(plain(text)) for name, text in made.items()})
     with (
         running(

@@ -14,8 +14,8 @@ from trainvitals.errors import (
     UnauthorizedError,
     UsageError,
 )
-from vitals_deploy.dashboard import dashboard
 from vitals_deploy.grafana import GrafanaClient
+from vitals_deploy.templates import read_dashboard
 
 pytest.importorskip("grafana_api", reason="not installed: grafana-api")
 
@@ -36,7 +36,7 @@ def client(grafana: FakeGrafana) -> Iterator[GrafanaClient]:
 def test_a_dashboard_is_created_and_then_replaced(grafana, client):
     folder = client.ensure_folder()
     for title in ("one", "two"):
-        url = client.push_dashboard({**dashboard(), "title": title}, folder_uid=folder)
+        url = client.push_dashboard({**read_dashboard(), "title": title}, folder_uid=folder)
         assert f"{grafana.url}/d/trainvitals/vitals" == url
         assert title == grafana.dashboards["trainvitals"]["dashboard"]["title"]
 

@@ -26,7 +26,7 @@ from trainvitals.io.spool import read_batches
 from trainvitals.records import Note, decode_events
 from trainvitals.wire import decode_batch
 from vitals_agent.state_dir import AgentStateDir
-from vitals_deploy.slurm import files
+from vitals_deploy.templates import slurm_files
 
 pytestmark = pytest.mark.dist
 
@@ -292,7 +292,9 @@ class TestFourNodes:
         return made
 
     def test_a_job_that_is_queued_again_goes_on_and_loses_nothing(self, cluster, lab):
-        made = files(nodes=4, gpus=1, runs=str(lab.runs), command=f"{lab.folder}/train.py sbatch")
+        made = slurm_files(
+            nodes=4, gpus=1, runs=str(lab.runs), command=f"{lab.folder}/train.py sbatch"
+        )
         script = lab.folder / "vitals-train.sbatch"
         script.write_text(made["vitals-train.sbatch"])
 

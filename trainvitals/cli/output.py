@@ -28,13 +28,6 @@ class Format(StrEnum):
     CSV = "csv"
 
 
-class ReportFormat(StrEnum):
-    """Format of a report, whose parts do not fit into the rows of a CSV file."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 def write_json(body: object, *, to: TextIO | None = None) -> None:
     """Write the body as indented JSON, to stdout where nothing else is given."""
     text = msgspec.json.format(to_json(body), indent=2).decode()
@@ -87,6 +80,20 @@ def write_rows(
     for line in shown:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         to.write("  ".join(cells).rstrip() + "\n")
+
+
+def write_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    form: Format,
+    *,
+    body: object = None,
+) -> None:
+    """Write rows to stdout in any format; ``body`` is the JSON instead of an object per row."""
+    if form is Format.JSON:
+        write_json([dict(zip(header, row, strict=True)) for row in rows] if body is None else body)
+    else:
+        write_rows(header, rows, form)
 
 
 def format_time(time_unix_ns: int) -> str:

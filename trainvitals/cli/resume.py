@@ -2,29 +2,19 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from trainvitals.cli.options import LocalRun, VitalsDir
 from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.io.rundir import HaltMarker, RunDir, is_run_id
-
-_Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Run id or its beginning, name, or folder (a run's, or one with runs)."
-    ),
-]
-_Dir = Annotated[
-    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
-]
 
 
 def register(app: typer.Typer) -> None:
     """Add the ``resume`` command."""
 
     @app.command(epilog="Example: vitals resume my-run")
-    def resume(run: _Run, directory: _Dir = Path("vitals_runs")) -> None:
+    def resume(run: LocalRun, directory: VitalsDir = Path("vitals_runs")) -> None:
         """Allow a halted run to start again; shows why it was stopped.
 
         Starts nothing and resets no budget: the next start continues with the budget that is left.

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.options import Control
 from trainvitals.cli.supervise import Stack, environ_of_this_process, run_command
 from trainvitals.errors import TransportError, UsageError
 
@@ -14,13 +15,6 @@ _Dir = Annotated[
     Path, typer.Option("--dir", help="Folder for runs, store and logs.", file_okay=False)
 ]
 _Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 picks a free port.")]
-_Control = Annotated[
-    bool,
-    typer.Option(
-        "--control",
-        help="Let a browser send commands once it gives a code that this terminal shows.",
-    ),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(epilog="Example: vitals up --dir ~/vitals")
     def up(
-        directory: _Dir = Path("vitals_home"), port: _Port = 0, control: _Control = False
+        directory: _Dir = Path("vitals_home"), port: _Port = 0, control: Control = False
     ) -> None:
         """Start collector, agent and dashboard for this machine; Ctrl-C stops them."""
         with Stack(directory, environ_of_this_process()) as stack:
@@ -49,7 +43,7 @@ def register(app: typer.Typer) -> None:
         command: Annotated[list[str], typer.Argument(help="The training command, after --.")],
         directory: _Dir = Path("vitals_home"),
         port: _Port = 0,
-        control: _Control = False,
+        control: Control = False,
     ) -> None:
         """Run a training command with collector, agent and dashboard around it.
 

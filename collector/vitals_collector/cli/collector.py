@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainvitals.cli.groups import Commands, add_commands
 from trainvitals.errors import UsageError
-from vitals_collector.cli import control, read, replay, sql, store, token
-from vitals_collector.cli.store import CapGigabytes, LostAfter, data_dir
+from vitals_collector.cli import control, store, token
+from vitals_collector.cli.export import export
+from vitals_collector.cli.forecast import show_forecast
+from vitals_collector.cli.goodput import show_goodput
+from vitals_collector.cli.postmortem import postmortem
+from vitals_collector.cli.query import query
+from vitals_collector.cli.read import list_runs, tail, why
+from vitals_collector.cli.replay import replay
+from vitals_collector.cli.show import show
+from vitals_collector.cli.sql import sql
+from vitals_collector.cli.store import CapGigabytes, Data, LostAfter, data_dir
 
 if TYPE_CHECKING:
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.serve import ListenSettings
 
-Data = Annotated[
-    Path | None,
-    typer.Option(help="The collector's data folder [default: ~/.local/share/trainvitals]."),
-]
 Database = Annotated[
     str,
     typer.Option(
@@ -113,15 +119,40 @@ GpuHourPrice = Annotated[
 ]
 
 
+COMMANDS: Commands = {
+    "show": (show, "vitals show my-run --metric steps.loss --format csv"),
+    "goodput": (show_goodput, "vitals goodput my-run"),
+    "forecast": (show_forecast, "vitals forecast my-run --total-steps 100000"),
+    "query": (
+        query,
+        'vitals query steps my-run --where "loss > 3" --columns step,attempt,loss',
+    ),
+    "export": (
+        export,
+        "vitals export my-run --stream ranks --format csv --output ranks.csv",
+    ),
+    "postmortem": (postmortem, "vitals postmortem my-run --html incident.html"),
+    "runs": (list_runs, "vitals runs --format csv"),
+    "why": (why, "vitals why my-run 31219"),
+    "tail": (tail, "vitals tail my-run --follow"),
+    "command": (
+        control.command,
+        'vitals command my-run rollback --reason "bad data since 9:00"\n\n'
+        'Example: vitals command my-run lr x0.5 --reason "loss is noisy"\n\n'
+        'Example: vitals command my-run accept 4200 --reason "a new task begins there"',
+    ),
+    "stacks": (control.stacks, "vitals stacks my-run"),
+    "replay": (replay, "vitals replay trainer_state.json --plot seen.svg"),
+    "sql": (sql, 'vitals sql "SELECT run_id, max(loss) FROM steps GROUP BY run_id"'),
+}
+
+
 def register(app: typer.Typer) -> None:
-    """Add `vitals collector` and the commands that look back and act."""
-    app.command("collector", epilog="Example: vitals collector --folder vitals_runs")(collector)
-    read.register(app)
-    control.register(app)
-    replay.register(app)
-    store.register(app)
-    token.register(app)
-    sql.register(app)
+    """Add `vitals collector` and the commands that read runs and act on them."""
+    add_commands(app, {"collector": (collector, "vitals collector --folder vitals_runs")})
+    add_commands(app, COMMANDS)
+    for group in (control, store, token):
+        group.register(app)
 
 
 def collector(

@@ -1,19 +1,18 @@
 """Commands that act: `vitals command` and `vitals alerts`."""
 
 import contextlib
-import getpass
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, format_time, write_json, write_rows
+from trainvitals.cli.options import Dir, Form
+from trainvitals.cli.output import Format, format_time, write_json, write_rows, write_table
 from trainvitals.errors import UsageError
 from trainvitals.io.client import CollectorClient, client_of
 from trainvitals.io.control_key import control_folder
@@ -35,18 +34,13 @@ from trainvitals.views import (
     StacksQuestion,
     StacksView,
 )
-from vitals_collector.cli.opening import as_folder, choose_run
+from vitals_collector.cli.opening import Server, as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
+from vitals_collector.cli.store import user
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
 from vitals_collector.queries.stacks import standing
 
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, name, or the run's folder.")]
-Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
-Collector = Annotated[
-    str, typer.Option("--collector", help="Address or data folder of a collector.")
-]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
-Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 By = Annotated[str, typer.Option("--by", help="Your name [default: this user].")]
 Which = Annotated[
     str,
@@ -66,37 +60,17 @@ OfRun = Annotated[
 ]
 
 
-class Action(StrEnum):
-    """What this version offers, and the list of what was asked."""
-
-    HALT = "halt"
-    ROLLBACK = "rollback"
-    SKIP = "skip"
-    LR = "lr"
-    CHECKPOINT = "checkpoint"
-    PAUSE = "pause"
-    RESUME = "resume"
-    PROFILE = "profile"
-    APPROVE = "approve"
-    VETO = "veto"
-    ACCEPT = "accept"
-    LIST = "list"
-
-
-_NEED_A_REASON = (Action.HALT, Action.ROLLBACK, Action.SKIP, Action.LR, Action.ACCEPT, Action.VETO)
+Action = Literal[
+    "halt", "rollback", "skip", "lr", "checkpoint", "pause", "resume", "profile", "approve", "veto",
+    "accept", "list",
+]  # fmt: skip
+_NEED_A_REASON = ("halt", "rollback", "skip", "lr", "accept", "veto")
 _ANSWERED = ("done", "refused", "expired", "invalid")
 _LOOK_SECONDS = 0.25
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(
-        "command",
-        epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"\n\n'
-        'Example: vitals command my-run lr x0.5 --reason "loss is noisy"\n\n'
-        'Example: vitals command my-run accept 4200 --reason "a new task begins there"',
-    )(command)
-    app.command("stacks", epilog="Example: vitals stacks my-run")(stacks)
+    """Add `vitals alerts`."""
     commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
@@ -118,6 +92,7 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
+    *,
     run: Run,
     action: Annotated[Action, typer.Argument(help="The command; list shows earlier ones.")],
     value: Annotated[
@@ -142,8 +117,7 @@ def command(
         float, typer.Option(help="Seconds to wait for the run's response, through a collector.")
     ] = 15.0,
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """Command a run: halt, roll back, pause, skip updates, change the rate, save, profile.
@@ -153,19 +127,19 @@ def command(
     damaged state at that step healthy, now and later.
     """
     folder, run = as_folder(run, folder)
-    if folder is None and action is not Action.LIST:
-        folder = _default_folder(collector)
-    if action is Action.LIST:
-        with _control(collector, token_file, needs="read") as client:
+    if folder is None and action != "list":
+        folder = _default_folder(server)
+    if action == "list":
+        with _control(server, needs="read") as client:
             command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
-    if action is Action.PROFILE and not value:
+    if action == "profile" and not value:
         value = str(steps)
-    by_factor = action is Action.LR and value.startswith("x")
+    by_factor = action == "lr" and value.startswith("x")
     request = CommandRequest(
-        action="lr_factor" if by_factor else action.value,  # type: ignore[arg-type]
-        reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {_user()}"),
+        action="lr_factor" if by_factor else action,  # type: ignore[arg-type]
+        reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {user()}"),
         checkpoint_id=checkpoint,
         argument=_number(value.removeprefix("x") if by_factor else value, action),
         ttl_seconds=ttl,
@@ -175,12 +149,12 @@ def command(
     if folder is not None:
         view = _leave(folder, run, request)
     else:
-        keys = control_folder(os.environ, token_file, collector)
-        with _control(collector, token_file, needs="control") as client:
+        keys = control_folder(os.environ, server.token_file, server.collector)
+        with _control(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
             _check_rank(rank, summary.world_size)
-            view = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
+            view = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
             view = _answer(client, view, wait)
     _write_commands((view,), form)
     if view.status in ("refused", "expired", "invalid"):
@@ -188,11 +162,11 @@ def command(
 
 
 def stacks(
+    *,
     run: Run,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the ranks.", min=1.0)] = 15.0,
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """Show the stack of each rank of a running job, even if it hangs.
@@ -202,8 +176,8 @@ def stacks(
     formats contain the stacks of all threads.
     """
     folder, run = as_folder(run, folder)
-    folder = folder or _default_folder(collector)
-    request = CommandRequest(action="stacks", reason=f"asked for by {_user()}", ttl_seconds=wait)
+    folder = folder or _default_folder(server)
+    request = CommandRequest(action="stacks", reason=f"asked for by {user()}", ttl_seconds=wait)
     if folder is not None:
         sent = _leave(folder, run, request)
 
@@ -213,11 +187,11 @@ def stacks(
 
         views, world_size = _until_all(look, wait, pause=1.0)
     else:
-        keys = control_folder(os.environ, token_file, collector)
-        with _control(collector, token_file, needs="control") as client:
+        keys = control_folder(os.environ, server.token_file, server.collector)
+        with _control(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
-            sent = client.send_command(summary.run_id, request, issued_by=_user(), keys=keys)
+            sent = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
             views, world_size = _until_all(lambda: _stacks(client, sent), wait, pause=_LOOK_SECONDS)
     if form is Format.JSON:
         write_json(views)
@@ -257,7 +231,7 @@ def _number(value: str, action: Action) -> float | None:
         return float(value) if value else None
     except ValueError:
         raise UsageError(
-            f"{action.value} is given {value!r}; it must be a number",
+            f"{action} is given {value!r}; it must be a number",
             hint="vitals command RUN skip 20 | lr 1e-4 | lr x0.5 | accept 4200",
         ) from None
 
@@ -292,7 +266,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     check_step(request, summary.last_step)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
-    unsigned = request.command(summary.run_id, issued_by=_user(), now_unix_ns=time.time_ns())
+    unsigned = request.command(summary.run_id, issued_by=user(), now_unix_ns=time.time_ns())
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
     return CommandView(command=signed, status="pending")
@@ -313,9 +287,6 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
-    if form is Format.JSON:
-        write_json(views)
-        return
     rows = [
         (
             v.command.number,
@@ -328,7 +299,8 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
         )
         for v in views
     ]
-    write_rows(("number", "action", "status", "step", "reason", "answer", "expires"), rows, form)
+    header = ("number", "action", "status", "step", "reason", "answer", "expires")
+    write_table(header, rows, form, body=views)
 
 
 # --------------------------------------------------------------------------------------- alerts
@@ -336,26 +308,26 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
 
 def _alerts(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        list_alerts()
+        list_alerts(server=Server())
 
 
 def list_alerts(
+    *,
     run: Annotated[str, typer.Option(help="Only alerts of this run.")] = "",
     state: Annotated[str, typer.Option(help="pending, firing or resolved.")] = "",
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """List alerts, latest first."""
     if state not in ("", "pending", "firing", "resolved"):
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
-    folder = folder or _default_folder(collector)
+    folder = folder or _default_folder(server)
     if folder is not None:
         with open_folder(folder) as opened:
             alert_views = _alerts_of(opened.reader, run, state)
     else:
-        with _control(collector, token_file, needs="read") as client:
+        with _control(server, needs="read") as client:
             alert_views = _alerts_of(client, run, state)
     _write_alerts(alert_views, form)
 
@@ -366,22 +338,23 @@ def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[AlertView, ...]:
 
 
 def ack(
+    *,
     alert: Which,
     by: By = "",
     run: OfRun = "",
     reason: Annotated[str, typer.Option(help="What you are doing about it.")] = "",
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """Acknowledge an alert: show that you are working on it."""
-    request = AckRequest(by=by or _user(), reason=reason)
-    with _control(collector, token_file, needs="control") as client:
+    request = AckRequest(by=by or user(), reason=reason)
+    with _control(server, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
         _write_alerts((client.ack_alert(fingerprint, request),), form)
 
 
 def silence(
+    *,
     alert: Annotated[
         str,
         typer.Argument(metavar="[ALERT]", help="Its fingerprint or name; or give --match."),
@@ -394,8 +367,7 @@ def silence(
     ] = 0.0,
     by: By = "",
     run: OfRun = "",
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """Silence the notifications of some alerts for some hours; they stay listed.
@@ -404,9 +376,9 @@ def silence(
     """
     if bool(alert) == bool(match) or (starts_in and not match):
         raise UsageError("give one ALERT, or --match for several; --starts-in goes with --match")
-    with _control(collector, token_file, needs="control") as client:
+    with _control(server, needs="control") as client:
         if not match:
-            request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
+            request = AckRequest(by=by or user(), reason=reason, silence_seconds=hours * 3600.0)
             fingerprint = _fingerprint(client, alert, run)
             _write_alerts((client.ack_alert(fingerprint, request),), form)
             return
@@ -414,7 +386,7 @@ def silence(
         view = client.silence(
             SilenceRequest(
                 matchers=matchers,
-                by=by or _user(),
+                by=by or user(),
                 reason=reason,
                 seconds=hours * 3600.0,
                 starts_unix_ns=time.time_ns() + int(starts_in * 3600e9) if starts_in else 0,
@@ -423,32 +395,27 @@ def silence(
     _write_silences((view,), form)
 
 
-def list_silences(
-    collector: Collector = "", token_file: TokenFile = None, form: Form = Format.TABLE
-) -> None:
+def list_silences(*, server: Server, form: Form = Format.TABLE) -> None:
     """List current and future silences."""
-    with _control(collector, token_file, needs="read") as client:
+    with _control(server, needs="read") as client:
         _write_silences(client.ask(SilencesQuestion()), form)
 
 
 def unsilence(
+    *,
     number: Annotated[int, typer.Argument(help="The silence's number.", min=0)],
     by: By = "",
     reason: Annotated[str, typer.Option(help="Reason.")] = "",
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Form = Format.TABLE,
 ) -> None:
     """End a silence now. Alerts it hid that still fire are sent within a minute."""
-    request = EndSilenceRequest(by=by or _user(), reason=reason)
-    with _control(collector, token_file, needs="control") as client:
+    request = EndSilenceRequest(by=by or user(), reason=reason)
+    with _control(server, needs="control") as client:
         _write_silences((client.end_silence(number, request),), form)
 
 
 def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
-    if form is Format.JSON:
-        write_json(views)
-        return
     rows = [
         (
             v.id,
@@ -462,7 +429,7 @@ def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
         for v in views
     ]
     header = ("number", "matchers", "starts", "ends", "by", "reason", "silenced now")
-    write_rows(header, rows, form)
+    write_table(header, rows, form, body=views)
 
 
 def send_test_messages(
@@ -494,10 +461,7 @@ def send_test_messages(
     results = send_test(settings, receiver, now_unix_ns=time.time_ns())
     header = ("receiver", "outcome", "error")
     rows = [(name, "failed" if r.error else "delivered", r.error) for name, r in results]
-    if form is Format.JSON:
-        write_json([dict(zip(header, row, strict=True)) for row in rows])
-    else:
-        write_rows(header, rows, form)
+    write_table(header, rows, form)
     if any(result.error for _, result in results):
         raise typer.Exit(1)
 
@@ -529,9 +493,6 @@ def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
 
 
 def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
-    if form is Format.JSON:
-        write_json(views)
-        return
     rows = [
         (
             v.fingerprint,
@@ -549,21 +510,21 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
     header = (
         "fingerprint", "severity", "state", "alert", "run", "step", "since", "handled", "summary",
     )  # fmt: skip
-    write_rows(header, rows, form)
+    write_table(header, rows, form, body=views)
 
 
 # -------------------------------------------------------------------------------------- helpers
 
 
-def _default_folder(collector: str) -> Path | None:
+def _default_folder(server: Server) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
-    return None if known_collector(collector) is not None else folder_here()
+    return None if known_collector(server.collector) is not None else folder_here()
 
 
 @contextlib.contextmanager
-def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator[CollectorClient]:
+def _control(server: Server, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
-    address = known_collector(collector, token_file)
+    address = known_collector(server.collector, server.token_file)
     if address is None:
         raise UsageError(
             "no collector is known here",
@@ -573,13 +534,3 @@ def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator
     scope = "control" if needs == "control" or not address.tokens.read else "read"
     with client_of(address, scope) as client:
         yield client
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return f"uid {os.getuid()}"
-
-
-__all__ = ["register"]

@@ -6,7 +6,6 @@ length.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from trainvitals.views import (
     SeriesQuestion,
     TableQuestion,
 )
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
+from vitals_collector.cli.opening import RunChoice, Server
 from vitals_collector.cli.writing import parquet_file, replaced, write_parquet
 from vitals_collector.queries.open import Reader
 
@@ -34,49 +33,29 @@ _WHOLE = ("step", "attempt", "time_unix_ns", "monotonic_ns", "rank")
 Columns = dict[str, Sequence[object]]
 
 
-class ExportStream(StrEnum):
-    """What is written."""
-
-    STEPS = "steps"
-    RANKS = "ranks"
-    LAYERS = "layers"
-    SCALARS = "scalars"
-
-
-class FileFormat(StrEnum):
-    """How it is written."""
-
-    CSV = "csv"
-    PARQUET = "parquet"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    example = "Example: vitals export my-run --stream ranks --format csv --output ranks.csv"
-    app.command("export", epilog=example)(export)
+ExportStream = Literal["steps", "ranks", "layers", "scalars"]
 
 
 def export(
-    run: Run = "",
-    folder: Dir = None,
-    stream: Annotated[ExportStream, typer.Option(help="Which rows.")] = ExportStream.STEPS,
-    form: Annotated[FileFormat, typer.Option("--format", help="How to write them.")] = (
-        FileFormat.CSV
-    ),
+    *,
+    choice: RunChoice,
+    stream: Annotated[ExportStream, typer.Option(help="Which rows.")] = "steps",
+    form: Annotated[
+        Literal["csv", "parquet"], typer.Option("--format", help="How to write them.")
+    ] = "csv",
     output: Annotated[
         Path | None, typer.Option(help="Write to this file [default: stdout, CSV only].")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
 ) -> None:
     """Write all rows of a run's steps or ranks, or all values of its layers or scalars.
 
     A step that was trained again after a rollback has a row of each attempt.
     """
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(choice) as (opened, summary):
         stretches = _stretches(opened.reader, summary, stream)
-        if form is FileFormat.PARQUET:
+        if form == "parquet":
             with replaced(_free(parquet_file(output), force=force)) as part:
                 write_parquet(stretches, part, _type)
         elif output is None:
@@ -87,13 +66,12 @@ def export(
 
 
 def _stretches(reader: Reader, summary: RunSummary, stream: ExportStream) -> Iterator[Columns]:
-    if stream in (ExportStream.STEPS, ExportStream.RANKS):
-        table: Literal["steps", "ranks"] = "ranks" if stream is ExportStream.RANKS else "steps"
-        yield from _of_table(reader, summary, table)
+    if stream == "steps" or stream == "ranks":
+        yield from _of_table(reader, summary, stream)
         return
     metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
     for metric in metrics:
-        if metric.startswith(f"{stream.value}."):
+        if metric.startswith(f"{stream}."):
             yield from _of_series(reader, summary, metric)
 
 

@@ -20,7 +20,7 @@ from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.printable import printable
 from trainvitals.units import humanize
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_collector.cli.opening import as_folder
+from vitals_collector.cli.opening import RunChoice, Server, as_folder
 from vitals_collector.queries.open import Opened, open_folder
 from vitals_collector.queries.progress import Progress, ProgressReader
 
@@ -48,22 +48,18 @@ class Display(Protocol):
         ...
 
 
-def follow(
-    run: str, folder: Path | None, collector: str, token_file: Path | None, *, every: int
-) -> None:
+def follow(choice: RunChoice, server: Server, *, every: int) -> None:
     """Show the run until it ends, or until Ctrl-C.
 
     Args:
-        run: id, beginning of an id, name, or folder, which need not be there yet.
-        folder: with run directories.
-        collector: address or data folder of one.
-        token_file: its tokens.
-        every: where stdout is no terminal, the steps between two lines.
+        choice: the run, which may not exist yet.
+        server: the collector to query, unless the run is in a folder.
+        every: steps between two lines if stdout is not a terminal.
     """
     display = _display(every)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        opened_run(run, folder, collector, token_file) as (opened, run_id),
+        opened_run(choice, server) as (opened, run_id),
     ):
         _follow(ProgressReader(opened.reader, run_id), opened.refresh, display)
 
@@ -127,12 +123,10 @@ class RunEndCondition:
 
 
 @contextlib.contextmanager
-def opened_run(
-    run: str, folder: Path | None, collector: str, token_file: Path | None
-) -> Iterator[tuple[Opened, str]]:
+def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]]:
     """Give the run's reader, once there is something to read of it."""
-    folder, run = as_folder(run, folder)
-    address = None if folder is not None else find_collector(collector, token_file)
+    folder, run = as_folder(choice.run, choice.folder)
+    address = find_collector(server.collector, server.token_file) if folder is None else None
     if address is not None:
         with client_of(address) as client:
             yield Opened(client, lambda: None), run_of(client, address, run)

@@ -4,21 +4,15 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.cli.options import FactsForm
+from trainvitals.cli.output import Format, write_table
 from trainvitals.views import ForecastQuestion
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, choose_run, open_run
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("forecast", epilog="Example: vitals forecast my-run --total-steps 100000")(
-        show_forecast
-    )
+from vitals_collector.cli.opening import RunChoice, Server, choose_run
 
 
 def show_forecast(
-    run: Run = "",
-    folder: Dir = None,
+    *,
+    choice: RunChoice,
     total_steps: Annotated[
         int,
         typer.Option(
@@ -30,9 +24,8 @@ def show_forecast(
     against: Annotated[
         str, typer.Option(help="Another run: how many steps earlier it reached the current loss.")
     ] = "",
-    collector: Collector = "",
-    token_file: TokenFile = None,
-    form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
+    server: Server,
+    form: FactsForm = Format.TABLE,
 ) -> None:
     """Show when a run ends and at what loss, each with an interval, or why there is no forecast.
 
@@ -40,12 +33,10 @@ def show_forecast(
     The final loss is the median of the last 5 % of the steps; four in five runs end within the
     interval.
     """
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(choice) as (opened, summary):
         other = choose_run(opened, against).run_id if against else ""
         view = opened.reader.ask(
             ForecastQuestion(run_id=summary.run_id, total_steps=total_steps, other=other)
         )
-    if form is Format.JSON:
-        write_json(view)
-        return
-    write_rows(("field", "value"), [("run", view.name or view.run_id), *view.facts()], form)
+    rows = [("run", view.name or view.run_id), *view.facts()]
+    write_table(("field", "value"), rows, form, body=view)

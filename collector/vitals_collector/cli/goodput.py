@@ -6,21 +6,15 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.cli.options import Dir, FactsForm
+from trainvitals.cli.output import Format, write_json, write_rows, write_table
 from trainvitals.errors import UsageError
 from trainvitals.goodput import BUCKETS, Bucket, Goodput
 from trainvitals.io.rundir import holds_runs
 from trainvitals.plugins import load_plugin
 from trainvitals.units import humanize_seconds
 from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion
-from vitals_collector.cli.opening import (
-    Collector,
-    Dir,
-    TokenFile,
-    open_run,
-    warn_of_unreadable,
-)
-from vitals_collector.queries.open import open_reader
+from vitals_collector.cli.opening import RunChoice, Server, warn_of_unreadable
 
 LABELS: Mapping[Bucket, str] = {bucket: bucket.replace("_", " ") for bucket in BUCKETS}
 
@@ -34,17 +28,12 @@ RunOrLog = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("goodput", epilog="Example: vitals goodput my-run")(show_goodput)
-
-
 def show_goodput(
+    *,
     run: RunOrLog = "",
     folder: Dir = None,
     every: Annotated[bool, typer.Option("--all", help="A line for each run.")] = False,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     step: Annotated[str | None, typer.Option(help="Column of the steps in a log.")] = None,
     time: Annotated[
         str | None, typer.Option(help="Column of the times: seconds since 1970, or ISO 8601.")
@@ -55,7 +44,7 @@ def show_goodput(
     data_seconds: Annotated[
         str | None, typer.Option(help="Column of the seconds a step waited for data.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
+    form: FactsForm = Format.TABLE,
 ) -> None:
     """Show where a run's wall time went: productive, waiting, lost, down.
 
@@ -70,7 +59,7 @@ def show_goodput(
     }
     if every:
         _refuse([*(["RUN"] if run else []), *(name for name, value in named.items() if value)])
-        _show_all(folder, collector, token_file, form)
+        _show_all(folder, server, form)
         return
     if run and folder is None and _is_log(Path(run)):
         importers = load_plugin("importers")
@@ -85,7 +74,7 @@ def show_goodput(
             f"there is no file or folder {run}", hint="give a log's file or folder, or a run's id"
         )
     _refuse([name for name, value in named.items() if value], "a run has these recorded")
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(RunChoice(run, folder)) as (opened, summary):
         view = opened.reader.ask(GoodputQuestion(run_id=summary.run_id))
     _write(view, form)
 
@@ -117,14 +106,11 @@ def _of_log(source: str, sums: Goodput) -> GoodputView:
     )
 
 
-def _show_all(folder: Path | None, collector: str, token_file: Path | None, form: Format) -> None:
-    with open_reader(folder, collector=collector, token_file=token_file) as opened:
+def _show_all(folder: Path | None, server: Server, form: Format) -> None:
+    with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())
         views = [opened.reader.ask(GoodputQuestion(run_id=run.run_id)) for run in runs]
         warn_of_unreadable(opened.unreadable)
-    if form is Format.JSON:
-        write_json(views)
-        return
     shown = [b for b in BUCKETS if any(view.nanoseconds.get(b) for view in views)]
     is_csv = form is Format.CSV
     unit = " seconds" if is_csv else ""
@@ -138,7 +124,7 @@ def _show_all(folder: Path | None, collector: str, token_file: Path | None, form
         )
         for view in views
     ]
-    write_rows(header, rows, form)
+    write_table(header, rows, form, body=views)
 
 
 def _write(view: GoodputView, form: Format) -> None:

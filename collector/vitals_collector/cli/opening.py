@@ -1,40 +1,45 @@
-"""What every command that looks back is asked with: a run, and where it is to be read."""
+"""Opens the run that a command reads: in a folder, a store or a collector."""
 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from trainvitals.cli.options import Collector, Dir, Run, TokenFile
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.printable import printable
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.queries.open import Opened, find_run, open_reader
 
-Run = Annotated[
-    str,
-    typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run]."),
-]
-# Not checked by typer: our own errors name the way out.
-Dir = Annotated[
-    Path | None, typer.Option("--dir", help="Folder with run directories.", readable=False)
-]
-Collector = Annotated[
-    str, typer.Option("--collector", help="Address or data folder of a collector.")
-]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
+
+@dataclass(frozen=True, slots=True)
+class RunChoice:
+    """Options that name a run."""
+
+    run: Run = ""
+    folder: Dir = None
 
 
-@contextlib.contextmanager
-def open_run(
-    run: str, folder: Path | None, collector: str, token_file: Path | None
-) -> Iterator[tuple[Opened, RunSummary]]:
-    """Open what is asked about; a run given as a folder is read without any server."""
-    folder, run = as_folder(run, folder)
-    with open_reader(folder, collector=collector, token_file=token_file) as opened:
-        yield opened, choose_run(opened, run)
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Options that name a collector."""
+
+    collector: Collector = ""
+    token_file: TokenFile = None
+
+    @contextlib.contextmanager
+    def open(self, choice: RunChoice) -> Iterator[tuple[Opened, RunSummary]]:
+        """Open the run; one in a folder is read without any server."""
+        folder, run = as_folder(choice.run, choice.folder)
+        with self.open_all(folder) as opened:
+            yield opened, choose_run(opened, run)
+
+    def open_all(self, folder: Path | None) -> contextlib.AbstractContextManager[Opened]:
+        """Open all runs of the folder, or of the collector if there is no folder."""
+        return open_reader(folder, collector=self.collector, token_file=self.token_file)
 
 
 def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainvitals.cli.options import Dir, Force, Run
 from trainvitals.cli.output import write_json
 from trainvitals.errors import UsageError
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
-from vitals_collector.cli.writing import Force, write_file
+from vitals_collector.cli.opening import RunChoice, Server
+from vitals_collector.cli.writing import write_file
 
 Incident = Annotated[str, typer.Option(help="Only this incident; the report lists their ids.")]
 Html = Annotated[Path | None, typer.Option(help="Write one page of HTML, with pictures.")]
@@ -25,13 +26,8 @@ Form = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    example = "Example: vitals postmortem my-run --html incident.html"
-    app.command("postmortem", epilog=example)(postmortem)
-
-
 def postmortem(
+    *,
     run: Run = "",
     incident: Incident = "",
     html: Html = None,
@@ -39,8 +35,7 @@ def postmortem(
     form: Form = "text",
     force: Force = False,
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
 ) -> None:
     """Report what went wrong in a run: when, where, what Vitals did, and the cost.
 
@@ -52,7 +47,7 @@ def postmortem(
 
     if html is not None and html == md:
         raise UsageError(f"--html and --md are both {html}; give two different files")
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(RunChoice(run, folder)) as (opened, summary):
         facts = gather(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
@@ -68,6 +63,3 @@ def postmortem(
         # What is piped may end in a ticket, where a run's own words must not become a link.
         write = markdown.write_text if sys.stdout.isatty() else markdown.write
         sys.stdout.write(write(blocks))
-
-
-__all__ = ["register"]

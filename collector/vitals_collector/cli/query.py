@@ -7,18 +7,11 @@ from typing import Annotated, cast, get_args
 import typer
 from msgspec.structs import replace
 
+from trainvitals.cli.options import Dir
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, TableName, TableQuestion, TableReply
-from vitals_collector.cli.opening import (
-    Collector,
-    Dir,
-    TokenFile,
-    as_folder,
-    choose_run,
-    warn_of_unreadable,
-)
-from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.open import open_reader
+from vitals_collector.cli.opening import Server, as_folder, choose_run, warn_of_unreadable
+from vitals_collector.cli.writing import TableOutput
 
 _OF_ONE_RUN = ("steps", "ranks")
 _NAMES = ", ".join(get_args(TableName))
@@ -50,13 +43,8 @@ NewestFirst = Annotated[bool, typer.Option("--newest-first", help="Newest rows f
 Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    example = 'Example: vitals query steps my-run --where "loss > 3" --columns step,attempt,loss'
-    app.command("query", epilog=example)(query)
-
-
 def query(
+    *,
     table: Table,
     run: Run = "",
     folder: Dir = None,
@@ -67,11 +55,8 @@ def query(
     to_step: ToStep = None,
     newest_first: NewestFirst = False,
     limit: Limit = 1_000,
-    collector: Collector = "",
-    token_file: TokenFile = None,
-    form: TableForm = TableFormat.TABLE,
-    output: Output = None,
-    force: Force = False,
+    server: Server,
+    out: TableOutput,
 ) -> None:
     """Filter stored rows and write them as a table. All conditions must hold."""
     table_names = get_args(TableName)
@@ -91,14 +76,13 @@ def query(
         limit=limit,
     )
     folder, run = as_folder(run, folder)
-    with open_reader(folder, collector=collector, token_file=token_file) as opened:
+    with server.open_all(folder) as opened:
         if run or table in _OF_ONE_RUN:
             request = replace(request, run_id=choose_run(opened, run).run_id)
         else:
             warn_of_unreadable(opened.unreadable)
         reply = opened.reader.ask(request)
-    shown = dict(zip(reply.columns, reply.data, strict=True))
-    write_columns(shown, form, output, force=force)
+    out.write(dict(zip(reply.columns, reply.data, strict=True)))
     for line in _said(reply, table):
         sys.stderr.write(f"{line}\n")
 

@@ -1,13 +1,13 @@
-"""Commands that look back: `vitals runs`, `why` and `tail`, and those of the files beside."""
+"""`vitals runs`, `why` and `tail`."""
 
 import time
 from collections.abc import Collection
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from trainvitals.cli.options import Dir
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
@@ -23,18 +23,10 @@ from trainvitals.views import (
     StepQuestion,
     VerdictQuestion,
 )
-from vitals_collector.cli import export, forecast, goodput, postmortem, query, show
 from vitals_collector.cli.follow import follow as show_progress
-from vitals_collector.cli.opening import (
-    Collector,
-    Dir,
-    Run,
-    TokenFile,
-    open_run,
-    warn_of_unreadable,
-)
-from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.open import Opened, open_reader
+from vitals_collector.cli.opening import RunChoice, Server, warn_of_unreadable
+from vitals_collector.cli.writing import TableFormat, TableOutput
+from vitals_collector.queries.open import Opened
 from vitals_collector.queries.stacks import stood
 from vitals_collector.queries.tail import Tail
 
@@ -44,42 +36,19 @@ _RUN_COLUMNS = (
 )
 
 
-class TextFormat(StrEnum):
-    """How an answer in words is written."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("runs", epilog="Example: vitals runs --format csv")(list_runs)
-    show.register(app)
-    goodput.register(app)
-    forecast.register(app)
-    query.register(app)
-    export.register(app)
-    postmortem.register(app)
-    app.command("why", epilog="Example: vitals why my-run 31219")(why)
-    app.command("tail", epilog="Example: vitals tail my-run --follow")(tail)
-
-
 def list_runs(
+    *,
     folder: Annotated[
         Path | None,
         typer.Argument(
             help="Folder with run directories [default: ask the collector].", readable=False
         ),
     ] = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
-    form: TableForm = TableFormat.TABLE,
-    output: Output = None,
-    force: Force = False,
+    server: Server,
+    out: TableOutput,
 ) -> None:
     """List the runs of a collector, or of a folder without any server."""
-    with open_reader(folder, collector=collector, token_file=token_file) as opened:
+    with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())
         others = _without_rows(opened, {run.run_id for run in runs})
         warn_of_unreadable(opened.unreadable)
@@ -94,7 +63,7 @@ def list_runs(
     ]
     rows += [(run_id, "", state, "", *[None] * 4, "") for run_id, state in others.items()]
     columns = {name: [row[at] for row in rows] for at, name in enumerate(_RUN_COLUMNS)}
-    write_columns(columns, form, output, force=force, body=runs)
+    out.write(columns, body=runs)
     if opened.unreadable and not runs:
         raise typer.Exit(1)
 
@@ -113,16 +82,17 @@ def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
 
 
 def why(
+    *,
     run: Annotated[
         str, typer.Argument(help="Run id or its beginning, name, or folder (its latest run).")
     ],
     step: Annotated[int, typer.Argument(help="The step.", min=0)],
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     form: Annotated[
-        TextFormat, typer.Option("--format", help="text is a paragraph to read.")
-    ] = TextFormat.TEXT,
+        Literal["text", "json", "csv"],
+        typer.Option("--format", help="text is a paragraph to read."),
+    ] = "text",
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
     from vitals_collector.queries.user_alerts import episodes
@@ -134,7 +104,7 @@ def why(
         with_kept_samples,
     )
 
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(RunChoice(run, folder)) as (opened, summary):
         view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
@@ -145,7 +115,7 @@ def why(
         if any(entry.finding.kind == "waiting" for entry in view.findings):
             stacks = opened.reader.ask(StacksQuestion(run_id=summary.run_id))
         after = None
-        if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
+        if "steps.loss" in detail.metrics and form == "text":
             after = opened.reader.ask(
                 SeriesQuestion(
                     run_id=summary.run_id,
@@ -162,9 +132,9 @@ def why(
             f"{summary.last_step}",
             hint="`vitals tail RUN` shows the latest steps",
         )
-    if form is TextFormat.JSON:
+    if form == "json":
         write_json(view)
-    elif form is TextFormat.CSV:
+    elif form == "csv":
         names = sorted({name for row in view.rows for name in row.values})
         header = ("source", "attempt", *names, "nonfinite")
         rows = [
@@ -187,8 +157,8 @@ def why(
 
 
 def tail(
-    run: Run = "",
-    folder: Dir = None,
+    *,
+    choice: RunChoice,
     num: Annotated[
         int,
         typer.Option(
@@ -201,11 +171,8 @@ def tail(
     every: Annotated[
         int, typer.Option(help="With --follow in a pipe: steps between two lines.", min=1)
     ] = 10,
-    collector: Collector = "",
-    token_file: TokenFile = None,
-    form: TableForm = TableFormat.TABLE,
-    output: Output = None,
-    force: Force = False,
+    server: Server,
+    out: TableOutput,
 ) -> None:
     """Show the latest steps, or with --follow the running run.
 
@@ -213,21 +180,21 @@ def tail(
     and one per action. It waits for a run that has not started, continues through rollbacks and
     restarts, and exits when the run ends. With --format csv or json, every step is a line.
     """
-    if follow and (output is not None or form is TableFormat.PARQUET):
+    writes_file = out.output is not None or out.form is TableFormat.PARQUET
+    if follow and writes_file:
         raise UsageError(
             "--follow writes lines as they come, but --output and parquet write one complete file",
             hint="leave out --follow, or redirect its lines: --format csv > FILE",
         )
-    if follow and form is TableFormat.TABLE:
-        show_progress(run, folder, collector, token_file, every=every)
+    if follow and out.form is TableFormat.TABLE:
+        show_progress(choice, server, every=every)
         return
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(choice) as (opened, summary):
         first = max(0, summary.last_step - num + 1)
-        if output is not None or form is TableFormat.PARQUET:
-            columns = Tail(opened.reader, summary.run_id).columns(first)
-            write_columns(columns, form, output, force=force)
+        if writes_file:
+            out.write(Tail(opened.reader, summary.run_id).columns(first))
             return
-        shown = Tail(opened.reader, summary.run_id, Format(form.value))
+        shown = Tail(opened.reader, summary.run_id, Format(out.form.value))
         shown.write_header(first)
         while follow and summary.state == "running":
             time.sleep(1.0)

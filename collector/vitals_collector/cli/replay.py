@@ -5,15 +5,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from trainvitals.cli.output import Format, ReportFormat, write_json, write_rows
+from trainvitals.cli.options import Dir, ReportFormat
+from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
@@ -33,22 +33,6 @@ _EPISODE_ROWS = 20
 _FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
 
 
-class ModeName(StrEnum):
-    """The mode to judge in."""
-
-    OBSERVE = "observe"
-    GUARD = "guard"
-    HEAL = "heal"
-
-
-class LossKindName(StrEnum):
-    """What a loss is good for."""
-
-    MINIMIZE = "minimize"
-    RL = "rl"
-    ADVERSARIAL = "adversarial"
-
-
 RunOrLog = Annotated[
     str,
     typer.Argument(
@@ -57,79 +41,91 @@ RunOrLog = Annotated[
         "folder, TensorBoard's or wandb's folder or file."
     ),
 ]
-Folder = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
 Data = Annotated[Path | None, typer.Option(help="A collector's data folder, instead of --dir.")]
-ModeOption = Annotated[
-    ModeName | None,
-    typer.Option(help="Mode to replay a log in [default: heal]."),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
-]
-LossKindOption = Annotated[
-    LossKindName | None,
-    typer.Option(
-        help="Meaning of the loss, as in watch(loss_kind=...); with rl and adversarial only the "
-        "gradient norms are judged [default: minimize]."
-    ),
-]
-NoClip = Annotated[
-    bool,
-    typer.Option(
-        "--no-clip",
-        help="The loop that wrote the log does not clip.",
-    ),
-]
-Expect = Annotated[
-    list[int] | None,
-    typer.Option(
-        metavar="STEP",
-        help="A change was planned at this step, as with monitor.expect(). Repeatable.",
-    ),
-]
-StepColumn = Annotated[str | None, typer.Option(help="Column of the steps in the log.")]
-LossColumn = Annotated[str | None, typer.Option(help="Column of the losses.")]
-NormColumn = Annotated[str | None, typer.Option(help="Column of the gradient norms.")]
-LrColumn = Annotated[str | None, typer.Option(help="Column of the learning rates.")]
-ScaleColumn = Annotated[str | None, typer.Option(help="Column of the loss scales.")]
-SecondsColumn = Annotated[str | None, typer.Option(help="Column of the seconds per step.")]
-SpeedColumn = Annotated[str | None, typer.Option(help="Column of the tokens per second.")]
-DataColumn = Annotated[
-    str | None, typer.Option(help="Column of the seconds a step waited for data.")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """Options for a log: the settings to judge by, and its columns."""
+
+    mode: Annotated[
+        Literal["observe", "guard", "heal"] | None,
+        typer.Option(help="Mode to replay a log in [default: heal]."),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
+    ] = None
+    loss_kind: Annotated[
+        Literal["minimize", "rl", "adversarial"] | None,
+        typer.Option(
+            help="Meaning of the loss, as in watch(loss_kind=...); with rl and adversarial only "
+            "the gradient norms are judged [default: minimize]."
+        ),
+    ] = None
+    no_clip: Annotated[
+        bool, typer.Option("--no-clip", help="The loop that wrote the log does not clip.")
+    ] = False
+    expect: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="STEP",
+            help="A change was planned at this step, as with monitor.expect(). Repeatable.",
+        ),
+    ] = None
+    step: Annotated[str | None, typer.Option(help="Column of the steps in the log.")] = None
+    loss: Annotated[str | None, typer.Option(help="Column of the losses.")] = None
+    grad_norm: Annotated[str | None, typer.Option(help="Column of the gradient norms.")] = None
+    lr: Annotated[str | None, typer.Option(help="Column of the learning rates.")] = None
+    loss_scale: Annotated[str | None, typer.Option(help="Column of the loss scales.")] = None
+    step_seconds: Annotated[str | None, typer.Option(help="Column of the seconds per step.")] = None
+    tokens_per_second: Annotated[
+        str | None, typer.Option(help="Column of the tokens per second.")
+    ] = None
+    data_seconds: Annotated[
+        str | None, typer.Option(help="Column of the seconds a step waited for data.")
+    ] = None
+
+    def columns(self) -> dict[str, str | None]:
+        """Return the options that name a column."""
+        names = list(self.__dataclass_fields__)
+        return {name: getattr(self, name) for name in names[names.index("step") :]}
+
+    def given_options(self) -> list[str]:
+        """Return the given options that apply only to a log."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        given = [name for name, value in values.items() if value not in (None, False)]
+        return [f"--{name.replace('_', '-')}" for name in given if name != "config"]
+
+    def read(self, log: Path) -> tuple[Any, Any]:
+        """Return the log's history and the settings to judge it by."""
+        importers = load_plugin("importers")
+        history = importers.read_history(log, importers.ColumnChoice(**self.columns()))
+        assumed = importers.Assumed(
+            mode=self.mode or "heal",
+            config=msgspec.structs.replace(
+                _settings(self.config), loss_kind=self.loss_kind or "minimize"
+            ),
+            clips=not self.no_clip,
+            expected=tuple(self.expect or ()),
+        )
+        return history, assumed
+
+
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
 ]
 Form = Annotated[ReportFormat, typer.Option("--format", help="table or json.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("replay", epilog="Example: vitals replay trainer_state.json --plot seen.svg")(
-        replay
-    )
-
-
 def replay(
+    *,
     run: RunOrLog = "",
-    folder: Folder = None,
+    folder: Dir = None,
     data: Data = None,
-    mode: ModeOption = None,
-    config: Config = None,
-    loss_kind: LossKindOption = None,
-    no_clip: NoClip = False,
-    expect: Expect = None,
-    step: StepColumn = None,
-    loss: LossColumn = None,
-    grad_norm: NormColumn = None,
-    lr: LrColumn = None,
-    loss_scale: ScaleColumn = None,
-    step_seconds: SecondsColumn = None,
-    tokens_per_second: SpeedColumn = None,
-    data_seconds: DataColumn = None,
+    settings: LogSettings,
     plot: Plot = None,
-    form: Form = ReportFormat.TABLE,
+    form: Form = "table",
 ) -> None:
     """Replay a run or a log through the detectors: what they find, what Vitals does.
 
@@ -137,34 +133,14 @@ def replay(
     """
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
-    columns = {
-        "step": step,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "lr": lr,
-        "loss_scale": loss_scale,
-        "step_seconds": step_seconds,
-        "tokens_per_second": tokens_per_second,
-        "data_seconds": data_seconds,
-    }
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
-        importers = load_plugin("importers")
-        history = importers.read_history(Path(run), importers.ColumnChoice(**columns))
-        assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
-        _replay_history(history, assumed, plot, form)
+        _replay_history(*settings.read(Path(run)), plot, form)
         return
-    given_options: dict[str, object] = {
-        "--mode": mode,
-        "--loss-kind": loss_kind,
-        "--no-clip": no_clip or None,
-        "--expect": expect,
-    }
-    given_options |= {f"--{name.replace('_', '-')}": value for name, value in columns.items()}
-    _refuse_for_runs([option for option, value in given_options.items() if value is not None])
+    _refuse_for_runs(settings.given_options())
     if is_path:
         folder, run = Path(run), ""
-    _replay_run(run, folder, data, config, plot, form)
+    _replay_run(run, folder, data, settings.config, plot, form)
 
 
 def _refuse_for_runs(named: Sequence[str]) -> None:
@@ -186,25 +162,6 @@ def _is_path(path: Path) -> bool:
     if len(path.parts) > 1 or path.suffix in _FILE_ENDINGS:
         raise UsageError(f"there is no file or folder {path}", hint="`vitals runs` lists the runs")
     return False
-
-
-def assume(
-    mode: ModeName | None,
-    config: Path | None,
-    loss_kind: LossKindName | None,
-    *,
-    no_clip: bool,
-    expect: Sequence[int] | None,
-) -> Any:
-    """Return what a log is judged by, from the options."""
-    return load_plugin("importers").Assumed(
-        mode=(mode or ModeName.HEAL).value,
-        config=msgspec.structs.replace(
-            _settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value
-        ),
-        clips=not no_clip,
-        expected=tuple(expect or ()),
-    )
 
 
 def _settings(config: Path | None) -> "JudgeConfig":
@@ -324,7 +281,7 @@ def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
 
 
 def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat) -> None:
-    if form is ReportFormat.JSON:
+    if form == "json":
         write_json(body)
         return
     rows = _lines(judged_steps)
@@ -394,6 +351,3 @@ def _save(picture: str, plot: Path) -> None:
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
-
-
-__all__ = ["assume", "folder_here", "register"]

@@ -28,15 +28,8 @@ from trainvitals.views import (
     VerdictQuestion,
     VerdictView,
 )
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
-from vitals_collector.cli.writing import (
-    Force,
-    Output,
-    TableForm,
-    TableFormat,
-    write_columns,
-    written_to,
-)
+from vitals_collector.cli.opening import RunChoice, Server
+from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
@@ -46,14 +39,9 @@ MIN_WIDTH, MAX_WIDTH = 50, 160
 _COLORS = {"not finite": 208, "decided": 33}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("show", epilog="Example: vitals show my-run --metric steps.loss --format csv")(show)
-
-
 def show(
-    run: Run = "",
-    folder: Dir = None,
+    *,
+    choice: RunChoice,
     metric: Annotated[str, typer.Option(help="Print this metric only, such as steps.loss.")] = "",
     source: Annotated[
         str, typer.Option(help="Source of the metric: rank:N, gpu:UUID or node:ID.")
@@ -62,31 +50,28 @@ def show(
     names: Annotated[
         bool, typer.Option("--series", help="List the names that --metric takes.")
     ] = False,
-    collector: Collector = "",
-    token_file: TokenFile = None,
-    form: TableForm = TableFormat.TABLE,
-    output: Output = None,
-    force: Force = False,
+    server: Server,
+    out: TableOutput,
 ) -> None:
     """Show one run: its curves, attempts, decisions and checkpoints, or one curve as data.
 
     Marks below the curves show non-finite values and decisions. No color with NO_COLOR, or when
     stdout is not a terminal.
     """
-    if form is TableFormat.PARQUET and not metric:
+    if out.form is TableFormat.PARQUET and not metric:
         raise UsageError(
             "--format parquet holds one table, and a run has several",
             hint="add --metric steps.loss, or ask for a table with `vitals query`",
         )
-    with open_run(run, folder, collector, token_file) as (opened, summary):
+    with server.open(choice) as (opened, summary):
         if metric:
             series = opened.reader.ask(
                 SeriesQuestion(run_id=summary.run_id, metric=metric, source=source, points=points)
             )
-            write_columns(_columns(series, form), form, output, force=force, body=series)
+            out.write(_columns(series, out.form), body=series)
             return
-        with written_to(output, force=force) as to:
-            write_run(opened.reader, summary.run_id, form, to, names=names)
+        with out.open() as to:
+            write_run(opened.reader, summary.run_id, out.form, to, names=names)
 
 
 def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:

@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from trainvitals.cli.main import report
-from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.cli.options import Form
+from trainvitals.cli.output import Format, write_table
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.cli.store import Data, Database, data_dir
 
@@ -23,16 +24,9 @@ _GRACE_SECONDS = 2.0
 """What looks at rows is interrupted in time; one function on one long text is not."""
 
 Sql = Annotated[str, typer.Argument(help="One SELECT, or EXPLAIN of one; - reads it from stdin.")]
-Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 Memory = Annotated[int, typer.Option(help="Memory limit of the query, in MB.", min=32)]
 Seconds = Annotated[float, typer.Option(help="Time limit of the query.", min=0.1)]
 Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    example = 'Example: vitals sql "SELECT run_id, max(loss) FROM steps GROUP BY run_id"'
-    app.command("sql", epilog=example)(sql)
 
 
 def sql(
@@ -70,10 +64,7 @@ def sql(
         _ended_after(seconds + _GRACE_SECONDS, too_late(seconds)),
     ):
         answer = reader.ask(sql_text, max_rows=limit)
-    if form is Format.JSON:
-        write_json([dict(zip(answer.names, row, strict=True)) for row in answer.rows])
-    else:
-        write_rows(answer.names, answer.rows, form)
+    write_table(answer.names, answer.rows, form)
     if answer.is_cut:
         typer.echo(f"only the first {limit} rows are written; --limit gives more", err=True)
 

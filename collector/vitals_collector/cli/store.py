@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.cli.options import Form
+from trainvitals.cli.output import Format, write_table
 from trainvitals.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ Database = Annotated[
     ),
 ]
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, or name.")]
-Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -75,9 +75,6 @@ def size(
         volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
         whole = store_size(store)
         names = _names(store)
-    if form is Format.JSON:
-        write_json({"store": whole, "runs": volumes})
-        return
     rows = [
         (
             run_id,
@@ -94,7 +91,9 @@ def size(
         for run_id, volume in volumes.items()
     ]
     header = ("run", "name", "bytes", "cap", "pinned", "thinned rows", "thinned to step")
-    write_rows(header, rows, form)
+    write_table(header, rows, form, body={"store": whole, "runs": volumes})
+    if form is Format.JSON:
+        return
     _say(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
 
 
@@ -109,11 +108,9 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
 
     with _store(data, database) as store:
         damaged = check_all(store)
-    if form is Format.JSON:
-        write_json({"damaged": [each._asdict() for each in damaged]})
-    else:
-        rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
-        write_rows(tuple(name.replace("_", " ") for name in Damaged._fields), rows, form)
+    rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
+    header = tuple(name.replace("_", " ") for name in Damaged._fields)
+    write_table(header, rows, form, body={"damaged": [each._asdict() for each in damaged]})
     _say(f"everything was read; damaged: {len(damaged)}")
     if damaged:
         raise typer.Exit(1)
@@ -310,16 +307,3 @@ def user() -> str:
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
-
-
-__all__ = [
-    "CapGigabytes",
-    "Data",
-    "Database",
-    "Form",
-    "LostAfter",
-    "data_dir",
-    "find_run",
-    "register",
-    "user",
-]

@@ -17,12 +17,13 @@ import msgspec
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, format_time, write_json, write_rows
+from trainvitals.cli.options import Form
+from trainvitals.cli.output import Format, format_time, write_table
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import replace_file
 from trainvitals.io.rundir import is_run_id
-from vitals_collector.cli.store import Data, Database, Form, data_dir, find_run, user
+from vitals_collector.cli.store import Data, Database, data_dir, find_run, user
 
 if TYPE_CHECKING:
     from vitals_collector.storage.store import Store
@@ -31,7 +32,7 @@ _DAY_NS = 86_400_000_000_000
 
 
 class Scope(StrEnum):
-    """What a token is for."""
+    """Scope of a token."""
 
     INGEST = "ingest"
     READ = "read"
@@ -138,10 +139,7 @@ def list_tokens(data: Data = None, database: Database = "", form: Form = Format.
         )
         for row in listed
     ]
-    if form is Format.JSON:
-        write_json([dict(zip(header, row, strict=True)) for row in rows])
-    else:
-        write_rows(header, rows, form)
+    write_table(header, rows, form)
 
 
 def rotate(
@@ -240,6 +238,3 @@ def _tell(token_id: str, owner: str, secret: str, output: Path | None) -> None:
         sys.stderr.write(f"token {token_id} of {owner}: this is the only time it is shown\n")
     else:
         sys.stderr.write(f"token {token_id} of {owner} is in {output}\n")
-
-
-__all__ = ["register"]

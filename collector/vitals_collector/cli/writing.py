@@ -6,12 +6,14 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
+from trainvitals.cli.options import Force
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 
@@ -31,50 +33,46 @@ TableForm = Annotated[TableFormat, typer.Option("--format", help="How to write t
 Output = Annotated[
     Path | None, typer.Option("--output", help="Write to this file [default: stdout].")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a file whose content differs.")]
 
 
-def write_columns(
-    columns: Mapping[str, Sequence[object]],
-    form: TableFormat,
-    output: Path | None = None,
-    *,
-    force: bool = False,
-    body: object = None,
-) -> None:
-    """Write columns of one length as a table.
+@dataclass(frozen=True, slots=True)
+class TableOutput:
+    """Options for the format and the file of a table."""
 
-    Args:
-        columns: by name; ``nan``, ``inf`` and ``-inf`` may stand for numbers.
-        form: parquet needs ``output``.
-        output: None is stdout.
-        force: overwrite what is there.
-        body: what JSON has in place of one object for each row.
-    """
-    if form is TableFormat.PARQUET:
-        buffer = io.BytesIO()
-        path = parquet_file(output)
-        write_parquet([columns], buffer)
-        write_file(path, buffer.getvalue(), force=force)
-        return
-    with written_to(output, force=force) as to:
-        rows = zip(*columns.values(), strict=True)
-        if form is TableFormat.JSON:
-            records = [dict(zip(columns, row, strict=True)) for row in rows]
-            write_json(records if body is None else body, to=to)
-        else:
-            write_rows(tuple(columns), rows, Format(form.value), to=to)
+    form: TableForm = TableFormat.TABLE
+    output: Output = None
+    force: Force = False
 
+    def write(self, columns: Mapping[str, Sequence[object]], body: object = None) -> None:
+        """Write columns of equal length.
 
-@contextlib.contextmanager
-def written_to(output: Path | None, *, force: bool = False) -> Iterator[TextIO]:
-    """Give stdout, or what becomes the file once all was written."""
-    if output is None:
-        yield sys.stdout
-        return
-    text = io.StringIO()
-    yield text
-    write_file(output, text.getvalue().encode(), force=force)
+        Args:
+            columns: by name; may contain ``nan``, ``inf`` and ``-inf`` for numbers.
+            body: JSON to write in place of one object per row.
+        """
+        if self.form is TableFormat.PARQUET:
+            buffer = io.BytesIO()
+            path = parquet_file(self.output)
+            write_parquet([columns], buffer)
+            write_file(path, buffer.getvalue(), force=self.force)
+            return
+        with self.open() as to:
+            rows = zip(*columns.values(), strict=True)
+            if self.form is TableFormat.JSON:
+                records = [dict(zip(columns, row, strict=True)) for row in rows]
+                write_json(records if body is None else body, to=to)
+            else:
+                write_rows(tuple(columns), rows, Format(self.form.value), to=to)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[TextIO]:
+        """Yield stdout, or a buffer that is written to the file at the end."""
+        if self.output is None:
+            yield sys.stdout
+            return
+        text = io.StringIO()
+        yield text
+        write_file(self.output, text.getvalue().encode(), force=self.force)
 
 
 def write_file(path: Path, content: bytes, *, force: bool = False) -> None:

@@ -5,6 +5,7 @@ stands for, and marks what was not finite, so that no spike is hidden whatever t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -78,38 +79,33 @@ class Drawing:
         panels = [panel for panel in self._panels if panel.columns]
         height = _TOP + len(panels) * (_HEIGHT + _GAP) + 6
         width = _LEFT + COLUMNS + _RIGHT
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            _text(_LEFT, 20, self._title, size=15),
-            *_legend(),
-        ]
+        parts = [svg_text(_LEFT, 20, self._title, size=15), *_legend()]
         for number, panel in enumerate(panels):
             top = _TOP + number * (_HEIGHT + _GAP)
             parts += [f'<g transform="translate({_LEFT},{top})">']
             parts += self._panel(panel, first=number == 0)
             parts += ["</g>"]
-        return "\n".join([*parts, "</svg>"]) + "\n"
+        return svg_document(width, height, parts)
 
     def _panel(self, panel: _Panel, *, first: bool) -> list[str]:
         scale = ValueScale(panel.columns.values())
         parts = [f'<rect width="{COLUMNS}" height="{_HEIGHT}" fill="none" stroke="#bbbbbb"/>']
-        parts.append(_text(4, 14, panel.name + (" (logarithmic)" if scale.is_log else "")))
+        parts.append(svg_text(4, 14, panel.name + (" (logarithmic)" if scale.is_log else "")))
         parts += [
-            _text(-6, _y(scale, value) + 4, f"{value:.4g}", anchor="end") for value in scale.ticks()
+            svg_text(-6, _y(scale, value) + 4, f"{value:.4g}", anchor="end")
+            for value in scale.ticks()
         ]
         shown = [at for at in self._steps if at in panel.columns]
         for number in range(_NUM_TICKS if len(shown) > 1 else len(shown)):
             at = shown[number * (len(shown) - 1) // (_NUM_TICKS - 1)]
             anchor = ("start", "middle", "middle", "middle", "end")[number]
-            parts.append(_text(at, _HEIGHT + 16, f"step {self._steps[at]}", anchor=anchor))
+            parts.append(svg_text(at, _HEIGHT + 16, f"step {self._steps[at]}", anchor=anchor))
         parts += self._decisions()
         parts.append(_limit_line(panel, scale))
         parts.append(_value_line(panel, scale))
         parts += self._findings(panel, scale) if first else []
         parts += [
-            _mark(at, 0, COLORS["actionable"], f"{column.num_nonfinite} not finite", cross=True)
+            svg_cross(at, COLORS["actionable"], f"{column.num_nonfinite} not finite")
             for at, column in panel.columns.items()
             if column.num_nonfinite
         ]
@@ -167,21 +163,35 @@ def _legend() -> list[str]:
     parts, x = [], _LEFT
     for kind, label in LEGEND:
         parts.append(f'<rect x="{x}" y="34" width="10" height="10" fill="{COLORS[kind]}"/>')
-        parts.append(_text(x + 15, 43, label))
+        parts.append(svg_text(x + 15, 43, label))
         x += 36 + 7 * len(label)
     return parts
 
 
-def _mark(x: float, y: float, color: str, label: str, *, cross: bool = False) -> str:
-    shape = (
-        f'<path d="M{x - 4},{y + 2}l8,8m0,-8l-8,8" stroke="{color}" stroke-width="2" fill="none">'
-        if cross
-        else f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}">'
+def _mark(x: float, y: float, color: str, label: str) -> str:
+    title = f"<title>{_clean(label)}</title>"
+    return f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}">{title}</circle>'
+
+
+def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
+    """Return an SVG file with a white background."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">\n'
+        f'<rect width="{width}" height="{height}" fill="white"/>\n'
+    ) + "\n".join([*parts, "</svg>\n"])
+
+
+def svg_cross(x: float, color: str, label: str) -> str:
+    """Return a cross at the top of a panel, for values that are not finite."""
+    return (
+        f'<path d="M{x - 4},2l8,8m0,-8l-8,8" stroke="{color}" stroke-width="2" fill="none">'
+        f"<title>{_clean(label)}</title></path>"
     )
-    return f"{shape}<title>{_clean(label)}</title></{'path' if cross else 'circle'}>"
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
+def svg_text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
+    """Return a text, without characters that a terminal or an XML parser acts on."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{_clean(text)}</text>'
 
 

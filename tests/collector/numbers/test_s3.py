@@ -21,6 +21,7 @@ from tests.support.damage import answers, sent
 from tests.support.forked import COMMANDS
 from tests.support.lake_writer import WRITER
 from tests.support.numbers import losses
+from trainvitals.cli.groups import add_commands
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
 from vitals_collector.ingest.ingest import ingest
@@ -225,7 +226,7 @@ def test_collectors_on_one_postgresql_and_one_bucket_answer_the_same(
         ingest(second, writers[1].steps(range(3)))
         assert 15 == num_stored(first) == num_stored(second)
     app = typer.Typer()
-    sql.register(app)
+    add_commands(app, {"sql": (sql.sql, "vitals sql QUERY")})
     asked = ["SELECT count(*) AS num FROM ranks", "--database", postgres, "--format", "json"]
     answer = CliRunner().invoke(app, [*asked, "--data", str(tmp_path / "elsewhere")])
     assert '"num": 15' in answer.output, answer.output

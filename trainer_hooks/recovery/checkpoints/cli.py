@@ -18,7 +18,8 @@ from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import IndexEntry
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainvitals.cli.groups import Commands, add_group
-from trainvitals.cli.output import Format, format_time, write_json, write_rows
+from trainvitals.cli.options import Form, VitalsDir
+from trainvitals.cli.output import Format, format_time, write_table
 from trainvitals.errors import (
     CheckpointCorruptError,
     FormatError,
@@ -37,10 +38,6 @@ _Run = Annotated[
     ),
 ]
 _Id = Annotated[str, typer.Argument(metavar="ID", help="As `vitals checkpoints list` shows it.")]
-_Dir = Annotated[
-    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
-]
-_Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 _LATER = "a running job of this run picks it up at its next start"
 
 
@@ -63,7 +60,7 @@ def register(app: typer.Typer) -> None:
 # ------------------------------------------------------------------------------------- commands
 
 
-def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
+def show(run: _Run, directory: VitalsDir = RUNS, form: Form = Format.TABLE) -> None:
     """List checkpoints with their status, including removed and quarantined ones.
 
     A run without a directory here is queried from the collector in VITALS_COLLECTOR_URL.
@@ -74,9 +71,6 @@ def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
         if not os.environ.get("VITALS_COLLECTOR_URL"):
             raise
         entries = _known_to_collector(run)
-    if form is Format.JSON:
-        write_json(entries)
-        return
     header = ("checkpoint", "step", "state", "bytes", "since", "run", "note")
     rows = [
         (
@@ -90,7 +84,7 @@ def show(run: _Run, directory: _Dir = RUNS, form: _Form = Format.TABLE) -> None:
         )
         for entry in entries
     ]
-    write_rows(header, rows, form)
+    write_table(header, rows, form, body=entries)
 
 
 def verify(
@@ -98,8 +92,8 @@ def verify(
     checkpoint: Annotated[
         str, typer.Argument(metavar="[ID]", help="Only this one [default: all].")
     ] = "",
-    directory: _Dir = RUNS,
-    form: _Form = Format.TABLE,
+    directory: VitalsDir = RUNS,
+    form: Form = Format.TABLE,
 ) -> None:
     """Read checkpoints back: verify checksums and that all tensors are finite.
 
@@ -112,17 +106,14 @@ def verify(
         checkpoints.require(checkpoint)
         names = [checkpoint]
     results = [_verified(checkpoints.folder(name), name) for name in names]
-    if form is Format.JSON:
-        write_json(results)
-    else:
-        header = ("checkpoint", "checksums", "finite", "bytes", "note")
-        rows = [(r.checkpoint, r.checksums, r.finite, r.num_bytes or None, r.note) for r in results]
-        write_rows(header, rows, form)
+    header = ("checkpoint", "checksums", "finite", "bytes", "note")
+    rows = [(r.checkpoint, r.checksums, r.finite, r.num_bytes or None, r.note) for r in results]
+    write_table(header, rows, form, body=results)
     if any(not result.is_sound for result in results):
         raise typer.Exit(1)
 
 
-def promote(run: _Run, checkpoint: _Id, directory: _Dir = RUNS) -> None:
+def promote(run: _Run, checkpoint: _Id, directory: VitalsDir = RUNS) -> None:
     """Verify a checkpoint and mark it healthy, so that a rollback may use it.
 
     Rotation keeps only the latest healthy one, so an older one may be removed later.
@@ -142,7 +133,7 @@ def quarantine(
     reason: Annotated[
         str, typer.Option(help="Reason, kept with the checkpoint.")
     ] = "quarantined by hand",
-    directory: _Dir = RUNS,
+    directory: VitalsDir = RUNS,
 ) -> None:
     """Quarantine a checkpoint: it is never loaded and never deleted."""
     checkpoints = find_checkpoints(run, directory)

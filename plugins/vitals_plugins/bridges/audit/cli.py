@@ -7,26 +7,13 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.groups import add_commands
+from trainvitals.cli.options import Force
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
-from vitals_collector.cli.replay import (
-    Config,
-    DataColumn,
-    Expect,
-    LossColumn,
-    LossKindOption,
-    LrColumn,
-    ModeOption,
-    NoClip,
-    NormColumn,
-    ScaleColumn,
-    SecondsColumn,
-    SpeedColumn,
-    StepColumn,
-    assume,
-)
-from vitals_collector.cli.writing import Force, write_file
+from vitals_collector.cli.replay import LogSettings
+from vitals_collector.cli.writing import write_file
 
 Log = Annotated[
     Path,
@@ -47,27 +34,16 @@ Gpus = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("audit", epilog="Example: vitals audit trainer_state.json --html audit.html")(audit)
+    add_commands(app, {"audit": (audit, "vitals audit trainer_state.json --html audit.html")})
 
 
 def audit(
+    *,
     log: Log,
     html: Html = None,
     force: Force = False,
     gpus: Gpus = 0,
-    mode: ModeOption = None,
-    config: Config = None,
-    loss_kind: LossKindOption = None,
-    no_clip: NoClip = False,
-    expect: Expect = None,
-    step: StepColumn = None,
-    loss: LossColumn = None,
-    grad_norm: NormColumn = None,
-    lr: LrColumn = None,
-    loss_scale: ScaleColumn = None,
-    step_seconds: SecondsColumn = None,
-    tokens_per_second: SpeedColumn = None,
-    data_seconds: DataColumn = None,
+    settings: LogSettings,
 ) -> None:
     """Audit a log: what Vitals would have skipped, rolled back, paged; which alarms look wrong.
 
@@ -77,7 +53,6 @@ def audit(
     from vitals_collector.report.postmortem import markdown, page
     from vitals_plugins.bridges.audit.audit import audit as gather
     from vitals_plugins.bridges.audit.audit import audit_blocks
-    from vitals_plugins.bridges.importers import ColumnChoice, read_history
     from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
 
     if not log.exists():
@@ -90,18 +65,7 @@ def audit(
             f"{log} contains runs that Vitals watched; an audit reads logs of other tools",
             hint="`vitals postmortem RUN` shows what was done, `vitals replay RUN` what would be",
         )
-    columns = ColumnChoice(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        loss_scale=loss_scale,
-        step_seconds=step_seconds,
-        tokens_per_second=tokens_per_second,
-        data_seconds=data_seconds,
-    )
-    history = read_history(log, columns)
-    assumed = assume(mode, config, loss_kind, no_clip=no_clip, expect=expect)
+    history, assumed = settings.read(log)
     judged = judge_history(
         history.steps,
         config=assumed.config,
@@ -126,6 +90,3 @@ def audit(
         return
     write = markdown.write_text if sys.stdout.isatty() else markdown.write
     sys.stdout.write(write(blocks))
-
-
-__all__ = ["register"]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainvitals.cli.groups import add_commands
+from trainvitals.cli.options import Dir, Run
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.io.client import client_of
 from trainvitals.io.lookup import find_collector
@@ -18,7 +20,7 @@ from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.printable import printable
 from trainvitals.redaction import redact_text
 from vitals_collector.cli.follow import RunEndCondition, opened_run, run_dir_of, run_of
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, as_folder
+from vitals_collector.cli.opening import RunChoice, Server, as_folder
 
 if TYPE_CHECKING:
     from vitals_plugins.bridges.mirrors.worker import Target
@@ -32,11 +34,12 @@ MAX_ERROR_CHARACTERS = 2_000
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    example = "Example: vitals mirror my-run --to tensorboard:tb --to wandb:my-project"
-    app.command("mirror", epilog=example)(mirror)
+    example = "vitals mirror my-run --to tensorboard:tb --to wandb:my-project"
+    add_commands(app, {"mirror": (mirror, example)})
 
 
 def mirror(
+    *,
     run: Run = "",
     to: Annotated[
         list[str] | None,
@@ -47,8 +50,7 @@ def mirror(
         ),
     ] = None,
     folder: Dir = None,
-    collector: Collector = "",
-    token_file: TokenFile = None,
+    server: Server,
     worker: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Mirror a running or finished run to trackers: steps, scalars, decisions.
@@ -65,11 +67,11 @@ def mirror(
         )
     targets = list(dict.fromkeys(Target.parse(text) for text in to))
     if worker >= 0:
-        _work(run, targets[0], folder, collector, token_file, worker)
+        _work(RunChoice(run, folder), targets[0], server, worker)
         return
     from vitals_plugins.bridges.mirrors.supervise import supervise
 
-    where = _where(run, folder, collector, token_file)
+    where = _where(run, folder, server)
     exit_codes = supervise(
         targets,
         lambda target, pipe: [
@@ -82,28 +84,19 @@ def mirror(
         raise typer.Exit(1)
 
 
-def _where(
-    run: str, folder: Path | None, collector: str, token_file: Path | None
-) -> tuple[str, ...]:
+def _where(run: str, folder: Path | None, server: Server) -> tuple[str, ...]:
     """Return the arguments that name the run once it exists, so that "latest" does not change."""
     folder, run = as_folder(run, folder)
-    address = None if folder is not None else find_collector(collector, token_file)
+    address = None if folder is not None else find_collector(server.collector, server.token_file)
     if address is None:
         return (str(run_dir_of(run, folder).path),)
     with client_of(address) as client:
         run_id = run_of(client, address, run)
-    tokens = () if token_file is None else ("--token-file", str(token_file))
-    return (run_id, "--collector", collector or address.url, *tokens)
+    tokens = () if server.token_file is None else ("--token-file", str(server.token_file))
+    return (run_id, "--collector", server.collector or address.url, *tokens)
 
 
-def _work(
-    run: str,
-    target: "Target",
-    folder: Path | None,
-    collector: str,
-    token_file: Path | None,
-    pipe: int,
-) -> None:
+def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> None:
     """Be the process of one target."""
     from vitals_plugins.bridges.mirrors import supervise
     from vitals_plugins.bridges.mirrors.trackers import open_tracker
@@ -124,7 +117,7 @@ def _work(
 
     os.set_blocking(pipe, False)
     os.set_inheritable(pipe, False)  # else what a tracker starts holds it open
-    with opened_run(run, folder, collector, token_file) as (opened, run_id):
+    with opened_run(choice, server) as (opened, run_id):
         states = state_folder(opened.folder, default_data_dir(os.environ), run_id)
         try:
             mirror(
@@ -181,6 +174,3 @@ class Pause:
 def _say(text: str) -> None:
     sys.stderr.write(f"mirror to {redact_text(printable(text))}\n")
     sys.stderr.flush()
-
-
-__all__ = ["register"]

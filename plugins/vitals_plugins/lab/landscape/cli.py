@@ -15,6 +15,7 @@ import typer
 
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints
+from trainvitals.cli.options import VitalsDir
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import replace_file
@@ -104,9 +105,7 @@ def landscape(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite files whose content differs.")
     ] = False,
-    directory: Annotated[
-        Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
-    ] = RUNS,
+    directory: VitalsDir = RUNS,
     form: Annotated[
         Format, typer.Option("--format", help="table: sentences; json; csv: each point.")
     ] = Format.TABLE,

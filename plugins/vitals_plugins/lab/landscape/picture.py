@@ -5,40 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
-from trainvitals.printable import printable
+from vitals_collector.report.curves import PlotColumn, ValueScale
+from vitals_collector.report.drawing import svg_cross, svg_document, svg_text
 
 if TYPE_CHECKING:
     from vitals_plugins.lab.landscape.surface import Losses
 
 _SIZE, _LEFT, _TOP, _BELOW, _RIGHT = 420, 80, 60, 56, 110
-_LOG_FROM = 20.0
-"""Greatest over least loss from which the axis is logarithmic."""
 _COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Viridis, from the lowest loss to the highest."""
 _NOT_FINITE = "#cc0000"
-
-
-class _Axis:
-    """Maps losses to 0 to 1, logarithmically where they are positive and span much."""
-
-    def __init__(self, losses: Losses) -> None:
-        finite = [loss for row in losses for loss in row if math.isfinite(loss)]
-        self.low, self.high = min(finite, default=0.0), max(finite, default=1.0)
-        self.is_log = self.low > 0.0 and self.high / _LOG_FROM > self.low
-
-    def part(self, value: float) -> float:
-        low, high, at = map(self._at, (self.low, self.high, value))
-        return (at - low) / (high - low) if high > low else 0.5
-
-    def ticks(self) -> list[float]:
-        if self.is_log:
-            return [self.low, math.sqrt(self.low) * math.sqrt(self.high), self.high]
-        return list(dict.fromkeys((self.low, self.low / 2 + self.high / 2, self.high)))
-
-    def _at(self, value: float) -> float:
-        return math.log(value) if self.is_log else value / 2  # their distance is always a float
 
 
 def picture(
@@ -53,14 +30,14 @@ def picture(
         along: label of the x-axis.
         lines: sentences below that.
     """
-    axis = _Axis(losses)
+    finite = PlotColumn()
+    for loss in (loss for row in losses for loss in row if math.isfinite(loss)):
+        finite.add(loss)
+    axis = ValueScale([finite])
     is_plane = len(losses) > 1
     width = max(_LEFT + _SIZE + _RIGHT, 40 + round(6.2 * max(map(len, (title, *lines)))))
     height = _TOP + _SIZE + _BELOW + 18 * len(lines)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(20, 24, title, size=15),
         f'<g transform="translate({_LEFT},{_TOP})">',
         *(_plane(places, losses, axis) if is_plane else _curve(places, losses[0], axis)),
@@ -71,10 +48,10 @@ def picture(
     parts += [
         _text(20, _TOP + _SIZE + _BELOW + 18 * number, line) for number, line in enumerate(lines)
     ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return svg_document(width, height, parts)
 
 
-def _curve(places: Sequence[float], losses: Sequence[float], axis: _Axis) -> list[str]:
+def _curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[str]:
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_text(4, -8, what)]
     parts += [_text(-6, _y(axis, tick) + 4, f"{tick:.4g}", anchor="end") for tick in axis.ticks()]
@@ -85,7 +62,7 @@ def _curve(places: Sequence[float], losses: Sequence[float], axis: _Axis) -> lis
             continue
         parts += _polyline(stretch)
         stretch = []
-        parts.append(_cross(at))
+        parts.append(svg_cross(round(at, 1), _NOT_FINITE, "not finite"))
     parts += _polyline(stretch)
     parts += [
         f'<circle cx="{at:.1f}" cy="{_y(axis, loss):.1f}" r="2.5" fill="#3465a4">'
@@ -102,14 +79,7 @@ def _polyline(points: Sequence[str]) -> list[str]:
     return [f'<polyline fill="none" stroke="#3465a4" points="{" ".join(points)}"/>']
 
 
-def _cross(at: float) -> str:
-    return (
-        f'<path d="M{at - 4:.1f},2l8,8m0,-8l-8,8" stroke="{_NOT_FINITE}" stroke-width="2">'
-        "<title>not finite</title></path>"
-    )
-
-
-def _plane(places: Sequence[float], losses: Losses, axis: _Axis) -> list[str]:
+def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[str]:
     size = _SIZE / len(places)
     parts = []
     for up, (row, second) in enumerate(zip(losses, places, strict=True)):
@@ -155,7 +125,7 @@ def _spread(places: Sequence[float]) -> list[float]:
     return [_SIZE * (coord - places[0]) / (places[-1] - places[0]) for coord in places]
 
 
-def _y(axis: _Axis, loss: float) -> float:
+def _y(axis: ValueScale, loss: float) -> float:
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 
@@ -167,10 +137,4 @@ def _color(part: float) -> str:
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">'
-        f"{escape(printable(text))}</text>"
-    )
-
-
-__all__ = ["picture"]
+    return svg_text(round(x, 1), round(y, 1), text, anchor=anchor, size=size)

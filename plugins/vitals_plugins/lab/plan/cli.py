@@ -4,6 +4,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from trainvitals.cli.options import FactsForm
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize
@@ -63,7 +64,7 @@ def show_plan(
         float,
         typer.Option(help="Price of a GPU for an hour.", envvar="VITALS_GPU_HOUR_PRICE", min=0.0),
     ] = 0.0,
-    form: Annotated[Format, typer.Option("--format", help="table, json or csv.")] = Format.TABLE,
+    form: FactsForm = Format.TABLE,
 ) -> None:
     """Estimate the needs of a training: FLOPs, memory per GPU, batch, days and price.
 

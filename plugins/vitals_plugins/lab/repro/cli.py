@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainvitals.cli.output import ReportFormat, write_json
+from trainvitals.cli.options import LocalRun, ReportFormat, VitalsDir
+from trainvitals.cli.output import write_json
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
     from vitals_plugins.lab.repro.verdict import ReplayVerdict
 
-_Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Run id or its beginning, name, or folder (a run's, or one with runs)."
-    ),
-]
-_Dir = Annotated[
-    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the ``repro`` command."""
@@ -40,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def repro(
-    run: _Run,
+    run: LocalRun,
     step: Annotated[int, typer.Argument(help="The bad step.")],
     entry: Annotated[
         str,
@@ -53,10 +44,10 @@ def repro(
     rank: Annotated[
         int, typer.Option(min=-1, show_default="the lowest rank that kept it", help="Whose step.")
     ] = -1,
-    directory: _Dir = Path("vitals_runs"),
-    form: Annotated[ReportFormat, typer.Option("--format", help="How to write the verdict.")] = (
-        ReportFormat.TABLE
-    ),
+    directory: VitalsDir = Path("vitals_runs"),
+    form: Annotated[
+        ReportFormat, typer.Option("--format", help="How to write the verdict.")
+    ] = "table",
 ) -> None:
     """Re-run a bad step in this process, and name the cause.
 
@@ -88,7 +79,7 @@ def repro(
             hint="it gets the batch as the loader gave it; " + CONTRACT,
         ) from None
     kept_in = keep(verdict, file.path)
-    if form is ReportFormat.JSON:
+    if form == "json":
         write_json(verdict)
     else:
         typer.echo("\n".join(_lines(verdict, capsule, kept_in)))
