@@ -452,3 +452,12 @@ def test_parameters_that_a_later_check_found_are_told_before_the_loss():
         "Rank 1's parameters were NaN or infinite before step 540, found by the check at step 542. "
         "Then: Rank 1's loss was NaN at steps 540 to 542."
     )
+
+
+def test_a_straggler_costs_what_the_others_waited_and_few_healthy_steps_resolve_nothing():
+    told = said(
+        run=run("finished", last_step=549), is_open=False, late_seconds=30.0,
+        findings=found(finding("straggler", 542, rank=1).finding),
+    )  # fmt: skip
+    assert "1 other rank waited 30 s for it." == told.cost
+    assert told.state.endswith("Last bad step 542, with 7 healthy steps after it.")

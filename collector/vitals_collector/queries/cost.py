@@ -119,6 +119,21 @@ def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[Finding
     return total_ns / 1e9
 
 
+def late_seconds(
+    numbers: NumbersReader, run_id: str, found: Sequence[FindingView], steps: tuple[int, int]
+) -> float:
+    """Return how long the other ranks waited for a straggler in these steps, the last included.
+
+    Its finding has the part of a step that it costs.
+    """
+    shares = [v.finding.value or 0.0 for v in found if v.finding.kind == "straggler"]
+    if not shares:
+        return 0.0
+    span = RowSpan(run_id, "steps", ("rank:0",), from_step=steps[0], to_step=behind(steps[1]))
+    took, is_missing = numbers.scan(span, ["step_duration_seconds"])["step_duration_seconds"]
+    return max(shares) * float(np.nansum(np.where(is_missing, 0.0, took.astype(np.float64))))
+
+
 def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
     """Return GPU-hours, None where no GPU is known, and what they cost, where a price is set."""
     if not gpu_seconds:
@@ -213,7 +228,8 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
 
 
 __all__ = [
-    *("PRICE_VARIABLE", "Lost", "hours_and_money", "lost_spans", "lost_work", "price_in"),
+    *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
+    "price_in",
     "price_of_environment",
     "total",
 ]

@@ -224,6 +224,7 @@ def incident_ids(
 
 __all__ = [
     *(
+        "DEATHS",
         "FOLLOWING_STEPS",
         "NEAR_STEPS",
         "SAME_CAUSE_STEPS",

@@ -37,9 +37,10 @@ from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import story
 from vitals_collector.queries.attribution import Precursor, precursor
-from vitals_collector.queries.cost import lost_work
+from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import Evidence, gather
 from vitals_collector.queries.grouping import (
+    DEATHS,
     FOLLOWING_STEPS,
     NEAR_STEPS,
     SEVERITIES,
@@ -188,7 +189,7 @@ def _read(
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     groups = [
-        _over_condition(members, records, run, holding)
+        _to_last_step(_over_condition(members, records, run, holding), run)
         for members in _from_movers(moment.sql, run.run_id, group(items))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
@@ -230,6 +231,18 @@ def _from_movers(
             )
         moved.append([first, *members[1:]])
     return moved
+
+
+def _to_last_step(members: list[Item], run: RunSummary) -> list[Item]:
+    """Let a run's death be at its last step: a rank that reports it knows only earlier ones."""
+    first, late = members[0], run.last_step
+    if (
+        run.state in ("failed", "lost")
+        and first.cause in DEATHS
+        and first.onset < late <= first.onset + NEAR_STEPS
+    ):
+        return [first._replace(onset=late, last=late), *members[1:]]
+    return members
 
 
 def _over_condition(
@@ -302,10 +315,14 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         alerts = alerts_for_decision(view.decision, run_id=view.run_id)
         _note_raised(raised, alerts, len(items))
         items.append(item_of_decision(i, view.decision, view.time_unix_ns))
-    last = max((item.attempt for item in items), default=0)
+    coded = [event for event in records.events if event.code]
+    attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
+    last = max((attempt for attempt in attempts if attempt), default=0)
+    # Of a death some writers know no step: it is where the others saw it.
+    end = max((event.view.step for event in coded), default=0)
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
-            step, when = max(alert.step, 0), alert.started_unix_ns
+            step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
             items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
     for i, restart in enumerate(records.restarts):
         step = restart.last_step
@@ -317,7 +334,8 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         )  # fmt: skip
     for i, event in enumerate(records.events):
         if event.code:
-            step, view_ = max(event.view.step, 0), event.view
+            view_ = event.view
+            step = view_.step if view_.step >= 0 else max(end, 0)
             attempt = view_.attempt or last
             domain = domain_of(event.code, event.code)
             items.append(
@@ -577,6 +595,9 @@ class _Incidents:
             waits=[v for v in found if v.finding.kind in ("waiting", "hang")],
             is_timed=is_whole,
         )
+        late, span = 0.0, (bundle.onset, bundle.last)
+        if is_whole:
+            late = late_seconds(self.moment.numbers, run_id, found, span)
         step, played = self._capsule(bundle)
         facts = VerdictFacts(
             run=self.run,
@@ -597,6 +618,7 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
+            late_seconds=late,
             restarts=restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),

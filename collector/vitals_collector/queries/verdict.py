@@ -97,6 +97,8 @@ class VerdictFacts:
     alerts: Sequence[AlertView] = ()
     events: Sequence[EventView] = ()
     lost: LostWork = field(default_factory=LostWork)
+    late_seconds: float = 0.0
+    """Time that the other ranks waited for a straggler."""
     restarts: Sequence[Restart] = ()
     """Those that followed it and lost steps."""
     precursor: str | None = None
@@ -156,7 +158,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         is_hung=hang is not None,
         cause=_line(cause(facts)),
         action=_line(action(facts.decisions, facts.restarts)),
-        cost=_line(cost(facts.lost, facts.run.world_size, 0.0 if hang is None else hang.seconds)),
+        cost=_line(_cost_of(facts, hang)),
         before=_line(before(facts.precedent)),
         next=_line(text),
         played=_line(facts.played),
@@ -441,6 +443,16 @@ def _did_once(decision: Decision) -> str:
 
 
 # ---------------------------------------------------------------------------------------- cost
+
+
+def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
+    world_size = facts.run.world_size
+    text = cost(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
+    if not facts.late_seconds:
+        return text
+    others = humanize_count(max(1, world_size - 1), "other rank")
+    waited = f"{_capital(others)} waited {_duration(facts.late_seconds)} for it."
+    return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
