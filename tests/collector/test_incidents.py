@@ -22,13 +22,15 @@ from tests.support.examples import examples
 from tests.support.queries import At, query
 from tests.support.served import Served
 from trainvitals.alerting import alerts_for_decision
+from trainvitals.clock import SystemClock
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
-from trainvitals.views import IncidentsQuestion, IncidentView
+from trainvitals.views import FindingsQuestion, IncidentsQuestion, IncidentView, StepQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.cost import lost_spans
+from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.grouping import (
     FOLLOWING_STEPS,
-    NEAR_STEPS,
+    SAME_CAUSE_STEPS,
     Item,
     group,
     incident_ids,
@@ -86,7 +88,7 @@ def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
 
 def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(store: Store):
     ranks = troubled_run(store)
-    waits = [5.0 if step == ONSET - 4 else 0.01 for step in range(BAD + 2)]
+    waits = [5.0 if 0 <= step - ONSET + 4 < 3 else 0.01 for step in range(BAD + 2)]
     ingest(store, Writer("rank:2").steps(range(BAD + 2), data_wait_seconds=list(waits)))
     end(store, ranks)
     slow, bad = told(store)
@@ -229,6 +231,43 @@ def test_a_throttle_is_told_by_its_reasons_however_it_ended(store: Store, masks,
     assert expected in said
 
 
+def test_an_incident_begins_where_its_cause_was_first_out_and_lasts_while_it_holds(store: Store):
+    writer, last = Writer(), 420
+    losses = [2.0 + 0.01 * (s % 7) for s in range(last)]
+    losses[300:400] = [9.0 + 0.01 * (s % 7) for s in range(100)]
+    ingest(store, writer.steps(range(last), rank_loss=losses, learning_rate=[
+        1e-3 if s < 297 else 0.03 for s in range(last)
+    ]))  # fmt: skip
+    found = finding("divergence", 303, onset_step=300, cause="loss_divergence")
+    ingest(store, writer.events(found, step=303))
+    reader = FolderQuery(store, clock=SystemClock())
+    (one,) = (
+        each
+        for each in reader.ask(IncidentsQuestion(run_id=RUN))
+        if "loss_divergence" in {view.finding.cause for view in each.findings}
+    )
+    assert 297 == one.onset_step
+    assert one.last_step >= 397
+    assert "Moved first: the learning rate jumped at step 297" in one.verdict.cause
+
+
+def test_a_directory_tells_of_what_only_the_watchers_find(store: Store):
+    """The finding is in `vitals why` and in the incidents, without a question about alerts."""
+    steps = range(400)
+    waits = [0.4 if s in (300, 301, 302) else 0.001 for s in steps]
+    took = [0.01 + wait for wait in waits]
+    ingest(
+        store, Writer().steps(steps, data_wait_seconds=waits, step_duration_seconds=took, loss=1.0)
+    )
+    reader = FolderQuery(store, clock=SystemClock())
+    findings = reader.ask(StepQuestion(run_id=RUN, step=302)).findings
+    assert ["data_bound"] == [view.finding.cause for view in findings]
+    assert 300 == findings[0].finding.onset_step
+    (one,) = reader.ask(IncidentsQuestion(run_id=RUN))
+    assert (300, 302) == (one.onset_step, one.last_step)
+    assert reader.ask(FindingsQuestion(run_id=RUN)) == findings
+
+
 # ------------------------------------------------------------------------------------ grouping
 
 
@@ -253,13 +292,18 @@ def d(action: str, step: int, **how: object) -> Decision:
 
 _SIX = ["40", "80", "120", "160", "200", "240"]
 _BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
+_PARAMS = f(12, "nonfinite_params", cause="nonfinite_params")
+_SKIP = d("skip_step", 10)
 
 
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
-        ((f(10), f(10 + NEAR_STEPS)), ["10 60"]),
-        ((f(10), f(11 + NEAR_STEPS)), ["10", "61"]),
+        ((f(10), f(10 + SAME_CAUSE_STEPS)), ["10 30"]),
+        ((f(10), f(11 + SAME_CAUSE_STEPS)), ["10", "31"]),
+        (tuple(f(40 * i) for i in range(1, 7)), _SIX),
+        ((f(10, cause="nonfinite_loss"), _PARAMS, _SKIP), ["12 10 10"]),
+        ((f(10, cause="nonfinite_loss"), _PARAMS), ["10 12"]),
         ((f(10), f(200, onset_step=40)), ["10 200"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="b")), ["10", "12"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="a")), ["10 12"]),

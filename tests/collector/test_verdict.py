@@ -421,3 +421,43 @@ def test_over_http_it_is_the_same(served: Served):
         told = client.ask(VerdictQuestion(run_id=RUN))
     named = "Moved first: gradient norm of layer `h.1` at step 158 (500, usually 3.03;"
     assert told.verdict.cause.startswith(f"Rank 1's loss was NaN at step 160. {named}")
+
+
+# ------------------------------------------------------------------------------------ next action
+
+
+@pytest.mark.parametrize(
+    ("cause", "command"),
+    [
+        ("nonfinite_params", f"vitals checkpoints list {RUN}"),
+        ("data_bound", "DataLoader("),
+        ("lr_jump", "monitor.expect("),
+        ("layer_gradient", "requires_grad"),
+    ],
+)
+@pytest.mark.parametrize("state", ["halted", "running", "finished"])
+def test_a_cause_that_goes_on_has_a_command_or_a_line_of_code(cause: str, command: str, state: str):
+    told = said(run=run(state), cause=cause, last=560, findings=found(finding(cause, 560).finding))
+    assert command in told.next
+
+
+def test_parameters_that_a_later_check_found_are_told_before_the_loss():
+    params = finding("nonfinite_params", 542, rank=1, cause="nonfinite_params", value=1.0).finding
+    told = said(
+        cause="nonfinite_params",
+        findings=found(nan(540), nan(541), nan(542), params),
+        decisions=ledger(*(d("skip_step", s, rank=1, value=math.nan) for s in (540, 541))),
+    )
+    assert told.cause.startswith(
+        "Rank 1's parameters were NaN or infinite before step 540, found by the check at step 542. "
+        "Then: Rank 1's loss was NaN at steps 540 to 542."
+    )
+
+
+def test_a_straggler_costs_what_the_others_waited_and_few_healthy_steps_resolve_nothing():
+    told = said(
+        run=run("finished", last_step=549), is_open=False, late_seconds=30.0,
+        findings=found(finding("straggler", 542, rank=1).finding),
+    )  # fmt: skip
+    assert "1 other rank waited 30 s for it." == told.cost
+    assert told.state.endswith("Last bad step 542, with 7 healthy steps after it.")

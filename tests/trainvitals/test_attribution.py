@@ -75,7 +75,7 @@ def seen(damage, *, bad=BAD, last=BAD + 20, every=1) -> OnsetTracker:
     return tracker
 
 
-def named(tracker: OnsetTracker, step: int = BAD + 15, **options) -> tuple | None:
+def named(tracker: OnsetTracker, step: int = BAD + 5, **options) -> tuple | None:
     onset = origin(tracker.onsets, attempt=1, step=step, **options)
     return None if onset is None else (onset.step, onset.subject, onset.where, onset.series)
 
@@ -102,6 +102,19 @@ CASES = {
     "the optimizer's state is written from outside": (
         lambda s, k: change(s, layers={("h.3", "moment_written_ratio"): 1.0}) if k == 0 else s,
         (BAD, "optimizer", "h.3", "moment_written_ratio"),
+    ),
+    "one layer's weights, of which only the other layers' gradients tell": (
+        lambda s, k: change(
+            s,
+            layers={
+                (n, "grad_norm"): 20.0 * s.layers[n]["grad_norm"] for n in LAYERS if n != "h.4"
+            },
+        ),
+        (BAD, "layer", "h.4", "weights"),
+    ),
+    "one layer's weights, so large that all other gradients overflow": (
+        lambda s, k: change(s, layers={(n, "grad_norm"): math.inf for n in LAYERS if n != "h.4"}),
+        (BAD, "layer", "h.4", "weights"),
     ),
     "the last of the layers that turned is where backward began": (
         lambda s, k: change(s, layers={(n, "grad_norm"): NAN for n in LAYERS[:4]}),
@@ -190,12 +203,6 @@ def test_the_onset_is_the_same_whenever_somebody_asks(asked):
 
 
 def test_without_what_would_tell_data_from_weights_no_cause_is_named():
-    def bare(step: MergedStep) -> MergedStep:
-        layers = {name: {"grad_norm": row["grad_norm"]} for name, row in step.layers.items()}
-        return MergedStep(
-            step=step.step, attempt=1, time_unix_ns=0, run=step.run, ranks=step.ranks, layers=layers
-        )
-
     for loss in (5.0, NAN):
         tracker = OnsetTracker()
         for number in range(BAD + 5):
@@ -206,10 +213,74 @@ def test_without_what_would_tell_data_from_weights_no_cause_is_named():
         assert not tracker.onsets[-1].is_cause
 
 
-def test_what_was_over_long_before_the_trouble_is_not_what_it_came_from():
+def bare(step: MergedStep) -> MergedStep:
+    """Return a step with the default signals."""
+    layers = {name: {"grad_norm": row["grad_norm"]} for name, row in step.layers.items()}
+    return MergedStep(
+        step=step.step, attempt=1, time_unix_ns=0, run=step.run, ranks=step.ranks, layers=layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "subject"),
+    [
+        ([6.0, 5.0, 7.0], "data"),
+        ([6.0, 5.0, 4.0, 3.4, 3.0, 2.7, 2.5, 2.4, 2.3, 2.2, 2.2], "losses"),
+        ([6.0] * 11, "losses"),
+    ],
+)
+def test_a_loss_that_is_back_at_once_was_due_to_its_data_and_one_that_heals_was_not(
+    losses: list[float], subject: str
+):
+    tracker = OnsetTracker()
+    for number in range(BAD + 25):
+        step = bare(healthy(number))
+        if BAD <= number < BAD + len(losses):
+            high = losses[number - BAD]
+            step = change(step, ranks={("rank_loss", rank): high for rank in range(4)})
+        tracker.update(step)
+    assert (BAD, subject) == named(tracker)[:2]
+
+
+def test_a_layer_stands_out_among_layers_that_are_noisy_together():
+    """A batch moves all layers' gradients by as much as the fault moves one: the share tells."""
+    tracker = OnsetTracker()
+    for number in range(BAD + 3):
+        draws = np.random.default_rng([number, 3])
+        common, step = float(np.exp(1.2 * draws.standard_normal())), bare(healthy(number))
+        norms = {n: common * step.layers[n]["grad_norm"] for n in LAYERS}
+        if number == BAD:
+            norms["h.2"] *= 40.0
+        tracker.update(change(step, layers={(n, "grad_norm"): v for n, v in norms.items()}))
+    assert (BAD, "layer", "h.2", "grad_norm") == named(tracker)
+
+
+def test_a_value_that_turned_nan_at_the_step_outranks_a_series_that_was_high_before():
+    def damage(step, age):
+        if age == 5:
+            return change(step, layers={("h.4", "grad_norm"): NAN})
+        return change(step, layers={("h.2", "grad_norm"): 300.0}) if age < 5 else step
+
+    tracker = seen(damage)
+    assert (BAD, "layer", "h.2", "grad_norm") == named(tracker, BAD + 4)
+    assert (BAD + 5, "layer", "h.4", "grad_norm") == named(tracker, BAD + 5)
+
+
+def test_a_learning_rate_that_jumped_outranks_the_nan_that_followed():
+    def damage(step, age):
+        step = change(step, run={"learning_rate": 0.03})
+        return change(step, layers={("h.4", "grad_norm"): NAN}) if age == 5 else step
+
+    assert (BAD, "lr", "", "learning_rate") == named(seen(damage), BAD + 5)
+
+
+def test_what_has_clean_steps_behind_it_is_no_cause_unless_it_lasts():
     tracker = seen(CASES["a layer's gradients explode"][0], last=BAD + 100)
-    assert named(tracker, BAD + 39) is not None
-    assert None is named(tracker, BAD + 41)
+    assert named(tracker, BAD + 9) is not None
+    assert None is named(tracker, BAD + 10)
+    written = seen(CASES["the optimizer's state is written from outside"][0], last=BAD + 100)
+    assert named(written, BAD + 39) is not None
+    assert None is named(written, BAD + 41)
 
 
 def test_what_was_announced_is_no_origin():

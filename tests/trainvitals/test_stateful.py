@@ -182,7 +182,7 @@ IN_STORES = {
     "weight_norm": "place logarithms episode",
     "activation": "place courses dead episode collapse",
     "throughput": "place pace measures block blocks best noise low episode",
-    "data_bound": "place waits durations of_rank start episode",
+    "data_bound": "place waits durations of_rank start episode usual stalled stall_episode",
     "straggler": "place window optimizer since told",
     "memory_creep": "place total settling scales creeps episode",
     "rank_loss": "place counts told",

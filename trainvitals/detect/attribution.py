@@ -52,6 +52,8 @@ LEAST = 20
 every 10th step by default."""
 SPAN = 100
 """Minimum number of steps of a reference."""
+LEAST_LAYERS = 4
+"""With fewer layers, there are no others to compare one with."""
 MOST_LAYERS = 4096
 MOST_RANKS = 1024
 """Layers and ranks above these numbers are not followed: this bounds the memory."""
@@ -63,6 +65,16 @@ _SETTING = 1.5
 """Ratio from which a change of a setting is deliberate, not scheduled."""
 _WARM = 50
 """Steps before a learning rate is judged: warm-up multiplies it."""
+_SHIFT = math.log(3.0)
+"""Least change of a layer's gradient norm relative to the other layers, as a logarithm: the shares
+of healthy layers drift."""
+_LONGEST_BATCHES = 10
+"""Steps of bad data at most; a longer problem is not shown to be the data."""
+_HEALED = 5
+"""Steps after a loss that was out, by which it is known whether it is back."""
+_STILL = 10
+"""Steps after which an episode that ended is no cause: clean steps lie behind it. What lasts, such
+as a setting or written weights, counts for ``WINDOW`` steps."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
@@ -111,6 +123,17 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_speed(self) -> bool:
         """Whether it concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it changed what later steps start from, even if nothing is out for a while."""
+        is_frozen = self.value == 0.0 and self.sigmas is None
+        return is_frozen or self.subject in ("lr", "config") or self.series in _STATE_SERIES
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether a number turned NaN or infinite."""
+        return self.value is None and not self.is_lasting
 
 
 class _Out(NamedTuple):
@@ -336,9 +359,13 @@ _LOGARITHM = 1e-3
 _FLOORS = {
     "grad_norm": _LOGARITHM, "activation_rms": _LOGARITHM, "update_norm": _LOGARITHM,
     "weight_norm": 1e-7, "rank_loss": 1e-4, "loss": 1e-4, "others": 1e-4, "data_wait_seconds": 0.05,
-    "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM,
+    "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM, "grad_share": _LOGARITHM,
 }  # fmt: skip
 _SETTINGS = ("max_norm", "weight_decay")
+INFERRED_WEIGHTS = "weights"
+"""Series of an onset that was inferred: weights of one layer grew if the gradients of all other
+layers did and its own did not, as the chain rule has it."""
+_STATE_SERIES = frozenset({"weight_written_ratio", "moment_written_ratio", INFERRED_WEIGHTS})
 _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("weight_written_ratio", 2, "layer"),
     ("moment_written_ratio", 3, "optimizer"),
@@ -393,6 +420,13 @@ class _Episode:
         now = max(each.step for each in out)
         onset = self.onset
         if onset is None or attempt != onset.attempt:
+            self._long, self._order = 0, first.order
+            self.onset = _onset(attempt, first, out, now, is_old=is_old)
+            return True
+        turned = [each for each in out if each.value is None and each.sigmas is None]
+        if turned and not onset.is_nonfinite and not onset.is_lasting:
+            # A NaN does not follow from a series that was only high: it has its own origin.
+            first = min(turned, key=lambda each: (each.step, each.order))
             self._long, self._order = 0, first.order
             self.onset = _onset(attempt, first, out, now, is_old=is_old)
             return True
@@ -464,7 +498,11 @@ class OnsetTracker:
         self._layers_at: tuple[int, int] = (0, -2)
         self._weights: Floats = np.empty(0)
         self._had_gradient = np.empty(0, dtype=np.bool_)
-        self._gradients_moved = False
+        self._gradients_moved = self._has_share_moved = False
+        self._loss_height: tuple[float, bool] | None = None
+        """Distance of the step's loss from its middle, and whether it is out."""
+        self._loss_bad: list[float] = []
+        self._loss_after: list[float] = []
         self._key = (0, -1)
         self._durations: deque[float] = deque(maxlen=LAG)
 
@@ -508,13 +546,41 @@ class OnsetTracker:
                 self._judged_from = self._key
         is_old = self._num_judged <= GUARD and not any(each.sigmas is None for each in out)
         changed = self._advance(self._numbers, merged.attempt, out, is_old=is_old)
+        self._follow_loss(merged)
         changed |= self._advance(
             self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
         )
         for course, values, is_of_speed in looked:
-            episode = self._speed if is_of_speed else self._numbers
-            course.add(values, merged.step, is_quiet=episode.is_quiet)  # type: ignore[arg-type]
+            is_quiet = (self._speed if is_of_speed else self._numbers).is_quiet
+            if course is self._of_layers.get("grad_share"):
+                is_quiet = is_quiet and not self._has_share_moved
+            course.add(values, merged.step, is_quiet=is_quiet)  # type: ignore[arg-type]
         return changed
+
+    def _follow_loss(self, merged: MergedStep) -> None:
+        """Name the data once a loss that was out is back from one step to the next.
+
+        Damaged weights and optimizer states do not heal in a step, so the batches were bad. Without
+        this, only a measurement of the weights tells the two apart.
+        """
+        onset, last = self._numbers.onset, self._loss_height
+        if onset is None or (onset.subject, onset.series) != ("losses", "loss") or last is None:
+            self._loss_bad, self._loss_after = [], []
+            return
+        away, is_out = last
+        self._loss_after.append(away)
+        if is_out:
+            self._loss_bad += self._loss_after
+            self._loss_after = []
+        bad, after = self._loss_bad[-_LONGEST_BATCHES:], self._loss_after
+        if len(after) != _HEALED or not bad or len(bad) < len(self._loss_bad):
+            return
+        height, peak = math.fsum(bad) / len(bad), max(bad)
+        is_back = after[0] < bad[-1] / 3 and math.fsum(after) < len(after) * height / 8
+        if height >= peak / 3 and is_back:
+            where = "rank:0" if len(merged.ranks.get("rank_loss", ())) == 1 else ""
+            onset = msgspec.structs.replace(onset, subject="data", where=where)
+            self._numbers.onset = self._onsets[onset.attempt, onset.step, False] = onset
 
     def _advance(
         self, episode: _Episode, attempt: int, out: Sequence[_Out], *, is_old: bool
@@ -524,7 +590,7 @@ class OnsetTracker:
             return False
         onset = episode.onset
         is_new = was is None or (was.attempt, was.step) != (onset.attempt, onset.step)
-        if is_new and was is not None and was.attempt == onset.attempt:
+        if is_new and was is not None and (was.attempt, was.step) > (onset.attempt, onset.step):
             self._onsets.pop((was.attempt, was.step, was.is_of_speed), None)
         self._onsets[onset.attempt, onset.step, episode is self._speed] = onset
         while len(self._onsets) > MOST_ONSETS:
@@ -608,6 +674,7 @@ class OnsetTracker:
             finite_losses = [loss]
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
+        self._loss_height = None
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -626,6 +693,7 @@ class OnsetTracker:
     ) -> bool:
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._look_at("loss", mean, looked)
+        self._loss_height = (mean - middle, sigmas > 0.0)
         if sigmas > SIGMAS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
@@ -834,10 +902,17 @@ class OnsetTracker:
         """Return whether any layer's gradient norm left its normal range."""
         if norms is None:
             return False
-        bad = ~np.isfinite(norms) & rows.has("grad_norm")
+        has_row = rows.has("grad_norm")
+        bad = ~np.isfinite(norms) & has_row
         if bad.any():
-            # Backward starts at the last layer, so the last of the bad layers was the first.
-            out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
+            # Backward starts at the last layer, so the last of the bad layers was the first. A
+            # single finite layer between bad ones has the weights that made the others overflow.
+            finite_at = np.flatnonzero(has_row & ~bad)
+            is_between = len(finite_at) == 1 and bad[finite_at[0] + 1 :].any()
+            if is_between and bad.sum() >= LEAST_LAYERS - 1:
+                out.append(self._layer(step, 4.5, int(finite_at[0]), INFERRED_WEIGHTS))
+            else:
+                out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
         is_zero = (norms == 0.0) & before
@@ -850,6 +925,7 @@ class OnsetTracker:
             "grad_norm", _logarithm(norms), looked, of_layers=True
         )
         at = int(np.argmax(z))
+        self._of_shares(norms, _logarithm(norms) - middle[: len(norms)], step, out, looked, lossy)
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
             if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
@@ -857,6 +933,47 @@ class OnsetTracker:
             else:
                 out.append(_Out(step, 13, "gradients", "", "grad_norm", *numbers))
         return bool(z.max() >= SIGMAS / 2)
+
+    def _of_shares(
+        self,
+        norms: Floats,
+        away: Floats,
+        step: int,
+        out: list[_Out],
+        looked: list[_Looked],
+        lossy: bool,
+    ) -> None:
+        """Judge each layer's gradient norm relative to the other layers: what all share cancels.
+
+        Args:
+            norms: gradient norm of each layer.
+            away: logarithm of each norm, less its usual value.
+            step: the step.
+            out: gets the series that are out.
+            looked: gets the judged series.
+            lossy: whether the loss is out, so that a larger gradient is an effect.
+        """
+        at = np.flatnonzero(np.isfinite(norms) & (norms > 0.0))
+        if len(at) < LEAST_LAYERS:
+            return
+        logs = np.log(norms[at])
+        shares = np.full(len(norms), np.nan)
+        shares[at] = logs - np.array(_others(logs.tolist()))
+        z, middle = self._sigmas_beyond_limit("grad_share", shares, looked, of_layers=True)
+        moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
+        self._has_share_moved = bool(moved.any())
+        if int(moved.sum()) != 1:
+            return
+        one = int(np.argmax(moved))
+        rest = np.delete(away, one)
+        common = float(np.median(rest[np.isfinite(rest)])) if np.isfinite(rest).any() else 0.0
+        if z[one] < 0.0 and common > _SHIFT and abs(away[one]) < common / 2:
+            numbers = (math.exp(common), 1.0, float(-z[one]))
+            out.append(_Out(step, 4.5, "layer", self._names[one], INFERRED_WEIGHTS, *numbers))
+        elif z[one] > SIGMAS and not lossy and away[one] > _SHIFT:
+            usual = float(math.exp(math.log(norms[one]) - away[one]))
+            numbers = (float(norms[one]), usual, float(z[one]))
+            out.append(_Out(step, 13, "layer", self._names[one], "grad_norm", *numbers))
 
     def _of_updates(
         self,
@@ -946,13 +1063,26 @@ def origin(
         for onset in onsets
         if onset.attempt == attempt
         and onset.step <= step
-        and onset.last_step > step - WINDOW
+        and onset.last_step > step - (WINDOW if onset.is_lasting else _STILL)
         and onset.step > step - _LONGEST
         and not any(first <= onset.step < first + num for first, num in planned)
         and (is_of_speed is None or onset.is_of_speed == is_of_speed)
     ]
-    first = min(near, key=lambda onset: onset.step, default=None)
+    # A number that is NaN at the step outranks every earlier series that was only high.
+    turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
+    lasting = [onset for onset in near if onset.is_lasting]
+    first = min(turned + lasting if turned else near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
 
 
-__all__ = ["GUARD", "LAG", "REFERENCE", "WINDOW", "Next", "Onset", "OnsetTracker", "origin"]
+__all__ = [
+    "GUARD",
+    "INFERRED_WEIGHTS",
+    "LAG",
+    "REFERENCE",
+    "WINDOW",
+    "Next",
+    "Onset",
+    "OnsetTracker",
+    "origin",
+]

@@ -61,8 +61,8 @@ class _Faults:
         self._step = step
         for injector in self._injectors:
             injector.begin(step)
-        stalls = any(injector.stalls for injector in self._injectors)
-        time.sleep(0.5 if stalls else _PACE_SECONDS)
+        if any(injector.stalls for injector in self._injectors):
+            time.sleep(0.5)
 
     def batch(self, batch: Batch) -> Batch:
         for injector in self._injectors:
@@ -70,6 +70,7 @@ class _Faults:
         return batch
 
     def before_forward(self) -> None:
+        time.sleep(_PACE_SECONDS)  # not in the loader, which would make the run data-bound
         for fault, injector in zip(self._faults, self._injectors, strict=True):
             injector.before_forward()
             if fault.name == "nan_weight" and self._step == fault.step:

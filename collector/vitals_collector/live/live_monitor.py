@@ -106,6 +106,21 @@ def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
 
 
+class _Conditions(msgspec.Struct):
+    open: list[Finding] = []
+    lasting: list[Finding] = []
+
+
+def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
+    """Return the findings of watchers whose condition still held at the last step they saw."""
+    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    body = connection.execute(query).scalar()
+    if body is None:
+        return ()
+    saved = msgspec.msgpack.decode(body, type=_Conditions)
+    return (*saved.open, *saved.lasting)
+
+
 def unread_runs(connection: Connection, of: Collection[str] | None = None) -> list[str]:
     """Return the runs, of all or of some, of which more is stored than the watchers are done with.
 

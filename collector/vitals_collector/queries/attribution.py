@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, select
 
-from trainvitals.detect.attribution import LAG, REFERENCE, WINDOW, Next, Onset, OnsetTracker, origin
+from trainvitals.detect.attribution import (
+    INFERRED_WEIGHTS,
+    LAG,
+    REFERENCE,
+    WINDOW,
+    Next,
+    Onset,
+    OnsetTracker,
+    origin,
+)
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected
@@ -71,12 +80,7 @@ def precursor(
     live = watched_onsets(moment.sql, run_id)
     if (
         live is not None
-        and live.from_key <= (attempt, step - WINDOW)
-        and live.to_key
-        >= (
-            attempt,
-            step,
-        )
+        and live.from_key <= (attempt, step - WINDOW) <= (attempt, step) <= live.to_key
     ):
         onsets = live.onsets
     else:
@@ -235,6 +239,8 @@ def _what(onset: Onset) -> str:
     if onset.series == "moment_written_ratio":
         whose = f"of {where} " if onset.where else ""
         return f"optimizer state {whose}was written by something else than the optimizer"
+    if onset.series == INFERRED_WEIGHTS:
+        return f"weights of {where}: the gradients of the other layers grew, its own did not,"
     if onset.subject == "lr":
         if onset.series == "learning_rate":
             return "the learning rate jumped"
@@ -269,6 +275,8 @@ def _where(where: str) -> str:
 def _numbers(onset: Onset) -> str:
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
+    if onset.series == INFERRED_WEIGHTS:
+        return f" (the others {onset.value:.3g}x their usual norm)"
     if onset.sigmas is None:
         if onset.usual is None:
             return ""

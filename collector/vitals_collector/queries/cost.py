@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 
 from trainvitals.errors import ConfigError
 from trainvitals.records import is_skip
-from trainvitals.views import DecisionView, LostWork
+from trainvitals.views import DecisionView, FindingView, LostWork
 from vitals_collector.live.restarts import Lost, Restart
 from vitals_collector.numbers.interface import AttemptRow, NumbersReader, RowSpan, lineage
 from vitals_collector.queries.series import attempt_rows, behind
@@ -54,13 +54,27 @@ def lost_work(
     price: float,
     *,
     restarts: Sequence[Restart] = (),
+    waits: Sequence[FindingView] = (),
     is_timed: bool = True,
 ) -> LostWork:
-    """Return what was lost by decisions and by restarts; without ``is_timed`` no row is read."""
+    """Return what was lost by decisions, restarts and hangs; without ``is_timed`` no row is read.
+
+    Args:
+        moment: of the store.
+        run_id: the run.
+        decided: decisions about the incident.
+        price: of a GPU-hour; 0 where none is set.
+        restarts: those that lost steps.
+        waits: findings about steps that did not end.
+        is_timed: whether times are read.
+    """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
     steps = sum(high - low + 1 for _, low, high in spans)
-    down = _down_seconds(moment.numbers, run_id, restarts) if is_timed else None
+    down = None
+    if is_timed:
+        down = _down_seconds(moment.numbers, run_id, restarts) or 0.0
+        down = down + _waited_seconds(moment.numbers, run_id, waits) or None
     if not is_timed or not spans:
         seconds = None if spans else 0.0
         return LostWork(steps=steps, batches=batches, seconds=seconds, down_seconds=down)
@@ -89,6 +103,35 @@ def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restar
         if len(times):
             total_ns += max(0, int(times.min()) - restart.stopped_unix_ns)
     return total_ns / 1e9 if total_ns else None
+
+
+def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[FindingView]) -> float:
+    """Return how long steps were hung that ended in the end: from the last progress before them."""
+    began: dict[int, int] = {}
+    for view in waits:
+        since = view.time_unix_ns - int((view.finding.value or 0.0) * 1e9)
+        began[view.finding.step] = min(since, began.get(view.finding.step, since))
+    total_ns = 0
+    for step, since in began.items():
+        span = RowSpan(run_id, "steps", ("rank:0",), step, step + 1)
+        times = numbers.scan(span, ["time_unix_ns"])["time_unix_ns"].values
+        total_ns += max(0, int(times.min()) - since) if len(times) else 0
+    return total_ns / 1e9
+
+
+def late_seconds(
+    numbers: NumbersReader, run_id: str, found: Sequence[FindingView], steps: tuple[int, int]
+) -> float:
+    """Return how long the other ranks waited for a straggler in these steps, the last included.
+
+    Its finding has the part of a step that it costs.
+    """
+    shares = [v.finding.value or 0.0 for v in found if v.finding.kind == "straggler"]
+    if not shares:
+        return 0.0
+    span = RowSpan(run_id, "steps", ("rank:0",), from_step=steps[0], to_step=behind(steps[1]))
+    took, is_missing = numbers.scan(span, ["step_duration_seconds"])["step_duration_seconds"]
+    return max(shares) * float(np.nansum(np.where(is_missing, 0.0, took.astype(np.float64))))
 
 
 def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
@@ -185,7 +228,8 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
 
 
 __all__ = [
-    *("PRICE_VARIABLE", "Lost", "hours_and_money", "lost_spans", "lost_work", "price_in"),
+    *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
+    "price_in",
     "price_of_environment",
     "total",
 ]

@@ -1,18 +1,30 @@
-"""Answers from a store that no collector watches: alerts are raised when somebody asks for them."""
+"""Answers from a store that no collector watches: watchers and alerts run when somebody asks."""
 
 from pathlib import Path
+from typing import TypeVar
 
 from trainvitals.clock import Clock
+from trainvitals.question import Question
+from trainvitals.views import (
+    FindingsQuestion,
+    IncidentsQuestion,
+    StepQuestion,
+    VerdictQuestion,
+)
 from vitals_collector.live.engine import AlertEngine, assemble
+from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
+A = TypeVar("A")
+
 
 class FolderQuery(Query):
-    """A ``Query`` that has the watchers look at every row before it tells of alerts.
+    """A ``Query`` that has the watchers look at a run's rows before it tells of findings.
 
-    They do not look before: a run of a million steps takes them half a minute, and most questions
-    are not about alerts. Nobody is notified.
+    A collector does so as rows come; without them a directory would show less than its dashboard.
+    Other questions do not wait: a run of a million steps takes the watchers half a minute. Nobody
+    is notified.
     """
 
     newest_alerts_by = "started_unix_ns"
@@ -24,15 +36,37 @@ class FolderQuery(Query):
         super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price)
         self._folder = folder
         self._engine: AlertEngine | None = None
+        self._monitor: LiveMonitor | None = None
 
     def run_dir(self, run_id: str) -> Path | None:
         """Return the run's folder: the one that is read, or in it."""
         folder = self._folder
         return folder if folder is None or folder.name == run_id else folder / run_id
 
+    def ask(self, question: Question[A]) -> A:
+        """Return the answer; ``Query.ask`` documents the errors."""
+        if isinstance(
+            question, FindingsQuestion | IncidentsQuestion | StepQuestion | VerdictQuestion
+        ):
+            self._watch(question.run_id)
+        return super().ask(question)
+
+    def _watch(self, run_id: str) -> None:
+        """Run the fleet detectors over the rows of a run that they have not seen yet."""
+        if self._engine is not None:  # it watches all runs
+            self._engine.poll()
+            return
+        if self._monitor is None:
+            self._monitor = LiveMonitor(self.store)
+        self._monitor.note(run_id)
+        now_ns = self.clock.monotonic_ns()
+        while self._monitor.poll(now_ns=now_ns, running=(), owned={run_id}).has_more:
+            pass
+
     def raise_alerts(self) -> None:
         """Bring the store's alerts up to date with its rows."""
         if self._engine is None:
+            self._monitor = None
             self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()
         # What is told now is left firing by that look, whose steps may be older than it; the next

@@ -15,8 +15,10 @@ from typing import Literal, NamedTuple
 from trainvitals.detect.registry import DOMAINS
 from trainvitals.records import Decision, Finding, Severity
 
+SAME_CAUSE_STEPS = 20
+"""Things of one cause, so many steps apart, belong together: as many clean steps end an episode."""
 NEAR_STEPS = 50
-"""Things of one cause, so many steps apart, belong together."""
+"""Events so many steps away belong to an incident; a rollback's cause may come again so soon."""
 FOLLOWING_STEPS = 10
 """Things of different causes, of one rank too, belong together if at most this many steps are
 between them."""
@@ -40,6 +42,8 @@ class Item(NamedTuple):
     rank: int = -1
     new_attempt: int = 0
     """The branch that a rollback began."""
+    is_withheld: bool = False
+    """Whether its update was skipped, so that it spoiled no parameter."""
 
 
 DEATHS = ("rank_gone", "RunFailed", "restart")
@@ -73,6 +77,7 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
         "decision", index, decision.attempt, decision.step, first, last, time_unix_ns,
         decision.cause or decision.rule, domain_of(decision.cause), decision.rank,
         decision.new_attempt if is_rollback else 0,
+        decision.action == "skip_step" and decision.acted,
     )  # fmt: skip
 
 
@@ -95,10 +100,29 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     groups: dict[int, list[Item]] = {}
     for i, item in enumerate(items):
         groups.setdefault(sets.top(i), []).append(item)
-    clusters = [sorted(members, key=_order) for members in groups.values()]
+    clusters = [_root_first(sorted(members, key=_order)) for members in groups.values()]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
     )
+
+
+_FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")
+
+
+def _root_first(members: list[Item]) -> list[Item]:
+    """Put parameters that a later check found NaN before the loss that followed from them.
+
+    They were the cause if every NaN before the check was withheld: nothing else spoiled them.
+    """
+    first = members[0]
+    root = next((item for item in members if item.cause == "nonfinite_params"), None)
+    if root is None or first.cause not in _FROM_PARAMS:
+        return members
+    withheld = {item.onset for item in members if item.is_withheld}
+    if any(i.onset < root.onset and i.onset not in withheld for i in members):
+        return members
+    rest = [item for item in members if item is not root]
+    return [root._replace(onset=first.onset, first=first.first), *rest]
 
 
 def _came_again(rollback: Item, item: Item) -> bool:
@@ -131,7 +155,7 @@ def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> No
         keys: _Keys = [("cause", item.cause)]
         keys += [("rank", item.rank)] if item.rank >= 0 else []
         for key in keys:
-            distance = NEAR_STEPS if key[0] == "cause" else FOLLOWING_STEPS
+            distance = SAME_CAUSE_STEPS if key[0] == "cause" else FOLLOWING_STEPS
             _join(items, i, reach.get(key), item.first - distance, sets)
         _reach_further(items, i, keys, reach)
 
@@ -199,6 +223,16 @@ def incident_ids(
 
 
 __all__ = [
-    *("FOLLOWING_STEPS", "NEAR_STEPS", "SEVERITIES", "Item", "domain_of", "group", "incident_ids"),
+    *(
+        "DEATHS",
+        "FOLLOWING_STEPS",
+        "NEAR_STEPS",
+        "SAME_CAUSE_STEPS",
+        "SEVERITIES",
+        "Item",
+        "domain_of",
+        "group",
+        "incident_ids",
+    ),
     *("item_of_decision", "item_of_finding"),
 ]

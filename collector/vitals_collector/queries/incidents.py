@@ -1,6 +1,6 @@
 """Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from trainvitals.alerting import (
     is_answered,
     point_is_over,
 )
+from trainvitals.detect.attribution import origin
 from trainvitals.io.capsules import is_capsule, verdict_on
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from trainvitals.views import (
@@ -31,13 +32,16 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
+from vitals_collector.live.live_monitor import conditions_of, watched_onsets
 from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import story
 from vitals_collector.queries.attribution import Precursor, precursor
-from vitals_collector.queries.cost import lost_work
+from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import Evidence, gather
 from vitals_collector.queries.grouping import (
+    DEATHS,
+    FOLLOWING_STEPS,
     NEAR_STEPS,
     SEVERITIES,
     Item,
@@ -183,7 +187,11 @@ def _read(
     """Return the run's incidents, the newest first."""
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
-    groups = group(items)
+    holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
+    groups = [
+        _to_last_step(_over_condition(members, records, run, holding), run)
+        for members in _from_movers(moment.sql, run.run_id, group(items))
+    ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
     names = incident_ids(groups, ordinals)
@@ -193,7 +201,64 @@ def _read(
     ]
     _attach_alerts(bundles, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
-    return _Incidents(moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir)
+    return _Incidents(
+        moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir, frozenset(holding)
+    )
+
+
+def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
+    return finding.kind, finding.cause, finding.step, finding.rank
+
+
+def _from_movers(
+    connection: Connection, run_id: str, groups: Sequence[list[Item]]
+) -> list[list[Item]]:
+    """Let each incident start where its cause was first out, and last for as long as it was."""
+    live = watched_onsets(connection, run_id)
+    if live is None:
+        return [*groups]
+    moved = []
+    for members in groups:
+        first = members[0]
+        mover = None
+        if first.domain == "numbers" and live.from_key <= (first.attempt, first.onset):
+            mover = origin(live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False)
+        if mover is not None:
+            is_start = mover.is_cause and mover.step >= first.onset - FOLLOWING_STEPS
+            first = first._replace(
+                onset=mover.step if is_start else first.onset,
+                last=max(first.last, mover.last_step),
+            )
+        moved.append([first, *members[1:]])
+    return moved
+
+
+def _to_last_step(members: list[Item], run: RunSummary) -> list[Item]:
+    """Let a run's death be at its last step: a rank that reports it knows only earlier ones."""
+    first, late = members[0], run.last_step
+    if (
+        run.state in ("failed", "lost")
+        and first.cause in DEATHS
+        and first.onset < late <= first.onset + NEAR_STEPS
+    ):
+        return [first._replace(onset=late, last=late), *members[1:]]
+    return members
+
+
+def _over_condition(
+    members: list[Item],
+    records: Records,
+    run: RunSummary,
+    holding: Collection[tuple[str, str, int, int]],
+) -> list[Item]:
+    """Let an incident last to the newest step while the condition of one of its findings holds."""
+    return [
+        item._replace(last=max(item.last, run.last_step))
+        if item.kind == "finding"
+        and _condition_key(records.findings[item.which].finding) in holding
+        else item
+        for item in members
+    ]
 
 
 @dataclass(slots=True)
@@ -250,10 +315,14 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         alerts = alerts_for_decision(view.decision, run_id=view.run_id)
         _note_raised(raised, alerts, len(items))
         items.append(item_of_decision(i, view.decision, view.time_unix_ns))
-    last = max((item.attempt for item in items), default=0)
+    coded = [event for event in records.events if event.code]
+    attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
+    last = max((attempt for attempt in attempts if attempt), default=0)
+    # Of a death some writers know no step: it is where the others saw it.
+    end = max((event.view.step for event in coded), default=0)
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
-            step, when = max(alert.step, 0), alert.started_unix_ns
+            step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
             items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
     for i, restart in enumerate(records.restarts):
         step = restart.last_step
@@ -265,7 +334,8 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         )  # fmt: skip
     for i, event in enumerate(records.events):
         if event.code:
-            step, view_ = max(event.view.step, 0), event.view
+            view_ = event.view
+            step = view_.step if view_.step >= 0 else max(end, 0)
             attempt = view_.attempt or last
             domain = domain_of(event.code, event.code)
             items.append(
@@ -469,6 +539,8 @@ class _Incidents:
     price: float
     reach: frozenset[str] | None
     run_dir: Path | None
+    holding: frozenset[tuple[str, str, int, int]] = frozenset()
+    """Findings whose condition still holds."""
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
     def severity(self, bundle: Bundle) -> Severity:
@@ -477,7 +549,12 @@ class _Incidents:
 
     def is_open(self, bundle: Bundle) -> bool:
         """Return whether it is not over yet."""
-        return _is_open(bundle, self.records, self.run)
+        records, run = self.records, self.run
+        if run.state == "running" and any(
+            _condition_key(records.findings[i].finding) in self.holding for i in bundle.findings
+        ):
+            return True
+        return _is_open(bundle, records, run)
 
     def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
         """Return how much it matters: what is open, by severity; then what was acted on."""
@@ -507,10 +584,20 @@ class _Incidents:
         """Return the verdict on it; without ``is_whole`` what it cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
+        found = tuple(records.findings[i] for i in bundle.findings)
         restarts = tuple(records.restarts[i] for i in bundle.restarts)
         lost = lost_work(
-            self.moment, run_id, decided, self.price, restarts=restarts, is_timed=is_whole
+            self.moment,
+            run_id,
+            decided,
+            self.price,
+            restarts=restarts,
+            waits=[v for v in found if v.finding.kind in ("waiting", "hang")],
+            is_timed=is_whole,
         )
+        late, span = 0.0, (bundle.onset, bundle.last)
+        if is_whole:
+            late = late_seconds(self.moment.numbers, run_id, found, span)
         step, played = self._capsule(bundle)
         facts = VerdictFacts(
             run=self.run,
@@ -521,7 +608,8 @@ class _Incidents:
             next_onset=_next_onset(bundle, self.bundles),
             started_unix_ns=bundle.started_unix_ns,
             is_open=self.is_open(bundle),
-            findings=tuple(records.findings[i] for i in bundle.findings),
+            cause=bundle.cause,
+            findings=found,
             decisions=decided,
             alerts=tuple(records.alerts[i] for i in bundle.alerts),
             events=tuple(
@@ -530,6 +618,7 @@ class _Incidents:
                 if records.events[i].code or records.events[i].view.kind == "RunEnded"
             ),
             lost=lost,
+            late_seconds=late,
             restarts=restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),

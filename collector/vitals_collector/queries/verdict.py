@@ -29,11 +29,14 @@ from trainvitals.views import (
     VerdictView,
 )
 from vitals_collector.live.restarts import Restart
+from vitals_collector.queries.advice import advice
 
 MAX_TIMELINE = 8
 """Lines of a timeline; those in the middle are counted."""
 MAX_CAUSES = 3
 """Causes of one incident that are told; further ones are counted."""
+SETTLED_STEPS = 10
+"""Healthy steps after which an incident counts as resolved."""
 _MAX_RANKS = 4
 MAX_NAMED = 3
 """Other runs that are named; further ones are counted."""
@@ -87,11 +90,15 @@ class VerdictFacts:
     """The step at which the next incident began; -1 where none did."""
     started_unix_ns: int = 0
     is_open: bool = False
+    cause: str = ""
+    """The root of it, which is told first."""
     findings: Sequence[FindingView] = ()
     decisions: Sequence[DecisionView] = ()
     alerts: Sequence[AlertView] = ()
     events: Sequence[EventView] = ()
     lost: LostWork = field(default_factory=LostWork)
+    late_seconds: float = 0.0
+    """Time that the other ranks waited for a straggler."""
     restarts: Sequence[Restart] = ()
     """Those that followed it and lost steps."""
     precursor: str | None = None
@@ -151,7 +158,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         is_hung=hang is not None,
         cause=_line(cause(facts)),
         action=_line(action(facts.decisions, facts.restarts)),
-        cost=_line(cost(facts.lost, facts.run.world_size, 0.0 if hang is None else hang.seconds)),
+        cost=_line(_cost_of(facts, hang)),
         before=_line(before(facts.precedent)),
         next=_line(text),
         played=_line(facts.played),
@@ -203,8 +210,9 @@ def ending(facts: VerdictFacts) -> str:
         until = f", until the next incident at step {facts.next_onset:,}"
     else:
         healthy, until = facts.run.last_step - facts.last, ""
-    if healthy <= 0:
-        return f"Last bad step {facts.last:,}, with no healthy step after it{until}."
+    if healthy < SETTLED_STEPS:
+        steps = humanize_count(healthy, "healthy step") if healthy > 0 else "no healthy step"
+        return f"Last bad step {facts.last:,}, with {steps} after it{until}."
     steps = humanize_count(healthy, "healthy step")
     return f"Resolved: {steps} since step {facts.last:,}{until}."
 
@@ -273,8 +281,20 @@ def _causes(facts: VerdictFacts) -> list[str]:
         # The step of a rollback or a halt is where it was decided: the bad ones came before.
         if decision.action == "skip_step" or not cause_text.steps:
             cause_text.add(decision)
-    ordered = sorted(triggers.values(), key=lambda each: (not each.is_acted_on, min(each.steps)))
-    return [_sentence(each) for each in ordered]
+    ordered = sorted(
+        triggers.values(),
+        key=lambda each: (
+            not (each.name == "nonfinite_params" == facts.cause),
+            not each.is_acted_on,
+            min(each.steps),
+        ),
+    )
+    sentences = [_sentence(each) for each in ordered]
+    root = ordered[0] if ordered else None
+    if root is not None and root.name == "nonfinite_params" == facts.cause and len(ordered) > 1:
+        found_by = f"before step {facts.onset:,}, found by the check {_steps(root.steps)}"
+        sentences[0] = sentences[0].replace(_steps(root.steps), found_by)
+    return sentences
 
 
 def _is_death(event: EventView) -> bool:
@@ -425,6 +445,16 @@ def _did_once(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------------- cost
 
 
+def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
+    world_size = facts.run.world_size
+    text = cost(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
+    if not facts.late_seconds:
+        return text
+    others = humanize_count(max(1, world_size - 1), "other rank")
+    waited = f"{_capital(others)} waited {_duration(facts.late_seconds)} for it."
+    return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
+
+
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Say what was lost, each number with its unit; what was not measured is left out."""
     if lost.down_seconds:
@@ -495,9 +525,13 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     run = facts.run
     report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
     why = f"vitals why {run.run_id} {max(facts.onset, 0)}"
+    names = [facts.cause]
+    names += [n for v in facts.findings for n in (v.finding.cause, v.finding.kind)]
+    todo = advice(names, run.run_id, facts.onset)
     if run.state == "halted":
         where = shlex.quote(facts.run_dir) if facts.run_dir else run.run_id
-        text = f"Fix the cause, resume, then restart the job with VITALS_RUN_ID={run.run_id}."
+        text = f"{todo or 'Fix the cause.'} Then resume, and restart the job with VITALS_RUN_ID="
+        text = f"{text}{run.run_id}."
         return text, (f"vitals resume {where}", report)
     if run.state in ("lost", "failed"):
         text = f"Check its nodes and its log, then restart with VITALS_RUN_ID={run.run_id}."
@@ -507,13 +541,18 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
         return f"{text}you use them: nothing checked these updates.", (why, report)
     if run.state != "running" and facts.is_open:
         text = "Check the weights before you use them, or use a checkpoint from before step "
-        return f"{text}{max(facts.onset, 0):,}.", (why, report)
+        return f"{text}{max(facts.onset, 0):,}. {todo}".rstrip(), (why, report)
+    is_lasting = 0 <= run.last_step <= facts.last
+    if run.state != "running" and is_lasting and todo:
+        return todo, (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)
-    return _while_open(facts, why, report)
+    return _while_open(facts, why, report, todo)
 
 
-def _while_open(facts: VerdictFacts, why: str, report: str) -> tuple[str, tuple[str, ...]]:
+def _while_open(
+    facts: VerdictFacts, why: str, report: str, todo: str
+) -> tuple[str, tuple[str, ...]]:
     run = facts.run
     command = f"vitals command {run.run_id}"
     if run.missing:
@@ -542,8 +581,8 @@ def _while_open(facts: VerdictFacts, why: str, report: str) -> tuple[str, tuple[
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
         return f"{text} VITALS_RUN_ID={run.run_id}.", (f"vitals stacks {run.run_id}", why, report)
     if machine:
-        return f"Check {machine}.", (why, report)
-    return "Nothing to do yet: Vitals keeps watching.", (why, report)
+        return f"Check {machine}. {todo}".rstrip(), (why, report)
+    return todo or "Nothing to do yet: Vitals keeps watching.", (why, report)
 
 
 def _machine(findings: Sequence[FindingView]) -> str:

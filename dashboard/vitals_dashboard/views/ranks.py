@@ -56,7 +56,7 @@ def _body(source: DataSource, run: RunSummary) -> None:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
         choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
     shown, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
-    _stragglers(source, run, detail, steps)
+    _stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
         _waited_for(source, run, steps, waits)
     reply = heatmap_page.ask(source, run, shown.metric, steps)
@@ -87,28 +87,32 @@ def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
 
 
 def _stragglers(
-    source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int | None, int | None]
+    source: DataSource,
+    run: RunSummary,
+    detail: RunDetail,
+    steps: tuple[int | None, int | None],
+    waits: str,
 ) -> None:
     last = run.last_step if steps[1] is None else steps[1]
-    first = max(steps[0] or 0, last - LAST_STEPS + 1)
-    reply = heatmap_page.ask(
-        source,
-        run,
-        "steps.step_duration_seconds",
-        (first, last),
-        points=LAST_STEPS,
-        branch="lineage",  # with two attempts a cell would have the slower one
+    span = (max(steps[0] or 0, last - LAST_STEPS + 1), last)
+    metrics = ["steps.step_duration_seconds", *([waits] if waits else [])]
+    reply, *waited = (
+        # Of two attempts a cell would have the slower one.
+        heatmap_page.ask(source, run, metric, span, points=LAST_STEPS, branch="lineage")
+        for metric in metrics
     )
     with st.container(border=True, key="prose_stragglers", gap="xsmall"):
         if reply is None:
             st.text("No step time was measured here, so no straggler can be named.")
             return
-        sentences = stragglers.in_words(
-            stragglers.found(heatmap.cells_of(reply), reply.rows, detail)
-        )
-        for line in sentences:
+        cells, part = heatmap.cells_of(reply), "steps"
+        for wait in waited:
+            if wait is not None and (wait.rows, wait.step) == (reply.rows, reply.step):
+                # The all-reduce makes step times equal: only the rank's own part tells.
+                cells, part = cells - heatmap.cells_of(wait), "steps, without waits for others"
+        for line in stragglers.in_words(stragglers.found(cells, reply.rows, detail)):
             st.text(formatting.plain(line, 300))
-        st.caption(f"Medians of the steps {first:,} to {last:,}.")
+        st.caption(f"Medians of the {part}, {span[0]:,} to {span[1]:,}.")
 
 
 def _waited_for(

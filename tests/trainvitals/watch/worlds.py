@@ -275,6 +275,13 @@ GONE_WRONG: dict[str, Case] = {
         length=200,
         change=lambda row: with_layer(row, "h.4", "grad_norm", 100.0),
     ),
+    "one layer learns no more": Case(
+        make=LayerGradientWatcher,
+        cause="layer_gradient",
+        within=30,
+        length=200,
+        change=lambda row: with_layer(row, "h.4", "grad_norm", 0.0),
+    ),
     "one layer's updates grow": Case(
         make=UpdateRatioWatcher,
         cause="update_ratio",
@@ -311,6 +318,13 @@ GONE_WRONG: dict[str, Case] = {
         cause="data_bound",
         within=100,
         change=waiting_for_data,
+    ),
+    "the loader stalls": Case(
+        make=DataBoundWatcher,
+        cause="data_bound",
+        within=2,
+        length=3,
+        change=lambda row: with_rank(slower(row, 8.0), "data_wait_seconds", 3, lambda s: s + 3.0),
     ),
     "a rank's data come too slowly": Case(
         make=DataBoundWatcher,

@@ -205,11 +205,58 @@ class LayerOutlierWatcher(Watcher):
         return self._config.least_share * total
 
 
+_HAS_RETURNED = -1.0
+"""Level of a layer whose gradient was 0 for a while: an expert without tokens, a skipped block."""
+
+
 class LayerGradientWatcher(LayerOutlierWatcher):
-    """Finds the layer whose gradients alone explode."""
+    """Finds the layer whose gradients alone explode, or become exactly 0 and stay so."""
 
     name = "layer_gradient"
     label = "the gradient norm"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a reported condition still holds."""
+        least = -self._config.persistence
+        return self._episode.on or any(c.streak <= least for c in self._courses.values())
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        zeros = [
+            (layer, course)
+            for layer, columns in merged.layers.items()
+            if (course := self._courses.get(layer)) is not None
+            and self._stays_zero(course, columns.get("grad_norm"), merged.step)
+        ]
+        findings = super()._judge(merged)
+        # If all are 0, the loss does not depend on the model: the ranks report that themselves.
+        if not zeros or len(zeros) > len(merged.layers) // 2:
+            return findings
+        layer, course = zeros[0]
+        others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
+        reason = (
+            f"the gradient of layer {layer} is exactly 0 since step {int(course.level)}, usually "
+            f"{_exp(course.center):.4g}: the layer no longer learns{others}"
+        )
+        zero = advisory_finding(
+            self.name, merged.step, reason, value=0.0, onset_step=int(course.level)
+        )
+        return (*findings, zero)
+
+    def _stays_zero(self, course: LayerTrend, value: float | None, step: int) -> bool:
+        """Add a layer's norm; return whether it is now reported. Streaks of zeros are negative."""
+        if value is None or course.level == _HAS_RETURNED:
+            return False
+        if value != 0.0:
+            if -self._config.persistence < course.streak < 0:
+                course.level = _HAS_RETURNED
+            return False
+        if course.count < self._config.warm_up:
+            return False
+        if course.streak >= 0:
+            course.streak, course.level = 0, float(step)
+        course.streak -= 1
+        return course.streak == -self._config.persistence
 
     def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         return {

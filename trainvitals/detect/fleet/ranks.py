@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
+    INFINITY,
     Episode,
     MergedStep,
     Watcher,
@@ -41,12 +42,23 @@ class DataBoundConfig(Settings, frozen=True, kw_only=True):
     """A rank is named if it waits this many times as long as the median rank."""
     clear_after: AtLeastOne = 4
     """Blocks below the share after which it can be reported again."""
+    stall_steps: AtLeastOne = 3
+    """Steps in a row that each wait ``stall_ratio`` times as long as a step usually takes: a stall,
+    reported at once. A single one is the start of an epoch, or one slow read."""
+    stall_ratio: Annotated[float, Meta(ge=1.1, le=1e6)] = 3.0
+    """Multiple of the usual step, which such a wait must exceed."""
+    stall_seconds: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.1
+    """Least such wait."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; half of the steps at least must count."""
         super().__post_init__()
         if self.left_out > self.block // 2:
             raise self.refusal("left_out", f"at most half of data_bound.block ({self.block})")
+
+
+_LEAST_USUAL, _MOST_USUAL = 8, 32
+"""Steps from which the usual duration is known, and the number that it is taken from."""
 
 
 class DataBoundWatcher(Watcher):
@@ -57,7 +69,12 @@ class DataBoundWatcher(Watcher):
     """
 
     name = "data_bound"
-    STATE = ("_waits", "_durations", "_of_rank", "_start", "_episode")
+    STATE = (
+        "_waits", "_durations", "_of_rank", "_start", "_episode", "_usual", "_stalled",
+        "_stall_episode",
+    )  # fmt: skip
+    MAY_LACK = True
+    """States of an earlier version contain no stall."""
 
     def __init__(self, config: DataBoundConfig | None = None) -> None:
         super().__init__()
@@ -67,6 +84,11 @@ class DataBoundWatcher(Watcher):
         self._of_rank: list[float] = []
         self._start = -1
         self._episode = Episode(self._config.clear_after)
+        self._usual: list[float] = []
+        """Durations of the latest steps without a long wait."""
+        self._stalled: list[float] = []
+        """Waits of the latest steps in a row that are long."""
+        self._stall_episode = Episode(self._config.block)
 
     @property
     def goes_on(self) -> bool:
@@ -75,6 +97,33 @@ class DataBoundWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         self._drop()
+        self._stalled.clear()
+
+    def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
+        """Add a step; return the finding if so many in a row wait for the loader."""
+        config, usual = self._config, self._usual
+        typical = upper_median(usual) if len(usual) >= _LEAST_USUAL else INFINITY
+        if wait <= max(config.stall_seconds, config.stall_ratio * typical):
+            self._usual = [*usual, duration][-_MOST_USUAL:]
+            self._stalled.clear()
+            self._stall_episode.begins(False)
+            return ()
+        self._stalled = [*self._stalled, wait][-config.stall_steps :]
+        is_stall = len(self._stalled) >= config.stall_steps
+        if not self._stall_episode.begins(is_stall):
+            return ()
+        first = step - config.stall_steps + 1
+        reason = (
+            f"the loader stalled: steps {first} to {step} waited "
+            f"{humanize_seconds(sum(self._stalled))} for their batches; a step usually takes "
+            f"{humanize_seconds(typical)}"
+        )
+        longest = max(self._stalled)
+        return (
+            advisory_finding(
+                self.name, step, reason, value=longest, limit=typical, onset_step=first
+            ),
+        )
 
     def _drop(self) -> None:
         self._waits.clear()
@@ -86,14 +135,15 @@ class DataBoundWatcher(Watcher):
         duration = step_seconds(merged)
         if not waits or duration <= 0.0:
             return ()
+        stall = self._stall(merged.step, min(max(waits), duration), duration)
         if not self._waits:
             self._start = merged.step
         self._add(waits, ranks, duration)
         if len(self._waits) < self._config.block:
-            return ()
+            return stall
         finding = self._block_ended(merged.step)
         self._drop()
-        return finding
+        return finding or stall
 
     def _add(self, waits: Sequence[float], ranks: Sequence[int], duration: float) -> None:
         """Add a step; a wait cannot be longer than the step it is part of."""

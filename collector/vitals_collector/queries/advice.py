@@ -1,0 +1,68 @@
+"""Next action for each cause, with a command or a line of code."""
+
+from collections.abc import Iterable
+
+_MEASURE = 'watch(..., signals=trainvitals.SignalSettings(every=1, activations=("*",)))'
+_MORE_WORKERS = "DataLoader(..., num_workers=8, prefetch_factor=4, persistent_workers=True)"
+_PROFILE = "watch(..., signals=trainvitals.SignalSettings(profile_slowdowns=True))"
+_HEAL = 'watch(..., mode="heal", checkpoints=True)'
+_WRITES = "watch(..., signals=trainvitals.SignalSettings(every=1, outside_writes=True))"
+_RATE = (
+    "Check what sets the rate: the loop must not call `scheduler.step()` if `watch()` was given "
+    "the scheduler."
+)
+_ADVICE = {
+    "nonfinite_loss": f"To name the module that is infinite first, run with `{_MEASURE}`.",
+    "nonfinite_gradient": "To name the operation, run the step with "
+    "`torch.autograd.set_detect_anomaly(True)`.",
+    "nonfinite_params": "Load a checkpoint from before step {step}: "
+    f"`vitals checkpoints list {{run}}`. With `{_HEAL}` Vitals rolls back by itself.",
+    "nonfinite_state": "Load a checkpoint from before step {step}: "
+    "`vitals checkpoints list {run}`.",
+    "loss_outlier": "Look at the samples of the step: `vitals why {run} {step}`.",
+    "grad_norm_outlier": "Look at the samples of the step: `vitals why {run} {step}`.",
+    "loss_divergence": "Lower the learning rate or lengthen the warm-up, from a checkpoint before "
+    "step {step}: `vitals checkpoints list {run}`.",
+    "state_damaged": f"To name what writes to the weights, run with `{_WRITES}`.",
+    "lr_jump": f"{_RATE} `monitor.expect(\"new rate\")` announces a jump that is intended.",
+    "learning_rate": _RATE,
+    "schedule": _RATE,
+    "layer_gradient": "Check the layer: `requires_grad`, `detach()` or `torch.no_grad()` before "
+    "it, and whether its parameters are in the optimizer.",
+    "zero_gradient": "Check that the loss depends on the model: `detach()`, `torch.no_grad()`, "
+    "`requires_grad`.",
+    "update_ratio": "Give the layer a parameter group with a lower `lr`, or a longer warm-up.",
+    "loss_scale": "Use bfloat16: `torch.autocast(device, dtype=torch.bfloat16)` needs no scaler.",
+    "data_bound": f"Give the loader more workers: `{_MORE_WORKERS}`.",
+    "data_bound_rank": "Check the disk and the shard of this rank; more workers: "
+    f"`{_MORE_WORKERS}`.",
+    "straggler_data": f"Give its loader more workers: `{_MORE_WORKERS}`.",
+    "straggler_host": "Find what uses its CPU: `top` on its node, `OMP_NUM_THREADS=1`.",
+    "straggler_gpu": "Check its clocks: `nvidia-smi -q -d CLOCK,PERFORMANCE` on its node.",
+    "straggler_link": "Check its link: `ibstat` and `nvidia-smi nvlink -s` on its node.",
+    "straggler": "Check its clocks: `nvidia-smi -q -d CLOCK,PERFORMANCE` on its node.",
+    "throughput": f"To get a profile of a slow step, run with `{_PROFILE}`.",
+    "memory_creep": "Look for tensors that are kept with their graph: append `loss.item()`, not "
+    "`loss`, to lists.",
+    "gpu_throttle": "Check temperature and power: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE`.",
+    "gpu_xid": "Look up the Xid: `dmesg | grep -i xid` on its node.",
+    "gpu_ecc": "Reset or replace the GPU: `nvidia-smi -q -d ECC` on its node.",
+    "replica_corrupted": "Take the node out of the job and run `dcgmi diag -r 3` on it.",
+    "checkpoint_overdue": "Check the free space and the log of the checkpoint directory: "
+    "`df -h`, `vitals checkpoints list {run}`.",
+}  # fmt: skip
+
+
+def advice(names: Iterable[str], run_id: str, step: int) -> str:
+    """Return what to do about the first cause or kind that has an answer; otherwise "".
+
+    Args:
+        names: cause, then kinds of findings.
+        run_id: the run.
+        step: first step of the incident.
+    """
+    text = next((_ADVICE[name] for name in names if name in _ADVICE), "")
+    return text.format(run=run_id, step=max(step, 0)) if text else ""
+
+
+__all__ = ["advice"]
