@@ -24,7 +24,7 @@ BASE ?= main
 NUM_WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast gpu-check gpu-wheels docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,12 @@ bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the libr
 
 bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held against what is known (three minutes)
 	$(BIN)/python -m vitals_bench forecast --page docs/benchmarks.md $(ARGS)
+
+gpu-check: $(STAMP) ## the guard, the snapshots and the agent on each GPU, and their cost, in at most 560 s; without a GPU those parts are skipped (ARGS="--resume")
+	OMP_NUM_THREADS=1 $(BIN)/python -m vitals_bench gpu --out build/gpu-check $(ARGS)
+
+gpu-wheels: $(STAMP) ## what a machine without network needs for gpu-check, next to its own PyTorch, to build/gpu-wheels (ARGS="--python 3.11")
+	$(BIN)/python -m vitals_bench.gpu.wheels build/gpu-wheels $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py

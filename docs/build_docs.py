@@ -24,6 +24,7 @@ from trainvitals.cli.main import build_app
 from trainvitals.detect.user_alerts import FUNCTIONS, GRAMMAR, OPERATORS, Rule
 from trainvitals.errors import VitalsError
 from trainvitals.policy.judge import SECTIONS
+from vitals_bench.gpu import report
 from vitals_deploy import prometheus
 
 DOCS = Path(__file__).parent
@@ -275,6 +276,22 @@ def integrations_page() -> str:
     return render(NOTICE, pins)
 
 
+def gpu_page(name: str, fill: Callable[[str], str]) -> Callable[[], str]:
+    """Return a page whose part about GPUs is generated from the results of the GPU check."""
+    return lambda: fill((DOCS / name).read_text())
+
+
+GPU_PAGES = {
+    "../README.md": lambda text: report.fill_readme(text, report.load_results()),
+    "RUN_ON_CUDA.md": lambda text: report.fill_section(
+        text, "Results", report.make_results(report.load_results())
+    ),
+    "benchmarks.md": lambda text: report.fill_section(
+        text, "gpu", report.make_figures(report.load_results())
+    ),
+}
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "API.md": lambda: api_page.page(NOTICE),
     "METRICS.md": metrics_page,
@@ -284,6 +301,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
+    **{name: gpu_page(name, fill) for name, fill in GPU_PAGES.items()},
 }
 
 IMAGES: Callable[[], dict[str, str]] = images

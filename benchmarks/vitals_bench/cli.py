@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    *("forecast", "explanation"),
+    *("forecast", "explanation", "gpu"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -124,6 +124,7 @@ def build_app() -> typer.Typer:
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     app.command("explanation", epilog=f"Example: {PROGRAM} explanation --quick")(bench_explanation)
     app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
+    app.command("gpu", epilog=f"Example: {PROGRAM} gpu check --resume")(bench_gpu)
     return app
 
 
@@ -376,6 +377,54 @@ def bench_forecast(
         raise UsageError(f"{traces} has no folder series", hint="it holds the logs, NAME.csv")
     options = {"forecast": {"traces": traces}}
     _run(("forecast",), quick=quick, output=output, page=page, options=options)
+
+
+def bench_gpu(
+    groups: Annotated[
+        list[str] | None,
+        typer.Argument(help="check, tests, speed, agent or suite [default: all, in this order]."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("gpu-check"),
+    only: Annotated[str, typer.Option(help="Only these parts, comma-separated.")] = "",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out the parts that passed before in --out.")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(help="Parts at a time; 0: 5 with a GPU, otherwise 1.", min=0)
+    ] = 0,
+    limit: Annotated[float, typer.Option(help="Seconds for everything.", min=10.0)] = 560.0,
+    commit: Annotated[
+        str, typer.Option(help="Revision to store [default: that of the checkout].")
+    ] = "",
+) -> None:
+    """Check the guard, the snapshots and the agent on GPUs, and measure their cost.
+
+    Writes gpu_check.json and gpu_check.txt to --out after each part. Without a GPU, the parts that
+    need one are skipped. Exits 1 if a part failed or did not run. In docs/benchmarks.md, `make
+    docs` shows the results in docs/gpu-results/.
+    """
+    from vitals_bench.gpu.parts import GROUP_SECONDS, load_parts
+    from vitals_bench.gpu.runner import GpuCheck, Request
+
+    for kind, names, known in (
+        ("group", groups or (), GROUP_SECONDS),
+        ("part", _words(only), load_parts()),
+    ):
+        if unknown := [name for name in names if name not in known]:
+            raise UsageError(
+                f"there is no {kind} {', '.join(unknown)}", hint=f"choose from {', '.join(known)}"
+            )
+    request = Request(
+        out=out,
+        groups=tuple(name for name in GROUP_SECONDS if not groups or name in groups),
+        only=_words(only),
+        is_resumed=resume,
+        jobs=jobs,
+        limit_seconds=limit,
+        commit=commit,
+    )
+    if GpuCheck(request, typer.echo).run():
+        raise typer.Exit(1)
 
 
 def _words(text: str) -> tuple[str, ...]:

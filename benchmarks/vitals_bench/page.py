@@ -135,15 +135,16 @@ def _figures(yielded: Sequence[Row | Grid], about: Mapping[str, str]) -> str:
     missed = [f"{row.name} ({row.peer})" for row in rows if row.met is False]
     lines = [f"Measured {about['date']}, torch {about['torch']}, {about['load before']}.", ""]
     lines += [f"Missed: {'; '.join(missed)}." if missed else "No goal was missed.", ""]
-    lines += _table(COLUMNS, [cells(row) for row in rows])
+    lines += markdown_table(COLUMNS, [cells(row) for row in rows])
     for grid in yielded:
         if isinstance(grid, Grid):
-            lines += ["", f"**{grid.title}**", "", *_table(grid.columns, grid.cells())]
+            lines += ["", f"**{grid.title}**", "", *markdown_table(grid.columns, grid.cells())]
             lines += ["", grid.note] if grid.note else []
     return "\n".join(lines)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -221,6 +222,14 @@ def register(app: typer.Typer) -> None:
         yes: Annotated[
             bool, typer.Option("--yes", help="Burn in although a run trains here.")
         ] = False,
+        gpu_check: Annotated[
+            bool,
+            typer.Option(
+                "--gpu-check",
+                help="Instead check the training hooks and the agent on each GPU, in at most ten "
+                "minutes; writes gpu-check/gpu_check.json. Needs a clone of the repository.",
+            ),
+        ] = False,
     ) -> None:
         """Check this machine: versions, packages, a checkpoint, memory, where runs are written.
 
@@ -231,6 +240,8 @@ def register(app: typer.Typer) -> None:
         priority and uses at most a quarter of the free memory, at most 4 GiB of the host and of
         each GPU. Ctrl-C ends it and shows the results so far.
         """
+        if gpu_check:
+            raise typer.Exit(run_gpu_check(lambda module: find_spec(module) is not None))
         if burn_in is None:
             checks, is_interrupted = examine(os.environ), False
         else:
@@ -241,6 +252,23 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(1)
         if is_interrupted:
             raise typer.Exit(130)
+
+
+def run_gpu_check(importable: Callable[[str], bool]) -> int:
+    """Run the GPU check of the benchmarks in a subprocess; return its exit code.
+
+    Raises:
+        UsageError: the benchmarks or PyTorch are not installed.
+    """
+    if not importable("vitals_bench"):
+        raise UsageError(
+            "the GPU check is not part of the wheel",
+            hint="clone the repository and run `make gpu-check`, or install the clone with "
+            "pip install --no-deps --editable . next to your PyTorch",
+        )
+    if not importable("torch"):
+        raise UsageError("the GPU check needs PyTorch", hint=install("torch"))
+    return subprocess.run([sys.executable, "-m", "vitals_bench", "gpu"], check=False).returncode
 
 
 def _burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:

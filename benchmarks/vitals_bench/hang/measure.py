@@ -54,6 +54,8 @@ class Fault:
     is_of_launch: bool = False
     config: HangConfig = field(default_factory=HangConfig)
     trials: int = TRIALS
+    device: str = "cpu"
+    """Where the ranks train; they share a GPU."""
 
     @property
     def watched_seconds(self) -> float:
@@ -180,7 +182,7 @@ class Job:
         command += [f"--nproc-per-node={ranks}", "-m", "vitals_bench.hang.train"]
         self._log = (folder / "log").open("wb")
         self.process = subprocess.Popen(
-            [*command, str(folder), str(fault.seconds)],
+            [*command, str(folder), str(fault.seconds), fault.device],
             env=environ,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -107,13 +107,15 @@ class Faults:
             "sleep": lambda: time.sleep(seconds),
             "save": lambda: self.save(seconds),
             "wrong": lambda: dist.broadcast(torch.ones(8), src=0),
+            # Cycles of a kernel that does nothing, at the clock of a fast GPU.
+            "kernel": lambda: torch.cuda._sleep(int(seconds * 2e9)),
         }
         actions[name]()
 
 
 def main() -> None:
     """Train until the bench ends it."""
-    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    folder, seconds, device = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     faults = Faults(folder, rank)
@@ -130,7 +132,7 @@ def main() -> None:
             while True:
                 at("loader")
                 time.sleep(STEP_SECONDS / 2)
-                yield torch.randn(8, 16)
+                yield torch.randn(8, 16, device=device)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -144,7 +146,7 @@ def main() -> None:
                 out.register_hook(in_backward)
             return out
 
-    model = DistributedDataParallel(nn.Sequential(Layer(), nn.Linear(16, 1)))
+    model = DistributedDataParallel(nn.Sequential(Layer(), nn.Linear(16, 1)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with watch(model, optimizer, run="hang") as monitor:
         for batch in monitor.batches(Data()):
