@@ -10,7 +10,7 @@ import torch
 from tests.support.watched import Loop, own_place  # noqa: F401
 from trainer_hooks import ranks
 from trainer_hooks.demo.train import place
-from trainer_hooks.probe import untouched
+from trainer_hooks.probe import isolated_forward
 from trainer_hooks.step.reduce_vector import AsyncCopy
 from trainer_hooks.tensors import events, gradients, pinned
 from trainer_hooks.tensors.gradients import Squares
@@ -164,7 +164,7 @@ def test_a_failed_registration_leaves_no_error_for_the_next_kernel(cudart):
 def test_a_probe_replays_no_graph_whose_outputs_the_loop_holds(monkeypatch, manager, expected):
     stances = []
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
-    monkeypatch.setitem(untouched.sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setitem(isolated_forward.sys.modules, "torch._inductor.cudagraph_trees", trees)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
@@ -172,5 +172,5 @@ def test_a_probe_replays_no_graph_whose_outputs_the_loop_holds(monkeypatch, mana
         "set_stance",
         lambda stance: stances.append(stance) or contextlib.nullcontext(),
     )
-    with untouched.eager_beside_graphs():
+    with isolated_forward.eager_beside_graphs():
         assert expected == stances
