@@ -166,6 +166,9 @@ class TestContainer:
         packages = built["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
         needed = {*packages, *re.findall(r"^COPY (deploy\S+/)", DOCKERFILE, re.M)}
         assert all(kept & {name.rstrip("/"), name.partition("/")[0]} for name in needed)
+        links = (ROOT / "deploy" / "vitals_deploy" / "templates").iterdir()
+        targets = {path.resolve().relative_to(ROOT) for path in links}
+        assert all(kept & {str(path), str(path.parent)} for path in targets)
         secret = "deploy/compose/secrets/s3_secret_key"
         assert not [name for name in kept if secret.startswith(f"{name}/")]
 

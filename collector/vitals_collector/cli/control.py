@@ -138,7 +138,7 @@ def command(
         value = str(steps)
     by_factor = action == "lr" and value.startswith("x")
     request = CommandRequest(
-        action="lr_factor" if by_factor else action,  # type: ignore[arg-type]
+        action="lr_factor" if by_factor else action,
         reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {user()}"),
         checkpoint_id=checkpoint,
         argument=_number(value.removeprefix("x") if by_factor else value, action),

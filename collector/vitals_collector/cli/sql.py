@@ -18,7 +18,7 @@ from trainvitals.cli.main import report
 from trainvitals.cli.options import Form
 from trainvitals.cli.output import Format, write_table
 from trainvitals.errors import StorageError, UsageError
-from vitals_collector.cli.store import Data, Database, data_dir
+from vitals_collector.cli.store import StoreChoice, data_dir
 
 _GRACE_SECONDS = 2.0
 """What looks at rows is interrupted in time; one function on one long text is not."""
@@ -30,9 +30,9 @@ Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
 
 
 def sql(
+    *,
     question: Sql,
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
     form: Form = Format.TABLE,
     memory: Memory = 512,
     seconds: Seconds = 60.0,
@@ -46,8 +46,8 @@ def sql(
     from vitals_collector.numbers.lake_sql import LakeReader, too_late
     from vitals_collector.storage.store import DATABASE_FILE, libpq
 
-    folder = data_dir(data)
-    lake, bucket = _lake_and_bucket(folder, database)
+    folder = data_dir(choice.data)
+    lake, bucket = _lake_and_bucket(folder, choice.database)
     file = folder / DATABASE_FILE
     sql_text = sys.stdin.read() if question == "-" else question
     if not sql_text.strip():
@@ -55,9 +55,9 @@ def sql(
     with (
         LakeReader(
             lake,
-            libpq(database) if database else "",
+            libpq(choice.database) if choice.database else "",
             bucket=bucket,
-            database=None if database or not file.is_file() else file,
+            database=None if choice.database or not file.is_file() else file,
             memory_limit=f"{memory}MB",
             max_seconds=seconds,
         ) as reader,

@@ -7,7 +7,8 @@ so. A collector may run meanwhile, but for `compact`.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +47,32 @@ Database = Annotated[
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, or name.")]
 
 
+@dataclass(frozen=True, slots=True)
+class StoreChoice:
+    """Options that name a collector's store."""
+
+    data: Data = None
+    database: Database = ""
+
+    @contextmanager
+    def open(self, *, with_rows: bool = True) -> "Iterator[Store]":
+        """Open the store; without its rows, it is not necessary to open the lake."""
+        from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
+
+        where = data_dir(self.data)
+        if not self.database and not (where / DATABASE_FILE).is_file():
+            raise UsageError(
+                f"there is no store in {where}",
+                hint="start `vitals collector` once, or give its --data or --database",
+            )
+        if with_rows:
+            store = open_data_store(where, self.database)
+        else:
+            store = open_store(self.database or f"sqlite:///{where / DATABASE_FILE}")
+        with closing(store):
+            yield store
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     commands: Commands = {
@@ -61,8 +88,8 @@ def register(app: typer.Typer) -> None:
 
 
 def size(
-    data: Data = None,
-    database: Database = "",
+    *,
+    choice: StoreChoice,
     cap_gb: CapGigabytes = 5.0,
     form: Form = Format.TABLE,
 ) -> None:
@@ -71,7 +98,7 @@ def size(
     from vitals_collector.retention.settings import VolumeSettings
     from vitals_collector.retention.sizes import measure
 
-    with _store(data, database) as store:
+    with choice.open() as store:
         volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
         whole = store_size(store)
         names = _names(store)
@@ -97,7 +124,7 @@ def size(
     _say(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
 
 
-def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
+def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     """Verify the checksums of all rows and records; exits 1 if some are damaged.
 
     Queries leave out damaged rows. The collector removes damaged files from the store, and agents
@@ -106,7 +133,7 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
     from vitals_collector.retention.checkup import Damaged
     from vitals_collector.retention.checkup import check as check_all
 
-    with _store(data, database) as store:
+    with choice.open() as store:
         damaged = check_all(store)
     rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
     header = tuple(name.replace("_", " ") for name in Damaged._fields)
@@ -117,11 +144,11 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
 
 
 def copy(
+    *,
     folder: Annotated[
         Path, typer.Argument(help="The copy's name; the folder that it is made in must exist.")
     ],
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
 ) -> None:
     """Write a consistent copy of the store to a new folder; the collector may keep running.
 
@@ -133,17 +160,17 @@ def copy(
     """
     from vitals_collector.retention.backup import backup
 
-    if database:
+    if choice.database:
         raise UsageError(
             "back up a PostgreSQL database with pg_dump instead of this command",
             hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE", then copy the '
             "folder of the rows; restore with pg_restore --dbname=URL FILE",
         )
-    result = backup(data_dir(data), folder)
+    result = backup(data_dir(choice.data), folder)
     _say(f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}")
 
 
-def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
+def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
     """Merge and roll up everything now, and free disk space. Stop the collector first."""
     from trainvitals.clock import SystemClock
     from vitals_collector.api.serve import only_one
@@ -151,7 +178,7 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     from vitals_collector.retention.maintenance import LakeMaintenance
     from vitals_collector.retention.settings import VolumeSettings
 
-    with only_one(data_dir(data)), _store(data, database) as store:
+    with only_one(data_dir(choice.data)), choice.open() as store:
         before = store_size(store)
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
         num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()
@@ -160,9 +187,9 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
 
 
 def delete(
+    *,
     run: Run,
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     lost_after: LostAfter = 60.0,
 ) -> None:
@@ -172,7 +199,8 @@ def delete(
     from vitals_collector.live.run_status import Liveness
     from vitals_collector.retention import removal
 
-    with _one_run(run, data, database) as (store, run_id):
+    with choice.open() as store:
+        run_id = find_run(store, run)
         if not yes:
             name = _names(store)[run_id]
             typer.confirm(f"Permanently remove run {run_id} ({name or 'no name'})?", abort=True)
@@ -186,9 +214,9 @@ def delete(
 
 
 def pin(
+    *,
     run: Run,
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
     off: Annotated[bool, typer.Option("--off", help="Unpin: remove it by age again.")] = False,
 ) -> None:
     """Keep a run regardless of age, like the tag `keep`."""
@@ -196,32 +224,10 @@ def pin(
 
     from vitals_collector.retention.removal import pin
 
-    with _one_run(run, data, database) as (store, run_id):
+    with choice.open() as store:
+        run_id = find_run(store, run)
         pin(store, run_id, by=user(), now_unix_ns=time.time_ns(), is_kept=not off)
     _say(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely")
-
-
-@contextmanager
-def _store(data: Path | None, database: str) -> "Iterator[Store]":
-    from vitals_collector.storage.store import DATABASE_FILE, open_data_store
-
-    where = data_dir(data)
-    if not database and not (where / DATABASE_FILE).is_file():
-        raise UsageError(
-            f"there is no store in {where}", hint="give the collector's --data or --database"
-        )
-    store = open_data_store(where, database)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-@contextmanager
-def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Store, str]]":
-    """Give the store, and the id of the one run that is meant."""
-    with _store(data, database) as store:
-        yield store, find_run(store, run)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ its data directory may do so. A collector knows within seconds.
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +21,7 @@ from trainvitals.errors import StorageError, UsageError
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import replace_file
 from trainvitals.io.rundir import is_run_id
-from vitals_collector.cli.store import Data, Database, data_dir, find_run, user
+from vitals_collector.cli.store import StoreChoice, data_dir, find_run, user
 
 if TYPE_CHECKING:
     from vitals_collector.storage.store import Store
@@ -62,6 +60,7 @@ def register(app: typer.Typer) -> None:
 
 
 def create(
+    *,
     owner: Annotated[str, typer.Argument(help="Owner of the token: a user, a team or a job.")],
     scope: Annotated[
         list[Scope] | None, typer.Option(help="Scope; repeatable [default: ingest].")
@@ -72,8 +71,7 @@ def create(
     ] = "",
     days: Annotated[float, typer.Option(help="Days until it expires; 0: never.", min=0.0)] = 0.0,
     output: Output = None,
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
 ) -> None:
     """Create a token for a user or a job; its secret is shown or written once.
 
@@ -84,7 +82,7 @@ def create(
 
     scopes = tuple(dict.fromkeys(each.value for each in scope or (Scope.INGEST,)))
     now = time.time_ns()
-    with _store(data, database) as store:
+    with choice.open(with_rows=False) as store:
         run_id = run if not run or is_run_id(run) else _run_of_name(store, run, owner)
         with store.write() as connection:
             token_id, secret = tokens.create(
@@ -98,7 +96,7 @@ def create(
                 now_unix_ns=now,
             )
             if output is not None:
-                _write(output, secret, scopes, data_dir(data), is_new=True)
+                _write(output, secret, scopes, data_dir(choice.data), is_new=True)
     _tell(token_id, owner, secret, output)
 
 
@@ -119,12 +117,12 @@ def _run_of_name(store: "Store", name: str, owner: str) -> str:
         ) from None
 
 
-def list_tokens(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
+def list_tokens(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     """List all tokens except the three of the token file, without secrets."""
     from vitals_collector.storage import tokens
 
     now = time.time_ns()
-    with _store(data, database) as store, store.read_transaction() as connection:
+    with choice.open(with_rows=False) as store, store.read_transaction() as connection:
         listed = tokens.listed(connection)
     header = ("id", "owner", "scopes", "runs", "created", "ends", "state")
     rows = [
@@ -143,6 +141,7 @@ def list_tokens(data: Data = None, database: Database = "", form: Form = Format.
 
 
 def rotate(
+    *,
     token: TokenId,
     overlap_hours: Annotated[
         float, typer.Option(help="Hours for which the previous secret still works.", min=0.0)
@@ -152,8 +151,7 @@ def rotate(
         typer.Option(help="Days until it ends, 0 is never [default: as it was].", min=0.0),
     ] = None,
     output: Output = None,
-    data: Data = None,
-    database: Database = "",
+    choice: StoreChoice,
 ) -> None:
     """Give a token a new secret; it keeps its identity and its runs.
 
@@ -163,7 +161,7 @@ def rotate(
     from vitals_collector.storage import tokens
 
     now = time.time_ns()
-    with _store(data, database) as store, store.write() as connection:
+    with choice.open(with_rows=False) as store, store.write() as connection:
         row, secret = tokens.rotate(
             connection,
             token,
@@ -173,35 +171,17 @@ def rotate(
             now_unix_ns=now,
         )
         if output is not None:
-            _write(output, secret, row.scopes.split(), data_dir(data), is_new=False)
+            _write(output, secret, row.scopes.split(), data_dir(choice.data), is_new=False)
     _tell(token, row.owner, secret, output)
 
 
-def revoke(token: TokenId, data: Data = None, database: Database = "") -> None:
+def revoke(*, token: TokenId, choice: StoreChoice) -> None:
     """Revoke a token permanently, within seconds; data written with it stays."""
     from vitals_collector.storage import tokens
 
-    with _store(data, database) as store, store.write() as connection:
+    with choice.open(with_rows=False) as store, store.write() as connection:
         tokens.revoke(connection, token, by=user(), now_unix_ns=time.time_ns())
     sys.stderr.write(f"token {token} is revoked; collectors refuse it within seconds\n")
-
-
-@contextmanager
-def _store(data: Path | None, database: str) -> "Iterator[Store]":
-    """Give the database alone: no row is read, so the lake need not be opened."""
-    from vitals_collector.storage.store import DATABASE_FILE, open_store
-
-    file = data_dir(data) / DATABASE_FILE
-    if not database and not file.is_file():
-        raise UsageError(
-            f"there is no store in {file.parent}",
-            hint="start `vitals collector` once, or give its --data or --database",
-        )
-    store = open_store(database or f"sqlite:///{file}")
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _end(days: float, now_unix_ns: int) -> int:
