@@ -140,7 +140,7 @@ class ServedRun:
         self._facts = facts
         self._resume: Mapping[Key, int] = resume or {}
         self._resume = self.last_seqs()
-        self._own: dict[str, OwnSource] = {}
+        self._sources: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
         self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
         """Journals of nodes that this agent does not serve, and the start of their observation."""
@@ -159,7 +159,7 @@ class ServedRun:
 
     def _source(self, source: Source) -> OwnSource:
         key = str(source)
-        if key not in self._own:
+        if key not in self._sources:
             clock = self._facts.clock
             identity = Identity(
                 run_id=self.run_id,
@@ -173,8 +173,8 @@ class ServedRun:
                 gpu_uuid=source.key if source.kind == "gpu" else "",
                 metrics_url=self._facts.metrics_url if source.kind == "node" else "",
             )
-            self._own[key] = OwnSource(identity, self.append, clock)
-        return self._own[key]
+            self._sources[key] = OwnSource(identity, self.append, clock)
+        return self._sources[key]
 
     def append(self, raw: bytes) -> bool:
         """Add a batch to the spool; ``copy`` makes it durable."""
@@ -217,7 +217,7 @@ class ServedRun:
     def num_rows(self) -> int:
         """Rows written to the spool since the agent started."""
         return self._num_copied + sum(
-            tailer_state.num_rows for tailer_state in list(self._own.values())
+            tailer_state.num_rows for tailer_state in list(self._sources.values())
         )
 
     @property
@@ -378,7 +378,7 @@ class ServedRun:
         if incarnation == self.node_source.identity.incarnation:
             # The report would wait behind the rows that it is about.
             node = Source("node", self._facts.node)
-            del self._own[str(node)]
+            del self._sources[str(node)]
             self.node_source = self._source(node)
         writers = {tail.identity.incarnation: tail for tail in self.tails.values()}
         tail = writers.get(incarnation)

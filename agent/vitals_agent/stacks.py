@@ -78,7 +78,7 @@ class StackTaker:
     def __init__(self, run: ServedRun, *, spawn: Spawn) -> None:
         self._run = run
         self._spawn = spawn
-        self._asked: dict[Path, _PendingStack] = {}
+        self._pending: dict[Path, _PendingStack] = {}
         self._question: _Question | None = None
 
     def start_request(self, number: int, *, num_here: int, num_ranks: int) -> None:
@@ -100,7 +100,7 @@ class StackTaker:
             if number:
                 self._say(pending, "", _CANNOT[state])
             return
-        if (before := self._asked.get(tail.directory)) is not None:
+        if (before := self._pending.get(tail.directory)) is not None:
             before.number = before.number or number
             return
         pid, path = tail.identity.pid, tail.directory / STACKS_FILE
@@ -108,7 +108,7 @@ class StackTaker:
             if number:
                 self._say(pending, "", "its process cannot be reached from its agent's container")
             return
-        self._asked[tail.directory] = pending
+        self._pending[tail.directory] = pending
         if word.stack_signal:
             os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
             os.kill(pid, word.stack_signal)
@@ -117,7 +117,7 @@ class StackTaker:
 
     def collect(self) -> None:
         """Store the stacks written since; give up ranks that write nothing."""
-        for directory, pending in list(self._asked.items()):
+        for directory, pending in list(self._pending.items()):
             pending.num_looks += 1
             is_last = pending.num_looks > MAX_LOOKS
             raw = b""
@@ -125,7 +125,7 @@ class StackTaker:
                 raw = read_own(directory / STACKS_FILE, max_bytes=8 << 20)
             if pending.num_looks == 1 or (not raw and not is_last):
                 continue  # it may still be writing
-            del self._asked[directory]
+            del self._pending[directory]
             why = "" if raw else "it did not answer its signal"
             if not raw and not pending.word.stack_signal:
                 why = "no signal was free for its stacks, and py-spy is not installed"
@@ -155,7 +155,7 @@ class StackTaker:
         question.num_looks += 1
         is_all_here = question.num_here >= question.num_ranks
         is_over = question.num_looks >= MORE_NODES_LOOKS
-        if any(each.number for each in self._asked.values()) or not (is_all_here or is_over):
+        if any(each.number for each in self._pending.values()) or not (is_all_here or is_over):
             return
         self._question = None
         if self._run.holds_mailbox:

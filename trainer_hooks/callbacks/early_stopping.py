@@ -62,8 +62,8 @@ class Evaluations:
         self._emitter = emitter
         self._ring = ring if settings.keep_best else None
         self._store = store if settings.keep_best else None
-        self._given: Given | None = None
-        self._asked = (-1, -1)
+        self._submitted: Given | None = None
+        self._last_evaluated = (-1, -1)
         """Step and attempt of the last evaluation on this rank."""
         self._copy: Snapshot | None = None
         self._missed = ""
@@ -92,11 +92,11 @@ class Evaluations:
         if metric not in values:
             self._came_without(step, attempt)
             return
-        self._calls_without, self._asked = None, (step, attempt)
+        self._calls_without, self._last_evaluated = None, (step, attempt)
         if self._ring is not None:
             self._take_copy(self._ring, step, attempt, meta)
         if self._is_rank0:
-            self._given = Given(step, attempt, float(values[metric]))
+            self._submitted = Given(step, attempt, float(values[metric]))
 
     def _came_without(self, step: int, attempt: int) -> None:
         """Warn once if the metric never arrives: with a wrong name, the run would never stop."""
@@ -129,7 +129,7 @@ class Evaluations:
 
     def root_value(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0 sends with ``step``; None if there is none."""
-        evaluation = self._given
+        evaluation = self._submitted
         return (
             evaluation.value
             if evaluation is not None and evaluation[:2] == (step, attempt)
@@ -205,7 +205,7 @@ class Evaluations:
 
         Evaluations of a discarded attempt do not count.
         """
-        self._given = None
+        self._submitted = None
         self._stopper.load_state_dict(state)
 
     # --------------------------------------------------------------------------------- the end
@@ -231,7 +231,7 @@ class Evaluations:
         if ring is None or store is None:
             raise nothing_kept("this run keeps no best state")
         store.wait(None)  # a save uses the same process group
-        if self._asked == (step, attempt) and not self.holds(step, attempt):
+        if self._last_evaluated == (step, attempt) and not self.holds(step, attempt):
             self._take_copy(
                 ring, step, attempt, meta
             )  # the slot is free by now, and no step was made since
@@ -242,7 +242,7 @@ class Evaluations:
         if rank_values[0][0] is not None or holders:
             self._take_in(rank_values[0][0], holders, step, attempt)
             store.wait(None)
-        self._given = None
+        self._submitted = None
         marks: list[tuple[str, BestMark] | None] = []
         Agreement(self._ranks).on_root(lambda: marks.append(store.folder.best()))
         best = self._ranks.broadcast(marks[0] if marks else None)

@@ -403,7 +403,7 @@ class Batches:
         in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
             for batch in iterator:
-                drawn = draws.given.popleft()
+                drawn = draws.planned.popleft()
                 self._sampler_state = drawn.sampler_state
                 yield drawn.number, drawn.indices if in_order else None, batch
         finally:

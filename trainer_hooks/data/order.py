@@ -119,7 +119,7 @@ class PlannedBatch(NamedTuple):
 class Draws:
     """Replaces a loader's sampler while its iterator is created; skips and records batches.
 
-    ``given`` holds batches that were drawn and are not loaded yet: as many as the loader
+    ``planned`` holds batches that were drawn and are not loaded yet: as many as the loader
     prefetches.
     """
 
@@ -130,7 +130,7 @@ class Draws:
         self._source: Iterator[Any] | None = None
         self._reopened = False
         self._stateful = sampler_with_state(loader)
-        self.given: deque[PlannedBatch] = deque()
+        self.planned: deque[PlannedBatch] = deque()
         self.num_drawn = 0
         """Batches of the epoch drawn so far, including skipped ones."""
 
@@ -211,7 +211,7 @@ class Draws:
                 break
         ids = tuple(indices) if isinstance(indices, list | tuple) else (indices,)
         state = None if self._stateful is None else deepcopy(self._stateful.state_dict())
-        self.given.append(PlannedBatch(index, ids, state))
+        self.planned.append(PlannedBatch(index, ids, state))
         return indices
 
 

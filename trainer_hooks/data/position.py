@@ -440,7 +440,7 @@ class _StepBatches:
     batches: list[LoadedBatch]
     ids: list[Sequence[Any] | None]
     """Sample ids per batch; None if unknown."""
-    kept: list[LoadedBatch]
+    loaded_batches: list[LoadedBatch]
     autocast: Autocast | None = None
     loss_scale: torch.Tensor | None = None
 
@@ -491,9 +491,9 @@ class DataLedger:
             while len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
             for old in islice(reversed(self._steps.values()), self._lag + 1, None):
-                if not old.kept:
+                if not old.loaded_batches:
                     break
-                old.kept = []
+                old.loaded_batches = []
             if self.sample_ids:
                 self._write(self._steps[step])
 
@@ -532,7 +532,7 @@ class DataLedger:
             entry = self._steps.get(step)
             if entry is None:
                 return
-            kept_batches, entry.kept = entry.kept, []
+            kept_batches, entry.loaded_batches = entry.loaded_batches, []
             if bad:
                 self._tell(entry, kept_batches, facts)
             elif kept_batches:

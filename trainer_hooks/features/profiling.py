@@ -98,7 +98,7 @@ class StepProfile:
             raise UsageError("a torch.profiler of the loop's own runs; two end the process")
         self._guard = _Guard(self.close)
         self._path = path
-        self._left = num_steps
+        self._steps_left = num_steps
         self._done, self._failed = done, failed
         self._thread: threading.Thread | None = None
         has_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -108,8 +108,8 @@ class StepProfile:
 
     def stepped(self) -> bool:
         """Count a completed step; return whether more steps follow."""
-        self._left -= 1
-        if self._left > 0 and self._thread is None:
+        self._steps_left -= 1
+        if self._steps_left > 0 and self._thread is None:
             self._profiler.step()
             return True
         self.close()
@@ -226,8 +226,8 @@ class Profiling:
         if self._order is None:
             return
         (first_step, profiled), self._order = self._order, None
-        chosen = (profiled.rank,) if profiled.rank >= 0 else self._choose(device)
-        if self._ranks.rank not in chosen:
+        profiled_ranks = (profiled.rank,) if profiled.rank >= 0 else self._choose(device)
+        if self._ranks.rank not in profiled_ranks:
             return
         with self._faults.fail_open("profile"):
             self.close()
@@ -299,7 +299,11 @@ class Slowdowns:
                 return self._order
             self._order = None
         reason, self._found = self._found, ""
-        if not reason or now_ns - self._last_ns < AUTO_EVERY_NS or self._spent() >= AUTO_PER_RUN:
+        if (
+            not reason
+            or now_ns - self._last_ns < AUTO_EVERY_NS
+            or self._num_automatic() >= AUTO_PER_RUN
+        ):
             return None
         self._last_ns, self.reason = now_ns, reason
         self._order = Command(
@@ -314,7 +318,7 @@ class Slowdowns:
         )
         return self._order
 
-    def _spent(self) -> int:
+    def _num_automatic(self) -> int:
         """Return the number of automatic profiles: those of one step count as one."""
         names = (path.name for path in self._folder.glob(f"{_AUTOMATIC_PREFIX}-step-*"))
         return len({re.sub(r"-rank.*", "", name) for name in names})

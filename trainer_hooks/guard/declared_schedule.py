@@ -225,7 +225,7 @@ class _SimulatedSchedule:
     def _restart(self) -> None:
         self._now = _copied(self._begin.scheduler, self._begin.rates)
         self._count = self._first
-        self._kept: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
+        self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
 
     def _current_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
@@ -239,18 +239,18 @@ class _SimulatedSchedule:
             self._offset = max(0, self._first - step)
         count = step + self._offset
         low, high = max(self._first, count - before), count + after
-        if low < self._count - len(self._kept) + 1:
+        if low < self._count - len(self._cached_rates) + 1:
             self._restart()  # a rollback by more than the kept counts
         for _ in range(_CATCH_UP):
             if self._count >= high:
                 break
             self._now.scheduler.step()
             self._count += 1
-            self._kept.append(self._current_rates())
+            self._cached_rates.append(self._current_rates())
         if self._count < high:
             return None
         newest = self._count
-        rows = [self._kept[each - newest - 1] for each in range(low, high + 1)]
+        rows = [self._cached_rates[each - newest - 1] for each in range(low, high + 1)]
         return [Band(min(of_group), max(of_group)) for of_group in zip(*rows, strict=True)]
 
 

@@ -67,7 +67,7 @@ class HookMemory:
 
     def __init__(self, state: object) -> None:
         self._state = state
-        self._kept: dict[tuple[str, object], Tensor] = {}
+        self._copies: dict[tuple[str, object], Tensor] = {}
         self._has_stepped = False
         self.keep()
 
@@ -82,12 +82,12 @@ class HookMemory:
         """Copy the memory; call after the update, before the next backward."""
         copies = {}
         for key, live in self._live():
-            before = self._kept.get(key)
+            before = self._copies.get(key)
             if before is not None and alike(before, live):
                 copies[key] = before.copy_(live)
             else:
                 copies[key] = live.clone()
-        self._kept = copies
+        self._copies = copies
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
@@ -98,7 +98,7 @@ class HookMemory:
         """
         self._has_stepped = True
         for key, live in self._live():
-            before = self._kept.get(key)
+            before = self._copies.get(key)
             if before is None or not alike(before, live):
                 before = _fresh(key[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))

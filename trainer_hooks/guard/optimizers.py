@@ -156,7 +156,7 @@ class BufferShadow:
         self._seen: list[tuple[Tensor | None, int]] = []
         self._live: dict[int, Tensor] = {}
         self._constant: dict[int, Tensor] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._saved_copies: dict[int, Tensor] = {}
         self._kept_of: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._flat: list[_FlatShadow] = []
@@ -212,12 +212,12 @@ class BufferShadow:
             if self._fits(live):
                 self._copy(live)
             else:
-                self._kept = {i: buffer.clone() for i, buffer in live.items()}
+                self._saved_copies = {i: buffer.clone() for i, buffer in live.items()}
         self._versions = {i: buffer._version for i, buffer in self._constant.items()}
 
     def _copy(self, live: dict[int, Tensor]) -> None:
         if live:
-            torch._foreach_copy_([self._kept[i] for i in live], list(live.values()))
+            torch._foreach_copy_([self._saved_copies[i] for i in live], list(live.values()))
 
     def _build_flat_shadows(self, live: dict[int, Tensor]) -> None:
         """Move the copies made in each step into one memory, if their types allow it."""
@@ -232,7 +232,7 @@ class BufferShadow:
             self._flat.append(_FlatShadow([*group.values()]))
             self._placed.append([*group])
             for i in group:
-                del self._kept[i]
+                del self._saved_copies[i]
 
     def _dissolve_flat_shadows(self) -> None:
         """Keep each buffer separately again, because one has moved."""
@@ -240,11 +240,11 @@ class BufferShadow:
             for i, bits in zip(places, flat.each(), strict=True):
                 before = self._kept_of[i]
                 # A copy: 8-byte integers may have an alignment of only 4 bytes here.
-                self._kept[i] = bits.clone().view(before.dtype).view(before.shape)
+                self._saved_copies[i] = bits.clone().view(before.dtype).view(before.shape)
         self._flat, self._placed, self._one_by_one = [], [], {}
 
     def _fits(self, live: dict[int, Tensor]) -> bool:
-        copies = self._kept
+        copies = self._saved_copies
         return live.keys() == copies.keys() and all(alike(copies[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -278,7 +278,7 @@ class BufferShadow:
                 flat.put_back(_flag_on(flat.device, bad, flags))
             live = self._written(self._one_by_one if lies_flat else live)
         for i, buffer in live.items():
-            saved_copy = self._kept.get(i)
+            saved_copy = self._saved_copies.get(i)
             if saved_copy is not None and alike(saved_copy, buffer):
                 # Through .data, which raises no version: the backward of another optimizer's loss
                 # may still need the buffer, and would refuse one with a newer version.
@@ -296,16 +296,16 @@ class _FlatShadow:
     def __init__(self, live: Sequence[Tensor]) -> None:
         self._live = list(live)
         self._sizes = [bits.numel() for bits in live]
-        self._kept = torch.cat(self._live)
-        self.device = self._kept.device
+        self._saved_copies = torch.cat(self._live)
+        self.device = self._saved_copies.device
 
     def each(self) -> tuple[Tensor, ...]:
         """Return the copies, buffer by buffer, as bits."""
-        return torch.split(self._kept, self._sizes)
+        return torch.split(self._saved_copies, self._sizes)
 
     def keep(self) -> None:
         """Copy the live buffers to the shadow."""
-        torch.cat(self._live, out=self._kept)
+        torch.cat(self._live, out=self._saved_copies)
 
     def put_back(self, flag: Tensor) -> None:
         """Restore all buffers if the flag is set; then copies and buffers are equal.
@@ -313,7 +313,7 @@ class _FlatShadow:
         It reads the flag only on the CPU, which does not wait.
         """
         if not reads_are_free(self.device):
-            torch.where(flag, self._kept, torch.cat(self._live), out=self._kept)
+            torch.where(flag, self._saved_copies, torch.cat(self._live), out=self._saved_copies)
         elif not flag.item():
             self.keep()
             return

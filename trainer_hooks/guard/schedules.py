@@ -51,7 +51,7 @@ class Schedules:
         self._schedulers = schedulers
         self.every = every
         self._warn = warn
-        self._left = self._counts()
+        self._last_counts = self._counts()
         """Counts of the schedulers after our own steps."""
         self._num_looks = 0
         self._num_moves = 0
@@ -81,10 +81,10 @@ class Schedules:
             self._check_end(step)
         now, is_second = self._counts(), self._num_looks == 1
         self._num_looks += 1
-        if now == self._left:
+        if now == self._last_counts:
             return None
         error = None if self._num_looks == 1 else self._moved(now, step)
-        self._left = now
+        self._last_counts = now
         if error is None or is_second:
             return error
         self._is_reported = True
@@ -95,7 +95,7 @@ class Schedules:
         """Return the error; a single jump may be a ``load_state_dict`` of the loop."""
         if self._is_reported:
             return None
-        for scheduler, count, pending in zip(self._schedulers, now, self._left, strict=True):
+        for scheduler, count, pending in zip(self._schedulers, now, self._last_counts, strict=True):
             if count is None or pending is None or count == pending:
                 continue
             self._num_moves += count != pending + 1
@@ -145,11 +145,11 @@ class Schedules:
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
                 continue
-            before, pending = count_of(scheduler), self._left[i]
+            before, pending = count_of(scheduler), self._last_counts[i]
             scheduler.step()
             after = count_of(scheduler)
             if None not in (before, after, pending):
-                self._left[i] = pending + after - before  # type: ignore[operator]
+                self._last_counts[i] = pending + after - before  # type: ignore[operator]
 
     def over(self, batches: Batches) -> Iterator[Any]:
         """Yield the batches; each completed epoch steps the schedulers, if it contained training.
@@ -184,10 +184,10 @@ class Schedules:
         counts = self._counts()
         undone = [
             pending - now
-            for now, pending in zip(counts, self._left, strict=True)
+            for now, pending in zip(counts, self._last_counts, strict=True)
             if now is not None and pending is not None
         ]
-        self._left = counts
+        self._last_counts = counts
         if self.every == "step":
             return
         if epoch is not None:

@@ -96,7 +96,7 @@ class VitalsCallback(_Callback):
         _refuse_unfreezing(trainer.callbacks)
         options: Options = {**self._options}
         options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
-        self._optimizer = self._chosen(trainer.optimizers)
+        self._optimizer = self._select_optimizer(trainer.optimizers)
         self.attached = attached = attach(
             trainer.strategy.model, self._optimizer, scaler=_scaler(trainer), **options
         )
@@ -105,7 +105,7 @@ class VitalsCallback(_Callback):
         attached.load_state_dict(self._state)
         self._listen(trainer, attached)
 
-    def _chosen(self, optimizers: Sequence[Optimizer]) -> Optimizer:
+    def _select_optimizer(self, optimizers: Sequence[Optimizer]) -> Optimizer:
         if self._index is None and len(optimizers) == 1:
             return optimizers[0]
         if self._index is None or not 0 <= self._index < len(optimizers):

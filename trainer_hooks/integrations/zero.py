@@ -27,7 +27,7 @@ class ParamPartition(NamedTuple):
     """This rank's part of one parameter."""
 
     name: str
-    place: tuple[int, ...]
+    offsets: tuple[int, ...]
     """Start of the part within the parameter; empty if it is the whole parameter."""
     gradient: Tensor | None
     weight: Tensor
@@ -133,7 +133,7 @@ class HeldNorms(GradNorms):
         pieces = {id(tensor): _NOTHING for tensor in params.values()}
         for part in holder.partitions():
             params[part.name] = part.weight.detach()
-            pieces[id(params[part.name])] = part.place, tuple(part.weight.shape)
+            pieces[id(params[part.name])] = part.offsets, tuple(part.weight.shape)
         super().__init__(params, ranks, pieces)
         self.device = holder.device
         self.share = self.share.to(holder.device)

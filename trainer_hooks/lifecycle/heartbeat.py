@@ -292,7 +292,7 @@ class FlightRecorder:
             group: {entry.collective_seq_id: entry.text for entry in of_group[-_NUM_TOLD:]}
             for group, of_group in list(recent.items())[:_MAX_TOLD_GROUPS]
         }
-        lines = [entry.told for of_group in recent.values() for entry in of_group]
+        lines = [entry.to_record for of_group in recent.values() for entry in of_group]
         replace_file(directory / COLLECTIVES_FILE, msgspec.json.encode(lines), mode=0o600)
 
 
@@ -316,7 +316,7 @@ class _RecorderEntry(msgspec.Struct, frozen=True):
         return f"{name}({sizes})"[:_MAX_TEXT]  # 6 x 3 of them fit into the page
 
     @property
-    def told(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """The call in the format of the file."""
         return {
             "group": self.process_group[0],

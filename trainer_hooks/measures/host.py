@@ -137,7 +137,7 @@ class StepClock:
         self.clock = clock
         self._last_end: int | None = None
         self._data_wait_ns: int | None = None
-        self._entered = self._left = 0
+        self._entered = self._left_ns = 0
         self._optimizer_ns = 0
         self._exchange_ns = 0
         self._checkpoint_ns: int | None = None
@@ -170,11 +170,11 @@ class StepClock:
 
     def leave(self) -> None:
         """Record that control returns to the loop before the step ends, for its own clip."""
-        self._left = self.clock.monotonic_ns()
+        self._left_ns = self.clock.monotonic_ns()
 
     def reenter(self) -> None:
         """Count the time since ``leave`` as optimizer time: the loop needs it in any case."""
-        self._optimizer_ns += self.clock.monotonic_ns() - self._left
+        self._optimizer_ns += self.clock.monotonic_ns() - self._left_ns
 
     @contextmanager
     def optimizer_time(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ class Updates:
 
     def __init__(self, norms: GradNorms) -> None:
         self._norms = norms
-        self._kept: list[Tensor] = []
+        self._copied_params: list[Tensor] = []
         self._is_kept = False
         self._moved: Tensor | None = None
         self._squares = Squares(norms.params)
@@ -49,9 +49,9 @@ class Updates:
         """Copy the parameters to a buffer that is reused; call before the update."""
         self.forget()
         now = self._norms.local_parameters()
-        if [t.shape for t in self._kept] != [t.shape for t in now]:
-            self._kept = [torch.empty_like(tensor) for tensor in now]
-        torch._foreach_copy_(self._kept, now)
+        if [t.shape for t in self._copied_params] != [t.shape for t in now]:
+            self._copied_params = [torch.empty_like(tensor) for tensor in now]
+        torch._foreach_copy_(self._copied_params, now)
         self._is_kept = True
 
     @torch.no_grad()
@@ -62,8 +62,8 @@ class Updates:
         """
         if self._is_kept:
             self._is_kept = False
-            torch._foreach_sub_(self._kept, self._norms.local_parameters())
-            self._moved = self._share_of(self._kept)
+            torch._foreach_sub_(self._copied_params, self._norms.local_parameters())
+            self._moved = self._share_of(self._copied_params)
 
     def update_squares(self) -> Tensor | None:
         """Return the squared norms of the last update; None without ``keep`` before it."""

@@ -194,7 +194,7 @@ class Bank:
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[int, BankedBatches] = {}
+        self._accepted: dict[int, BankedBatches] = {}
         self._waiting: dict[int, BankedBatches] = {}
         """By step; the verdict has not arrived yet."""
         self._level = 0
@@ -218,15 +218,15 @@ class Bank:
     @property
     def num_bytes(self) -> int:
         """Bytes of all current copies."""
-        banked = (*self._kept.values(), *self._waiting.values())
+        banked = (*self._accepted.values(), *self._waiting.values())
         return self._copied_bytes + sum(batches.num_bytes for batches in banked)
 
     def num_batches(self) -> dict[int, int]:
         """Return the number of kept batches by accepted step."""
-        return {step: len(batches.batches) for step, batches in self._kept.items()}
+        return {step: len(batches.batches) for step, batches in self._accepted.items()}
 
     def __getitem__(self, step: int) -> BankedBatches:
-        return self._kept[step]
+        return self._accepted[step]
 
     def waiting(self, step: int) -> BankedBatches | None:
         """Return the batches of a step whose verdict has not arrived yet."""
@@ -234,7 +234,7 @@ class Bank:
 
     def expected_bytes(self) -> int:
         """Return the bytes the bank will hold when full, extrapolated from the current copies."""
-        banked = [*self._kept.values(), *self._waiting.values()]
+        banked = [*self._accepted.values(), *self._waiting.values()]
         if not banked or self.is_full:
             return 0
         far = sum((end - begin) // every for begin, end, every in _far_parts())
@@ -270,7 +270,7 @@ class Bank:
             self.clear()
             return
         most = _LEVELS[self._level].batches
-        for batches in (*self._kept.values(), *self._waiting.values()):
+        for batches in (*self._accepted.values(), *self._waiting.values()):
             if len(batches.batches) > most:
                 batches.num_bytes = batches.num_bytes * most // len(batches.batches)
                 del batches.batches[most:]
@@ -294,7 +294,7 @@ class Bank:
         batches = self._waiting.pop(step, None)
         if batches is not None:
             batches.loss = loss
-            self._kept[step] = batches
+            self._accepted[step] = batches
             self._evict_old()
 
     def dropped(self, step: int) -> None:
@@ -303,7 +303,7 @@ class Bank:
 
     def rolled_back(self, step: int) -> None:
         """Drop the batches of this step and all later ones."""
-        for banked in (self._kept, self._waiting):
+        for banked in (self._accepted, self._waiting):
             for later in [s for s in banked if s >= step]:
                 del banked[later]
         self._copies.clear()
@@ -311,16 +311,16 @@ class Bank:
 
     def clear(self) -> None:
         """Drop all batches."""
-        self._kept.clear()
+        self._accepted.clear()
         self._waiting.clear()
         self._copies.clear()
         self._copied_bytes = 0
 
     def _evict_old(self) -> None:
         """Drop steps that are too old for their spacing."""
-        newest = max(self._kept, default=0)
-        for step in [s for s in self._kept if not self._is_retained(s, newest - s)]:
-            del self._kept[step]
+        newest = max(self._accepted, default=0)
+        for step in [s for s in self._accepted if not self._is_retained(s, newest - s)]:
+            del self._accepted[step]
 
     def _is_retained(self, step: int, age: int) -> bool:
         level = _LEVELS[self._level]

@@ -270,7 +270,7 @@ class Probe:
         results = self._forwards(tasks)
         if results is None:
             return _nothing("the probe failed and is now off")
-        numbers = [(r.loss, t.kept.loss) for r, t in zip(results, tasks, strict=True)]
+        numbers = [(r.loss, t.banked.loss) for r, t in zip(results, tasks, strict=True)]
         everything = self._ranks.gather((numbers, results[latest].has_gradient))
         now, then = _means([numbers for numbers, _ in everything])
         bad_ranks = [rank for rank, (_, has_gradient) in enumerate(everything) if not has_gradient]
@@ -309,12 +309,12 @@ class Probe:
                 if task.rewind is not None:
                     task.rewind()
                 seed_all(task.seed)
-                value = task.kept.loss_of(copy_to_device(batch))
+                value = task.banked.loss_of(copy_to_device(batch))
                 check()
                 losses.append(_number(value))
                 if task.with_gradient and not i:
                     seed_all(task.seed)
-                    has_gradient = self._has_gradient(task.kept.loss_of, batch)
+                    has_gradient = self._has_gradient(task.banked.loss_of, batch)
         return _TaskResult(sum(losses) / len(losses), losses, has_gradient)
 
     def _has_gradient(self, loss_of: LossOf, batch: Any) -> bool:
@@ -365,7 +365,7 @@ class Probe:
 class _Task(NamedTuple):
     """Batches of one step to evaluate."""
 
-    kept: BankedBatches
+    banked: BankedBatches
     batches: list[Any]
     """Kept batches, as many as every rank has."""
     seed: int = 0

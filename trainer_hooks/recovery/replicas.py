@@ -88,7 +88,7 @@ class _RankInfo(NamedTuple):
     """Digest of the names that it compares with its group."""
     trains_one_model: bool
     failure: str
-    place: str
+    location: str
     """Node and device of the rank."""
 
 
@@ -196,7 +196,7 @@ class Replicas:
             return None
         compared = keys if group in groups else []
         return cls(
-            state, ranks, keys=compared, groups=groups, places=[offer.place for offer in offers],
+            state, ranks, keys=compared, groups=groups, places=[offer.location for offer in offers],
             optimizers=optimizers, faults=faults, every=ROUND,
         )  # fmt: skip
 

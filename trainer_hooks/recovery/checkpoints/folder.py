@@ -87,7 +87,7 @@ class CheckpointFolder:
         self._keep_every = max(0, keep_every)
         self._clock = clock or SystemClock()
         self._owner: Owner | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
         """Changes that were not taken yet; any thread may add to it."""
         self._index = IndexFile(path)
@@ -457,8 +457,8 @@ class CheckpointFolder:
             try:
                 content = read(self.path / name)
             except (CheckpointCorruptError, NewerVersionError, OSError) as error:
-                if name not in self._told:
-                    self._told = {name, *(self._told & set(self.names()))}
+                if name not in self._reported:
+                    self._reported = {name, *(self._reported & set(self.names()))}
                     _LOG.warning("vitals: checkpoint %s is ignored: %s", name, error)
                 continue
             if content.run_id == self._run_id:

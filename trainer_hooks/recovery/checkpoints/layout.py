@@ -29,7 +29,7 @@ class Layout:
             tensors: by this rank's names: parameters, and tensors of registered modules.
             split: the optimizers of which each rank keeps the state of some parameters only.
         """
-        self._held = tensors
+        self._tensors = tensors
         self._split = split
         self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
 
@@ -45,16 +45,16 @@ class Layout:
         if tensor is None or not key.startswith("optim."):
             return tensor
         i, param, name = _parse(key)
-        filled = {_moment(i, piece.name, name) for piece in self._held[_MODEL + param].pieces}
+        filled = {_moment(i, piece.name, name) for piece in self._tensors[_MODEL + param].pieces}
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of a tensor within the complete ones; None if it has none."""
         if not key.startswith("optim."):
-            tensor = self._held.get(key)
+            tensor = self._tensors.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None
         i, param, name = _parse(key)
-        owner = self._held.get(_MODEL + param)
+        owner = self._tensors.get(_MODEL + param)
         if owner is None or i in self._split:
             return None
         names = {whole: _moment(i, whole, name) for whole in owner.wholes}
@@ -78,7 +78,7 @@ class Layout:
         for i, of_params in enumerate(scalars):
             by_whole: dict[str, dict[str, Any]] = {}
             for param, values in of_params.items():
-                tensor = None if i in self._split else self._held.get(_MODEL + param)
+                tensor = None if i in self._split else self._tensors.get(_MODEL + param)
                 wholes = {_MODEL + param} if tensor is None else {p.name for p in tensor.pieces}
                 by_whole |= {whole.removeprefix(_MODEL): values for whole in wholes}
             spread.append(by_whole)
@@ -131,7 +131,7 @@ class Layout:
         owner = self._owners.get(whole)
         if owner is None or i in self._split:
             return name, spec
-        tensor = self._held[owner]
+        tensor = self._tensors[owner]
         key = _moment(i, owner, moment) if moment else owner
         if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
