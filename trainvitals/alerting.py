@@ -22,7 +22,7 @@ from trainvitals.views import RunState
 
 
 class AlertState(enum.StrEnum):
-    """Where an alert is in its life."""
+    """State of an alert."""
 
     INACTIVE = "inactive"
     PENDING = "pending"
@@ -71,7 +71,7 @@ class AlertSpec:
     name: str
     severity: Severity
     help: str
-    """What it means."""
+    """Meaning."""
     to_do: str
     """What to do; RUN in a command is the run's id."""
     point: bool
@@ -542,7 +542,7 @@ RUNBOOK = "docs/RUNBOOK.md"
 """Path of the runbook in this project; each alert has a section with its name."""
 
 ABSENCE_ALERTS = ("NodeLost", "RankLost", "AgentLost")
-"""Alerts about a part of a run that is gone; their cause names it."""
+"""Alerts about a lost part of a run; their cause names it."""
 _MOST_PARTS = 8
 """Parts that have an alert each; all others share one: a dead rack is not a hundred pages."""
 
@@ -557,7 +557,7 @@ _ENDED_BY: dict[str, frozenset[ActionName]] = {"state_damaged": frozenset({"roll
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """An alert as it is raised: what is known at that moment."""
+    """An alert when it is raised."""
 
     name: str
     severity: Severity
@@ -566,7 +566,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     point: bool = False
     rank: int = -1
-    """The rank that raised it, where each rank raises it for itself."""
+    """The rank that raised it, if each rank raises it separately."""
 
     @property
     def fingerprint(self) -> str:
@@ -606,7 +606,7 @@ def is_answered(finding: Finding, actions: Collection[str]) -> bool:
     """Return whether the decisions about a finding's step already report it.
 
     Args:
-        finding: what a detector said.
+        finding: report of a detector.
         actions: the actions of the decisions about its step.
     """
     answers = _ENDED_BY.get(finding.kind)
@@ -618,12 +618,12 @@ def is_answered(finding: Finding, actions: Collection[str]) -> bool:
 def alerts_for_finding(
     finding: Finding, *, run_id: str, loss_kind: str = "minimize"
 ) -> tuple[Alert, ...]:
-    """Return the alert that a finding raises by itself: once for each cause, while it fires.
+    """Return the alerts that a finding raises itself: once for each cause, while it fires.
 
     Args:
-        finding: what a detector said.
-        run_id: of which run.
-        loss_kind: what the run's loss is; of "rl" and "adversarial" the level is only logged.
+        finding: report of a detector.
+        run_id: the run.
+        loss_kind: the run's loss; for "rl" and "adversarial" a level is only logged.
     """
     cause = finding.cause or finding.kind
     name = alert_of(finding.kind, cause)
@@ -654,14 +654,14 @@ def alerts_for_run_state(
 def alerts_for_absence(
     name: str, parts: Sequence[str], *, run_id: str, step: int, what: str
 ) -> tuple[Alert, ...]:
-    """Return one alert for each part that is gone, and one for all beyond the first few.
+    """Return one alert for each lost part, and one for all beyond the first few.
 
     Args:
         name: one of ``ABSENCE_ALERTS``.
-        parts: as people call them, such as ``node-b`` or ``rank 3``.
-        run_id: of which run.
+        parts: displayed names, such as ``node-b`` or ``rank 3``.
+        run_id: the run.
         step: the run's last step.
-        what: what is the matter with each of them.
+        what: the problem of each of them.
     """
     shown, rest = parts[:_MOST_PARTS], parts[_MOST_PARTS:]
     raised = [_raise(name, run_id, f"{part}: {what}", step, part) for part in shown]
@@ -671,14 +671,14 @@ def alerts_for_absence(
 
 
 def alert_for_cap(run_id: str, summary: str = "") -> Alert:
-    """Return the alert that holds while a run is above its cap with nothing left to thin."""
+    """Return the alert for a run above its cap with nothing left to delete."""
     return _raise("RunOverCap", run_id, summary, -1)
 
 
 def point_is_over(
     *, raised_step: int, last_step: int, last_unhealthy_step: int, healthy_steps: int = 100
 ) -> bool:
-    """Say whether a point event resolves: the run was healthy for ``healthy_steps`` since.
+    """Return whether a point event resolves: the run was healthy for ``healthy_steps`` since.
 
     After a rollback steps count again from an earlier one, so the event stays until the run has
     come past the trouble.

@@ -34,7 +34,7 @@ def check_run_id(value: str) -> str:
     """Return ``value`` if it is a ULID.
 
     Raises:
-        UsageError: it is not; a run id is also a folder name, so nothing else may pass.
+        UsageError: it is not; a run id is also a directory name, so nothing else is allowed.
     """
     if not _ULID.match(value):
         raise UsageError(
@@ -91,7 +91,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int | None:
-        """The global rank, where the source is one."""
+        """The global rank, if the source is one."""
         return int(self.key) if self.kind == "rank" else None
 
 
@@ -100,7 +100,7 @@ MAX_WORLD_SIZE = 1 << 20
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What every segment and batch says of its writer."""
+    """Identity of the writer, in every segment and batch."""
 
     run_id: str
     incarnation: str
@@ -115,7 +115,7 @@ class Identity(msgspec.Struct, frozen=True):
     boot_id: str = ""
     gpu_uuid: str = ""
     metrics_url: str = ""
-    """Where the writer can be scraped: of an agent's own source. Older collectors pass it over."""
+    """URL to scrape the writer, for an agent's own source. Older collectors ignore it."""
 
     def check(self) -> Identity:
         """Return self if every part that becomes a key or a file name is well formed."""
@@ -130,5 +130,5 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def safe_node_id(hostname: str) -> str:
-    """Return ``hostname`` with every character that is not ``[A-Za-z0-9._-]`` made a dash."""
+    """Return ``hostname`` with ``-`` for every character outside ``[A-Za-z0-9._-]``."""
     return (re.sub(r"[^A-Za-z0-9._-]", "-", hostname).lstrip("-._") or "node")[:64]

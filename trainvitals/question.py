@@ -27,7 +27,7 @@ class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a question travels: fields named in the path go there, the others into query or body."""
+    """HTTP mapping of a query: fields named in the path go there, the others into query or body."""
 
     kind: type[Question[Any]]
     answer: Any
@@ -35,7 +35,7 @@ class Route:
     method: Method
     path: str
     scopes: tuple[TokenScope, ...]
-    """A token with any of these may ask."""
+    """A token with any of these may use it."""
     tag: str
     """Heading in the OpenAPI document."""
     in_path: tuple[FieldInfo, ...]
@@ -45,7 +45,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A question as an HTTP request."""
+    """A query as an HTTP request."""
 
     method: Method
     path: str
@@ -56,13 +56,13 @@ class Asked:
 
 
 ROUTES: dict[type[Question[Any]], Route] = {}
-"""Every question there is."""
+"""All queries."""
 
 
 def route(
     method: Method, path: str, *, tag: str = "query", scopes: tuple[TokenScope, ...] = ("read",)
 ) -> Callable[[type[Q]], type[Q]]:
-    """Return a decorator that registers a question: ``{field}`` in the path is a field's place."""
+    """Return a decorator that registers a query: ``{field}`` in the path is a field's position."""
 
     def register(kind: type[Q]) -> type[Q]:
         names = [name for _, name, _, _ in Formatter().parse(path) if name]
@@ -84,10 +84,10 @@ def route(
 
 
 def as_request(question: Question[Any]) -> Asked:
-    """Return the HTTP request that asks it.
+    """Return the query as an HTTP request.
 
-    A parameter that is empty by default, or a switch as it is by default, is left out: a collector
-    of an earlier version refuses what it does not know.
+    A parameter that is empty by default, or a switch with its default, is omitted: a collector of
+    an earlier version refuses unknown parameters.
     """
     route = ROUTES[type(question)]
     texts = {

@@ -1,4 +1,4 @@
-"""What is recorded of a training: steps, findings, decisions, commands, events.
+"""Records of a training: steps, findings, decisions, commands, events.
 
 An event is msgpack in the rows of the ``events`` stream; a long one takes several rows.
 """
@@ -23,7 +23,7 @@ Level = Literal["actionable", "advisory"]
 Severity = Literal["page", "notify", "log"]
 """Urgency of an alert: someone must act now (page), is informed (notify), or neither (log)."""
 SEVERITY_WORDS: dict[Severity, str] = {"page": "Page", "notify": "Notice", "log": "Info"}
-"""What people read."""
+"""Displayed names."""
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level", "restart"]
 """``restart`` is the node's agent's: it ends a job that hangs, and its launcher starts it again."""
 
@@ -69,34 +69,33 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed_ranks: tuple[int, ...] = ()
     nonfinite_params: int = 0
     nonfinite_state: int = 0
-    """Ranks whose parameters, optimizer state or buffers hold a NaN or Inf that must not be there.
-    Looked at with each snapshot, and where there are none every 200 steps."""
+    """Ranks whose parameters, optimizer state or buffers contain an unexpected NaN or Inf. Checked
+    with each snapshot, and without snapshots every 200 steps."""
     nonfinite_state_rank: int = -1
-    """The rank, where it is one."""
+    """The rank, if there is only one."""
     snapshots_missed: int = 0
-    """Ranks that could not take the snapshot that was due."""
+    """Ranks that failed to take a due snapshot."""
     replicas_differ: int = 0
-    """Ranks whose parameters, optimizer state or averages may be the wrong ones, where ranks that
-    must hold the same do not."""
+    """Ranks whose parameters, optimizer state or averages may be wrong, because replicas differ."""
     replica_rank: int = -1
-    """The rank that is wrong, where it is known; of settings too."""
+    """The rank that is wrong, if it is known; for settings too."""
     settings_differ: bool = False
-    """Whether ranks that train one model have other settings, such as the learning rate."""
+    """Whether ranks that train one model have different settings, such as the learning rate."""
     replayed_alike: bool = False
     """Whether the same difference appeared again after a rollback, bit for bit."""
     skipped: bool = False
     commanded: bool = False
     """Whether an operator had the update skipped."""
     withheld: bool = False
-    """Whether the rule of finite outliers kept the update back; in ``observe`` it would have."""
+    """Whether the rule of finite outliers withheld the update; in ``observe`` it would have."""
     overflow: bool = False
     learning_rate: float | None = None
     """As it was applied: the schedule's times ``lr_factor``."""
     lr_factor: float = 1.0
     """Factor of the escalation policy on the schedule's rate."""
     rate_declared: bool = False
-    """Whether the rate rose, and to what the run's declared schedule, or a scheduler given to
-    ``watch``, has at this step."""
+    """Whether the rate rose to the value of the declared schedule, or of a scheduler given to
+    ``watch``, at this step."""
     clips: bool = False
     """Whether the loop clips, to no more than a usual gradient norm: the state then counts as
     damaged sooner, because healthy states do not spike as high."""
@@ -131,7 +130,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The step the decision is about."""
     decided_at_step: int
-    """The step in whose ``Monitor.step`` it was taken: ``step`` plus the readback lag."""
+    """The step in whose ``Monitor.step`` it was decided: ``step`` plus the readback lag."""
     attempt: int
     reason: str
     rule: str
@@ -143,8 +142,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     acted: bool = True
     """False in ``observe`` mode: recorded, not done."""
     skipped: bool = False
-    """Whether the update of ``step`` was not applied: so it is as well where a rollback or a halt
-    was decided, which are the one entry of their step."""
+    """Whether the update of ``step`` was not applied: also true for a rollback or a halt, which are
+    the only entry of their step."""
     checkpoint_id: str = ""
     rollback_to_step: int = -1
     new_attempt: int = 0
@@ -179,7 +178,7 @@ _NOT_DONE: dict[ActionName, str] = {
 
 
 def decision_text(decision: Decision) -> str:
-    """Return what was done and why, as one line for people; its step is not in it."""
+    """Return the action and its reason as one line, without the step."""
     action_text = (_DONE if decision.acted else _NOT_DONE).get(decision.action, decision.action)
     reason = decision.reason
     if not decision.acted:
@@ -230,9 +229,9 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_id: str = ""
     argument: float = 0.0
     control_signature: str = ""
-    """By the control key; "" where the run's owner left it in the run's own folder."""
+    """By the control key; "" if the run's owner put it into the run's own directory."""
     signature: str = ""
-    """By the run's key, over everything else."""
+    """By the run's key, over all other fields."""
 
 
 class Profiled(NamedTuple):
@@ -242,7 +241,7 @@ class Profiled(NamedTuple):
     rank: int = -1
     """-1: the slowest rank and a typical one."""
     by_itself: bool = False
-    """Whether the run ordered it, as it got slower."""
+    """Whether the run itself requested it, because it became slower."""
 
     @property
     def argument(self) -> float:
@@ -251,13 +250,13 @@ class Profiled(NamedTuple):
 
     @classmethod
     def of(cls, argument: float) -> Profiled:
-        """Return what a number stands for."""
+        """Decode an argument."""
         bits = int(argument)
         return cls(bits & 127, (bits >> 8) - 1, bool(bits & 128))
 
 
 class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a command."""
+    """Result of a command."""
 
     number: int
     status: Literal["done", "refused", "expired", "invalid"]
@@ -278,10 +277,10 @@ OnHang = Literal["alert", "restart"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's side thread says of its training thread, about twice a second.
+    """State of a rank's training thread, written by its side thread about twice a second.
 
-    Sequence numbers count the collectives that were begun in each process group. The place, and
-    what the last collectives were, are looked up only where nothing has moved for a while.
+    Sequence numbers count the collectives started in each process group. The location, and the last
+    collectives, are only looked up if nothing has changed for a while.
     """
 
     beat: int
@@ -289,13 +288,13 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     phase: Phase = "other"
     is_announced: bool = False
-    """Whether the loop said so, by ``monitor.phase``, or Vitals itself makes a checkpoint."""
+    """Whether the loop announced it by ``monitor.phase``, or Vitals itself makes a checkpoint."""
     cpu_seconds: float = -1.0
     """CPU time of the training thread; -1 if the system does not provide it."""
     thread: int = 0
     """The training thread's id."""
     sequences: dict[str, int] = {}
-    """By process group; our own group for checkpoints is not among them."""
+    """By process group, without our own group for checkpoints."""
     where: str = ""
     """``file:line (function)`` of the training thread, in the user's own code."""
     is_debugged: bool = False
@@ -303,11 +302,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     stack_signal: int = 0
     """The signal that makes the process write all its stacks next to the journal; 0: none."""
     last_collectives: dict[str, dict[int, str]] = {}
-    """By process group the newest ones by number, where the flight recorder has told."""
+    """By process group, the latest collectives by number, if the flight recorder has them."""
     started: dict[str, int] = {}
-    """By process group the last collective that the device has begun, if the recorder knows."""
+    """By process group, the last collective that the device began, if the recorder knows."""
     no_recorder: str = ""
-    """Why torch's flight recorder does not tell."""
+    """Why torch's flight recorder is unavailable."""
     on_hang: OnHang = "alert"
     """Reaction to a hang that pages, chosen by the loop."""
 
@@ -334,13 +333,13 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     still_seconds: float = 0.0
     """Since its step or one of its sequence numbers moved."""
     is_active: bool = True
-    """Whether it computes: CPU time, bytes or its place in the code have moved lately."""
+    """Whether it computes: CPU time, bytes or its place in the code have changed recently."""
     is_mute: bool = False
     """Whether its process runs and its heartbeat does not come: C code holds the interpreter."""
     num_steps: int = 0
-    """Steps that it has made since its start, as far as they were seen."""
+    """Steps since its start, as far as they were observed."""
     exit: str = ""
-    """How its process ended, where that is known."""
+    """How its process ended, if known."""
 
 
 # ------------------------------------------------------------------------------------ events
@@ -365,7 +364,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     judge: dict[str, Any] = {}
     """Settings of the detectors and the policy, so that a replay uses the same ones."""
     total_steps: int = 0
-    """Optimizer steps of the whole run, as it declared; 0: it did not."""
+    """Declared optimizer steps of the whole run; 0: not declared."""
     schedule: str = ""
     """Schedule that its learning rates are compared with, for display."""
 
@@ -375,13 +374,13 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunStarted(_Event, frozen=True, kw_only=True):
-    """Says what run it is: once in each incarnation of global rank 0."""
+    """Identity of the run: once in each incarnation of global rank 0."""
 
     info: RunInfo
 
 
 class RankStarted(_Event, frozen=True, kw_only=True):
-    """Says which rank this is: once in every rank's incarnation."""
+    """Identity of the rank: once in every rank's incarnation."""
 
     rank: int
     local_rank: int
@@ -390,11 +389,11 @@ class RankStarted(_Event, frozen=True, kw_only=True):
     node: str
     gpu_uuid: str = ""
     process_started_unix_ns: int = 0
-    """When the process began, where this is the first run it watches; 0: not known."""
+    """When the process started, if this is the first run it watches; 0: not known."""
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True):
-    """A new branch of the lineage begins."""
+    """A new attempt starts."""
 
     id: int
     parent: int | None
@@ -403,7 +402,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True):
 
 
 class NamesDefined(_Event, frozen=True, kw_only=True):
-    """Gives the names behind the ids of the ``scalars`` or ``layers`` stream."""
+    """Names of the ids in the ``scalars`` or ``layers`` stream."""
 
     stream: str
     names: dict[int, str]
@@ -431,10 +430,10 @@ class StateRead(_Event, frozen=True, kw_only=True):
     onset_step: int
     """First step of the problem that triggered it."""
     num_batches: int
-    """Kept batches that were read; fewer than three say nothing."""
+    """Number of tested batches; fewer than three are not enough."""
     ratio: float | None
     """Median loss now over median loss then, both with a small floor; infinite if a loss or a
-    gradient is not finite; None: it abstained."""
+    gradient is non-finite; None: it abstained."""
     then: float | None = None
     now: float | None = None
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
@@ -477,7 +476,7 @@ class DataWindowSkipped(_Event, frozen=True, kw_only=True):
 
 
 class BatchNoted(_Event, frozen=True, kw_only=True):
-    """What fed a bad step on one rank: the batches from the first one on, and their samples."""
+    """Batches of a bad step on one rank, from the first one on, and their samples."""
 
     epoch: int
     first_batch: int
@@ -485,20 +484,20 @@ class BatchNoted(_Event, frozen=True, kw_only=True):
     sample_ids: tuple[int | str, ...] = ()
     """Indices in the dataset, or what ``sample_ids`` gave: the first of them, if they are many."""
     num_samples: int = -1
-    """All of them; -1 where they are not known."""
+    """Number of all samples; -1 if unknown."""
     file: str = ""
-    """Where the batches themselves are kept, in the run directory."""
+    """File of the stored batches, in the run directory."""
 
 
 class ChangeExpected(_Event, frozen=True, kw_only=True):
-    """The user announced a planned change: finite rules take a new baseline."""
+    """The user announced a planned change: finite rules start a new baseline."""
 
     reason: str
     steps: int
 
 
 class Note(_Event, frozen=True, kw_only=True):
-    """Something worth a line: said once, with a stable code."""
+    """A message that is logged once, with a stable code."""
 
     code: str
     text: str
@@ -519,7 +518,7 @@ class RanksStill(_Event, frozen=True, kw_only=True):
 
     world_size: int
     ranks: tuple[RankActivity, ...]
-    """None where they move again."""
+    """None if they are running again."""
     limits: HangLimits
 
 
@@ -538,7 +537,7 @@ class StacksTaken(_Event, frozen=True, kw_only=True):
 
 
 class RunEnded(_Event, frozen=True, kw_only=True):
-    """Last event of an incarnation that could say goodbye."""
+    """Last event of an incarnation that ended regularly."""
 
     state: Literal["finished", "halted", "interrupted", "failed"]
     reason: str = ""
@@ -590,7 +589,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     time_unix_ns: int
     event: Event | None
-    """None where this version does not know the event's type."""
+    """None if this version does not know the event's type."""
 
 
 def encode_event(
@@ -598,7 +597,7 @@ def encode_event(
 ) -> list[list[Value]]:
     """Return the event's rows (values in the order of EVENT_SCHEMA); a long event takes several.
 
-    What looks like a secret in its texts is not kept: an exception's words may hold an address.
+    Likely secrets in its texts are redacted: an exception's message may contain a URL.
     """
     payload = _EVENT_ENCODER.encode(event)
     if may_hold_secret(payload):
@@ -672,6 +671,6 @@ def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
 
 
 def _whole(fields: dict[str, Value], name: str) -> int:
-    """The column's value, 0 where a foreign writer left it out: no ingest may fail by it."""
+    """The column's value, 0 if a third-party writer omitted it: ingest must not fail."""
     value = fields.get(name)
     return value if isinstance(value, int) else 0

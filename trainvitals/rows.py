@@ -1,4 +1,4 @@
-"""The row format: what a rank writes, a disk keeps, a wire carries and a store reads, unchanged.
+"""The row format: a rank writes, a disk stores, a wire carries and a store reads the same bytes.
 
 A row is what travels from the rank to the store, byte for byte::
 
@@ -36,7 +36,7 @@ Value = float | int | bytes | None
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
-    """One column: its name (in the catalog, where it is a metric) and its type."""
+    """One column: its name (for a metric, as in the catalog) and its type."""
 
     name: str
     kind: str
@@ -120,7 +120,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return _Packer(self).pack
 
     def seq_of(self, row: bytes | memoryview) -> int | None:
-        """Return the row's sequence number, or None if its checksum does not hold."""
+        """Return the row's sequence number, or None if its checksum is wrong."""
         if len(row) != self.row_size or zlib.crc32(row[4:]) != int.from_bytes(row[:4], "little"):
             return None
         return int(struct.unpack_from("<q", row, 8)[0])
@@ -140,7 +140,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 class _Packer:
     """Packs rows of one schema in one call of ``struct``, without asking after each value.
 
-    A row mostly lacks the columns that the row before it lacked. So the gaps of the last row are
+    A row usually lacks the same columns as the row before it. So the gaps of the last row are
     filled, and ``struct`` itself refuses a ``None`` anywhere else: only then is the row searched.
     """
 
@@ -174,7 +174,7 @@ class _Packer:
         return zlib.crc32(body).to_bytes(4, "little") + body
 
     def _gaps_of(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
-        """Return the positions of missing values, and the validity words that say the same."""
+        """Return the positions of missing values, and the corresponding validity words."""
         missing = [i for i, value in enumerate(values) if value is None]
         bits = (1 << len(self._blank)) - 1 - sum(1 << i for i in missing)
         gap_words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self._num_words)]
@@ -195,7 +195,7 @@ def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:
 def column_of(
     schema: Schema, rows: npt.NDArray[np.void], name: str
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
-    """Return one column's values and which of them were measured; none, if it is not there."""
+    """Return one column's values and which of them were measured; none if it does not exist."""
     i = schema.index.get(name)
     if i is None:
         return np.zeros(len(rows)), np.zeros(len(rows), dtype=bool)

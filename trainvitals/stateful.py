@@ -4,7 +4,7 @@
         STATE = ("_losses", "_best", row("counts", "_onset", "_num_told"))
 
 saves ``{"losses": [...], "best": 2.0, "counts": [17, 1]}``: a key is the attribute's name without
-its underscore. Checkpoints and stores hold what is saved, so keys and order are a format.
+its underscore. Checkpoints and stores contain these states, so keys and order are a format.
 
 A restored attribute gets the type of the existing one: numbers, lists, sets, deques with their
 bound, windows, and parts with a state. So an object is first created with its settings, and then
@@ -22,9 +22,10 @@ _PLAIN = frozenset((int, float, str, type(None)))
 
 
 class Stateful:
-    """Base of what has a state: its attributes in ``STATE``, after those of the classes above.
+    """Base of classes with a state: attributes in ``STATE``, after those of the base classes.
 
-    A key that a saved state lacks is an error, unless ``MAY_LACK``: then what is there stays.
+    A key that a saved state lacks is an error, unless it is in ``MAY_LACK``: then the current value
+    stays.
     """
 
     STATE: ClassVar[tuple[str | StateKey, ...]] = ()
@@ -85,7 +86,7 @@ class StateKey(NamedTuple):
     attributes: tuple[str, ...]
     is_row: bool = False
     make: Callable[[Any], StatefulRow] | None = None
-    """Makes the values of a table; None: they are tuples."""
+    """Creates the values of a table; None: they are tuples."""
     num_keys: int = 0
     """For a table: how many of a row's first values are the key; 0: not a table."""
     base: int = 10
@@ -133,8 +134,8 @@ def table(
 
     Args:
         attribute: the mapping's.
-        make: makes an empty value, given the owner; None: the values are tuples.
-        num_keys: length of the keys, where they are tuples.
+        make: creates an empty value, given the owner; None: the values are tuples.
+        num_keys: length of the keys, if they are tuples.
     """
     return StateKey(attribute.lstrip("_"), (attribute,), make=make, num_keys=num_keys)
 
@@ -165,7 +166,8 @@ def _saved(value: Any, flags_are_numbers: bool) -> Any:
     if not isinstance(value, list | tuple | deque):
         return value
     if not value or value[0].__class__ in _PLAIN:
-        return list(value)  # one kind all along: hundreds of numbers need not be asked one by one
+        # a list of one type: checking hundreds of numbers one by one would be slow
+        return list(value)
     return [_saved(part, flags_are_numbers) for part in value]
 
 

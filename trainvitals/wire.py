@@ -1,4 +1,4 @@
-"""How rows travel: one batch of one source and stream, the same bytes in the spool and over HTTP.
+"""Transport format: one batch of one stream, the same bytes in the spool and over HTTP.
 
     magic 4 | crc32 u32 | header length u32 | body length u32 | num_rows u32 |
     first_seq i64 | dropped i64 | clock_offset_ns i64 | header | body
@@ -37,20 +37,20 @@ MAX_BODY_BYTES = 4 << 20
 MAX_BATCHES = 4_096
 """Batches that may travel together."""
 ASK_HEADER = "Vitals-Holes"
-"""A request's header: with ``ask`` a batch behind a hole is answered by where the hole begins."""
+"""Header of a request: with ``ask`` the reply to a batch after a hole is the start of the hole."""
 WRITER_KEY_HEADER = "Vitals-Writer-Key"
 """A request's header: secret of the agent that sends the batches, in hexadecimal digits. The first
 batch of each incarnation sets the key of the later ones."""
 OWNER_HEADER = "Vitals-Owner"
-"""An answer's header: the address of the collector that takes the run's rows."""
+"""Header of a response: URL of the collector that owns the run."""
 OWNED_ELSEWHERE = 421
-"""The status of that answer: "misdirected request"."""
+"""Status of that response: "misdirected request"."""
 REMEMBERED_BYTES = 2_048
 """Headers up to this size are remembered once they were decoded."""
 _SCHEMA_BYTES = 4_096
 """So are schemas: there are few, and batches of one schema are processed together."""
 _EVENTS, _HEAD_BYTES = b"\xa6events", 1_024
-"""How msgpack writes a header's name of that stream, and where."""
+"""The msgpack bytes of that stream's name in a header, and where to search for them."""
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -83,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResendableBatch(Batch, frozen=True, gc=False):
-    """A batch whose sender would rather fill a hole before it than have it counted as lost."""
+    """A batch whose sender prefers to fill a hole before it, instead of counting it as lost."""
 
 
 class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -103,7 +103,7 @@ class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class _WriterHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header: what all batches of one writer's stream have in common."""
+    """The part of the header that all batches of one writer's stream share."""
 
     version: int = FORMAT_VERSION
     identity: Identity
@@ -127,13 +127,13 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _head_of(version: int, identity: Identity, schema: Schema) -> bytes:
-    """Return the header's bytes; made and checked once for all batches of a writer's stream."""
+    """Return the header's bytes; encoded and checked once for all batches of a writer's stream."""
     _check_writer(identity, schema)
     return _ENCODER.encode({"version": version, "identity": identity, "stream_schema": schema})
 
 
 def frame(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
-    """Return header bytes and rows as a batch with a right checksum; checks nothing else."""
+    """Return header bytes and rows as a batch with a valid checksum; checks nothing else."""
     prefix = PREFIX.pack(
         MAGIC,
         0,
@@ -180,7 +180,7 @@ def is_whole(raw: bytes) -> bool:
 
 
 def is_of_events(raw: bytes) -> bool:
-    """Return whether it is a batch of events, for its place in a queue: looked at, not checked."""
+    """Return whether it seems to be a batch of events, to select its queue; not verified."""
     return _EVENTS in raw[:_HEAD_BYTES]
 
 
@@ -188,7 +188,7 @@ def split_batches(raw: bytes) -> list[bytes]:
     """Return the concatenated batches; their checksums are not verified.
 
     Raises:
-        FormatError: there is none, there are more than MAX_BATCHES, or one is cut off.
+        FormatError: there is none, there are more than MAX_BATCHES, or one is truncated.
     """
     batches: list[bytes] = []
     start = 0
@@ -208,7 +208,7 @@ def decode_batch(raw: bytes) -> Batch:
 
     Raises:
         DamagedBatchError: torn or damaged.
-        FormatError: inconsistent with its own header.
+        FormatError: inconsistent with its header.
         NewerVersionError: written by a newer format.
     """
     magic, crc, head_size, body, num_rows, first_seq, dropped, offset = _prefix_at(raw, 0)
@@ -219,7 +219,7 @@ def decode_batch(raw: bytes) -> Batch:
         raise DamagedBatchError("the batch's checksum does not match")
     end = PREFIX.size + head_size
     head = raw[PREFIX.size : end]
-    # Not called by its cached name for a long one: what is remembered must stay small.
+    # Long headers are not cached: the cache must stay small.
     version, identity, schema = (
         _writer_of(head) if head_size <= REMEMBERED_BYTES else _writer_of.__wrapped__(head)
     )

@@ -57,7 +57,7 @@ def _is_signed_on(settings: DashboardSettings) -> bool:
 
 
 def role() -> Role:
-    """Return what the session may do now: its control may have run out since the last refresh."""
+    """Return the session's current role: its control may have expired since the last refresh."""
     settings = load_settings(os.environ)
     if settings.sign_on is not None and _is_signed_on(settings):
         granted = settings.sign_on.role(st.user.to_dict(), unix_seconds=time.time())
@@ -74,7 +74,7 @@ def limited(source: DataSource) -> DataSource:
 
 
 def how_to_control() -> str:
-    """Say what this session lacks to send commands."""
+    """Return what this session needs to send commands."""
     settings = load_settings(os.environ)
     if not settings.control:
         return NOT_STARTED
@@ -86,7 +86,7 @@ def how_to_control() -> str:
 
 
 def account() -> str:
-    """Return who has signed in with the provider; "" where the token let in."""
+    """Return the name of the user signed in with the provider; "" if the token was used."""
     if not _is_signed_on(load_settings(os.environ)):
         return ""
     return str(st.user.get("email") or st.user.get("name") or st.user.get("sub") or "")
@@ -96,7 +96,7 @@ def account() -> str:
 
 
 def closed() -> None:
-    """Draw the page of who may not look."""
+    """Draw the page for users without access."""
     st.markdown("**Vitals**")
     if not _is_signed_on(load_settings(os.environ)):
         st.markdown("Signed out. To come back, open the address that `vitals dashboard` printed.")

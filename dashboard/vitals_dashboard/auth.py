@@ -24,16 +24,16 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 Scope = dict[str, Any]
 HEALTH_PATH = "/_stcore/health"
-"""Open: says only that the process is up; the launcher waits for it."""
+"""Public: shows only that the process is running; the launcher waits for it."""
 
 NONCE_HEADER, PROOF_HEADER = "vitals-nonce", "vitals-proof"
 LOOK_HOSTS = ("localhost", "127.0.0.1")
-"""Names that this host's other programs share: good to look, never to control."""
+"""Host names shared with other programs: read-only, never control."""
 
 IDLE_SECONDS = 24 * 3600.0
-"""A session ends so long after its last request; a page that refreshes itself makes requests."""
+"""A session ends this long after its last request; a page that refreshes itself sends requests."""
 SESSION_SECONDS = 7 * 24 * 3600.0
-"""And so long after the token was shown, whoever keeps it busy."""
+"""And this long after the token was shown, even if it is in use."""
 CONTROL_SECONDS = 3600.0
 CODE_SECONDS = 120.0
 CODE_TRIES = 3
@@ -44,10 +44,10 @@ MAX_SESSIONS = 1000
 
 
 def headers(page: str) -> dict[str, str]:
-    """Return the headers of every answer, files included; nothing is loaded from another host.
+    """Return the headers of every response, files included; nothing is loaded from another host.
 
     Args:
-        page: Streamlit's own page, whose inline scripts may run, and no other.
+        page: Streamlit's own page; only its inline scripts may run.
     """
     inline = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline]
@@ -87,7 +87,7 @@ input{{font:inherit;width:18rem;padding:.2rem .4rem}}
 <form method="get" action="./"><input name="token" type="password" autocomplete="off" autofocus>
 <button>Open</button></form></html>""".encode()
 AGAIN_PAGE = f'{_HEAD}<meta http-equiv="refresh" content="0"></html>'.encode()
-"""Asks for itself again: a browser keeps a SameSite=Strict cookie from whoever follows a link."""
+"""Reloads itself: after a click on a link, a browser omits a SameSite=Strict cookie."""
 
 
 def _same(candidate: str, expected: str) -> bool:
@@ -95,7 +95,7 @@ def _same(candidate: str, expected: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header or Origin, without the port; "" where there is none."""
+    """Return the name in a Host header or Origin, without the port; "" if there is none."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -110,7 +110,7 @@ def take_token(query: str) -> tuple[str | None, str]:
 
 
 def proof(door_token: str, nonce: str) -> str:
-    """Return what only the process that was given the token can answer to a nonce."""
+    """Return the response to a nonce, which only a process with the token can compute."""
     return hmac.new(door_token.encode(), f"proof {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -135,9 +135,9 @@ class Sessions:
     """The sessions of one dashboard process; they end with it. Thread-safe.
 
     Args:
-        announce: shows a line in the terminal of who started the dashboard; None where it was not
-            started with control, so that no session ever gets it.
-        now: seconds of a clock that only goes forward.
+        announce: prints a line in the terminal of the user who started the dashboard; None if it
+            was started without control, so that no session ever gets it.
+        now: seconds of a monotonic clock.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Sessions:
         self._lock = threading.Lock()
 
     def open(self, host: str) -> Session:
-        """Begin a session of a browser that has shown the token."""
+        """Start a session for a browser that has shown the token."""
         now = self._now()
         session = Session(key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now)
         with self._lock:
@@ -164,7 +164,7 @@ class Sessions:
         return session
 
     def find(self, key: str, host: str) -> Session | None:
-        """Return the session of a cookie, which counts as seen now; None where it has ended."""
+        """Return the session of a cookie, and record its use; None if it has ended."""
         now = self._now()
         with self._lock:
             session = self._sessions.get(key)
@@ -183,7 +183,7 @@ class Sessions:
             session.control_until = 0.0
 
     def control_seconds(self, session: Session) -> float:
-        """Return for how long the session may still control; 0 where it may not."""
+        """Return how long the session still has control; 0 if it has none."""
         return max(0.0, session.control_until - self._now())
 
     def send_code(self, session: Session) -> str:
@@ -234,9 +234,9 @@ class Doors:
     own_host: str
     """``NAME.localhost`` with a NAME of 128 random bits."""
     public_url: str = ""
-    """Where a proxy with TLS serves it; "" without one."""
+    """URL of a TLS proxy in front of it; "" without one."""
     signs_on: bool = False
-    """At the public address an OpenID provider lets people in, not the token."""
+    """Whether an OpenID provider signs users in at the public URL, instead of the token."""
 
     def __post_init__(self) -> None:
         if len(self.token) < 16:
@@ -253,11 +253,11 @@ class Doors:
         return urlsplit(self.public_url).path.rstrip("/") + "/"
 
     def is_known(self, host: str) -> bool:
-        """Say whether a browser may call this server so; else a page has rebound its name."""
+        """Return whether the host name is ours; otherwise a page has rebound its own name."""
         return bool(host) and host in (self.own_host, self.public_host, *LOOK_HOSTS)
 
     def may_control(self, host: str) -> bool:
-        """Say whether a session under this name can ever control.
+        """Return whether a session under this name can ever control.
 
         A public address with a path shares its host, and so its cookies, with other programs.
         """
@@ -268,8 +268,8 @@ class Doors:
         return self.signs_on and host == self.public_host
 
     def cookie_name(self, host: str) -> str:
-        """Return the cookie's name: one of this dashboard alone, as ports share cookies."""
-        # Not a proof: those are given to everybody who asks, for any nonce.
+        """Return the cookie's name, unique for this dashboard, because ports share cookies."""
+        # Not ``proof``: that is public for any nonce.
         digest = hmac.new(self.token.encode(), b"cookie", hashlib.sha256).hexdigest()
         name = f"vitals-{digest[:12]}"
         if not self._is_secure(host):
@@ -277,14 +277,14 @@ class Doors:
         return f"{'__Host' if self.public_path == '/' else '__Secure'}-{name}"
 
     def cookie(self, host: str, value: str) -> str:
-        """Return the Set-Cookie header; an empty value takes the cookie away."""
+        """Return the Set-Cookie header; an empty value deletes the cookie."""
         path = self.public_path if host == self.public_host else "/"
         cookie = f"{self.cookie_name(host)}={value}; Path={path}; HttpOnly; SameSite=Strict"
         cookie += "; Secure" if self._is_secure(host) else ""
         return cookie if value else f"{cookie}; Max-Age=0"
 
     def session_key(self, cookie_header: str, host: str) -> str:
-        """Return what the request's cookies say; "" where ours is missing.
+        """Return our cookie's value; "" if it is missing.
 
         Every program on this host shares its cookies with us: others are ignored, while
         ``http.cookies`` would reject all of them.
@@ -298,7 +298,7 @@ class Doors:
 
 
 class TokenMiddleware:
-    """ASGI middleware that lets through only who has shown the token."""
+    """ASGI middleware that passes only requests that have shown the token."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class TokenMiddleware:
         return checked
 
     def _hardened(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
-        """Add the headers of every answer."""
+        """Add the headers of every response."""
         extra_headers = dict(self._headers)
         if nonce := headers.get(NONCE_HEADER):
             extra_headers[PROOF_HEADER] = proof(self._doors.token, nonce)
@@ -404,7 +404,7 @@ class TokenMiddleware:
             self._redirect_file.unlink(missing_ok=True)
         # Opening the URL again keeps the session, including control.
         session = self._sessions.find(key, host) or self._sessions.open(host)
-        # Relative, as a proxy may serve us under a path; "./" keeps "//host" from being one.
+        # Relative, because a proxy may serve us under a path; "./" prevents "//host".
         page = quote(scope["path"].rpartition("/")[2])
         target = f"./{page}" + (f"?{rest}" if rest else "")
         cookie = self._doors.cookie(host, session.key)

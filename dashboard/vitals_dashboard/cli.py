@@ -1,4 +1,4 @@
-"""``vitals dashboard``: the pages over a collector, or over a folder of runs."""
+"""``vitals dashboard``: the pages over a collector, or over a directory of runs."""
 
 import signal
 import time
@@ -135,7 +135,7 @@ def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launc
             "the address of a collector is given without a token",
             hint="add --token-file FILE: the tokens.json in the collector's data folder",
         )
-    read_tokens(path)  # says now what is wrong with it
+    read_tokens(path)  # raises its error now
     return CollectorPlace(url=url, token_file=str(Path(path).absolute()))
 
 
@@ -145,7 +145,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
+    """Make SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, _interrupt)) for number in signals]
     try:

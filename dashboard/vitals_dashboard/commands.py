@@ -45,7 +45,7 @@ ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be
 
 
 def refused(run: RunSummary, action: Action) -> str:
-    """Return why the run would refuse a command as it is now; "" where it would hear it."""
+    """Return why the run would refuse a command in its current state; "" if it would accept it."""
     if run.state != "running":
         return f"The run is {run.state}: it cannot take commands."
     if run.mode == "observe":
@@ -88,7 +88,7 @@ def waits(view: DecisionView) -> bool:
 
 
 def veto_text(view: DecisionView, by: str, reason: str) -> str:
-    """Return the note that says that a proposed decision is not to be carried out."""
+    """Return the note that rejects a proposed decision."""
     return f"{_head(view)}: vetoed by {by}: {reason}"
 
 
@@ -115,9 +115,9 @@ def command(
     step: int = -1,
     why: str = "",
 ) -> None:
-    """Draw the way to send a command; formatting, where the run would refuse it or we may not.
+    """Draw the control to send a command; a text if the run would refuse it or we may not send it.
 
-    ``step`` is the number that the action takes: to accept a step, to answer a decision's.
+    ``step`` is the action's argument: the accepted step, or the step of the decision.
     """
     if source.control is None:
         st.caption(access.how_to_control())
@@ -166,7 +166,7 @@ def _send(
 
 
 def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str) -> None:
-    """Draw the way to say that a proposed decision is not to be carried out, and why."""
+    """Draw the control to reject a proposed decision, with a reason."""
     if source.control is None:
         return
     with (
@@ -190,7 +190,7 @@ def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str
 
 
 def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:
-    """Write a note at a step; return why it could not be written, "" where it was."""
+    """Write a note at a step; return why that failed, or ""."""
     try:
         control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
     except VitalsError as error:

@@ -1,4 +1,4 @@
-"""What differs between runs, as rows of a table."""
+"""Differences between runs, as rows of a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
 
 
 def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
-    """Return what was set differently: attributes, the config's keys, the judge's settings."""
+    """Return the different settings: attributes, the config's keys, the judge's settings."""
     settings = [_settings(detail) for detail in details]
     rows = []
     for key in dict.fromkeys(key for of_run in settings for key in of_run):
@@ -76,7 +76,7 @@ def _said(value: Any) -> str:
 def value_rows(
     source: DataSource, details: Sequence[RunDetail], names: Sequence[str], metric: str
 ) -> list[Row]:
-    """Return a row for each number: where the runs are now, and the metric's range."""
+    """Return a row for each number: the runs' current values, and the metric's range."""
     rows: list[Row] = []
 
     def add(what: str, values: Sequence[str]) -> None:

@@ -1,8 +1,7 @@
 """Runs a module as a program that ends with the one that started it, however that ended.
 
 ``python -m vitals_dashboard.die_with_parent MODULE ARGUMENTS`` is ``python -m MODULE ARGUMENTS``,
-but standard input is a pipe of which the starter holds the other end: it closes even where that is
-killed.
+but standard input is a pipe from the parent process: it closes even if the parent is killed.
 """
 
 import os
@@ -16,9 +15,9 @@ END_SECONDS = 5.0
 
 
 def end_with_the_starter() -> None:
-    """Wait until standard input ends; then end this process in order, or else at once."""
+    """Wait until standard input closes; then end this process, gracefully if possible."""
     while os.read(0, 4096):
-        pass  # nobody writes there; what comes all the same says that the starter lives
+        pass  # the parent writes nothing; data shows that it is alive
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

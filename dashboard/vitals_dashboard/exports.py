@@ -1,4 +1,4 @@
-"""A table as a file to take away: CSV that no spreadsheet runs as a formula, and Parquet. Pure."""
+"""Table downloads: CSV that no spreadsheet runs as a formula, and Parquet. Pure."""
 
 import io
 
@@ -34,7 +34,7 @@ def parquet_bytes(reply: TableReply) -> bytes:
 
 
 def typed(values: tuple[Value, ...]) -> list[Value]:
-    """Return a column as one type: numbers where all are, texts where there are several kinds."""
+    """Return a column as one type: numbers if all are, texts if there are several types."""
     present = [value for value in values if value is not None]
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in present if isinstance(v, str)]

@@ -1,4 +1,4 @@
-"""The charts of a page in the browser: what it holds of them, and the sending of what is new.
+"""The charts of a page in the browser: its points, and updates with new ones.
 
 One component draws all charts of a page (``charts/browser/chart.js``) and keeps their points. A
 ``Feed`` records for one browser session what was sent, queries the collector for later rows, and
@@ -27,7 +27,7 @@ from vitals_dashboard.source import DataSource, series_of
 from vitals_dashboard.theme import DARK, LIGHT
 
 NUM_RECENT = 64
-"""Rows of a series that are asked for again: of these some may have come late or changed."""
+"""Rows of a series that are queried again: some of these may have arrived late or changed."""
 MARGIN_STEPS = 1_000
 """Margin after the run's last step, because the run continues during the query."""
 MAX_POINTS = 60_000
@@ -49,7 +49,7 @@ class _Sent:
     recent: deque[Row]
     """Its last rows: step, time, attempt, value."""
     num_hidden: int
-    """Rows behind the first of those that are stored and not among them; no value is finite."""
+    """Stored rows after the first of those that are not among them; no value is finite."""
     num_total: int
     num_nonfinite: int
 
@@ -65,7 +65,7 @@ class Feed:
     number: int = 0
     """Number of the last message; 0: none was sent."""
     series: dict[SeriesRequest, _Sent] = field(default_factory=dict)
-    """By what was asked for, from wherever; what had no row yet is not among them."""
+    """By request, for any run; a series without rows is not in it."""
     seen: dict[SeriesRequest, int] = field(default_factory=dict)
     """The run's last report when each series was queried: there are new rows only after it."""
     layout: object = None
@@ -89,7 +89,7 @@ class Feed:
         detail: RunDetail,
         requests: Sequence[tuple[str, SeriesRequest, Role]],
     ) -> list[Line | None]:
-        """Return the series, or of what the browser has only the rows behind that.
+        """Return the series, or only the rows after those that the browser has.
 
         Args:
             source: of the collector.
@@ -163,9 +163,10 @@ class Feed:
         )
 
     def draw(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:
-        """Send the charts, or what is new of them; return how many did not fit.
+        """Send the charts, or their changes; return how many did not fit.
 
-        None: the browser lacks what these were made on, so they have to be made again, whole.
+        None: the browser lacks the base of these changes, so the charts have to be made again
+        completely.
         """
         if not charts and not self.number:
             return 0
@@ -204,7 +205,7 @@ class Feed:
         return message
 
     def _new(self, charts: Sequence[Chart]) -> Wire:
-        """Return the message of what is new; it may be nothing."""
+        """Return the message of the changes; it may be empty."""
         xs: list[list[float]] = []
         lines = []
         for i, chart in enumerate(charts):
@@ -241,7 +242,7 @@ class Feed:
 
 
 def load_charts() -> None:
-    """Let the browser load what draws charts, while the server asks for what is in them."""
+    """Make the browser load the chart program, while the server queries the data."""
     with st.container(key="charts_loaded"):
         registered("chart")(key="charts_program", data="", height="content")
 
@@ -253,12 +254,12 @@ def draw_charts(
     of: object = None,
     zoomed: Zoomed | None = None,
 ) -> int:
-    """Draw the charts of a page, all in one place; return how many did not fit.
+    """Draw the charts of a page in one component; return how many did not fit.
 
     Args:
-        key: of the place: one page may have several, each with cursor and range of its own.
-        make: returns the charts. Lines that it asked the feed for hold only what the browser
-            lacks; others are sent whole whenever they change.
+        key: key of the component: a page may have several, each with its own cursor and range.
+        make: returns the charts. Lines from the feed contain only points that the browser lacks;
+            others are sent completely whenever they change.
         of: subject and style of the charts: for another value all charts are sent again.
         zoomed: called when a user has selected or reset a range; without it the range stays in the
             browser.
@@ -289,7 +290,7 @@ def _rows(reply: SeriesReply | None) -> list[Row]:
 
 
 def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
-    """Return the rows to ask for again, and how many more are stored behind the first of them.
+    """Return the rows to query again, and how many more are stored after the first of them.
 
     For a downsampled curve only the rows after its last finite one: earlier ones would return with
     more points each time, and be counted twice.
@@ -353,7 +354,7 @@ def _whole_curve(curve: ChartCurve) -> Wire:
     x = [_to_number(x_value) for x_value in curve.x]
     is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {
-        # Steps are close to each other, and differences are short.
+        # Steps are close to each other, so differences are short.
         **({"from": x[:1], "by": [b - a for a, b in pairwise(x)]} if is_whole else {"x": x}),
         "y": [_short(value) for value in curve.y],
         "total": curve.num_total,
@@ -367,7 +368,7 @@ def _to_number(x: float) -> float | int:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Return the number with seven digits, as many as a float32 has; whole ones as they are."""
+    """Return the number with seven digits, as many as a float32 has; integers are unchanged."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer() and abs(value) < 2**53:
@@ -376,7 +377,7 @@ def _short(value: float | None) -> float | int | None:
 
 
 def _marks_of(charts: Sequence[Chart]) -> dict[tuple[str, float, str], int]:
-    """Return the marks by kind, place and words: most stand in several charts."""
+    """Return the marks by kind, position and text: most are in several charts."""
     result: dict[tuple[str, float, str], int] = {}
     for i, chart in enumerate(charts):
         for mark in chart.marks:
@@ -401,7 +402,7 @@ def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
     head = {"key": feed.key, "name": feed.name, "number": feed.number}
     registered("chart")(
         key=charts_key,
-        # As text: the component takes a list of numbers for a table, and looks at each of them.
+        # As text: the component would treat a list of numbers as a table, and check each of them.
         data=msgspec.json.encode(head | message).decode(),
         height="content",
         on_missed_change=feed.forget,

@@ -1,4 +1,4 @@
-"""Numbers, ages and other people's text, made fit to be read. Reads no clock."""
+"""Formats numbers, ages and external text for display. Reads no clock."""
 
 import math
 import unicodedata
@@ -21,12 +21,12 @@ def plain(text: str, limit: int = 120) -> str:
 
 
 def run_label(name: str, run_id: str, limit: int = 80) -> str:
-    """Return what a run is called: its name, or its id where it has none."""
+    """Return a run's display name: its name, or its id without one."""
     return plain(name, limit) or run_id
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with few digits; a dash where nothing was measured."""
+    """Return a number with few digits; a dash if nothing was measured."""
     if value is None:
         return "\N{EN DASH}"
     if not math.isfinite(value):
@@ -37,12 +37,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Return a rate of whole things a second, as 4,750; small ones and unknown as ``number``."""
+    """Return a rate of whole things per second, as 4,750; small ones and unknown as ``number``."""
     return f"{value:,.0f}" if value is not None and 1e2 <= value < 1e9 else number(value, 3)
 
 
 def share(ratio: float | None) -> str:
-    """Return a ratio in percent; a dash where it is not known."""
+    """Return a ratio in percent; a dash if it is unknown."""
     return "\N{EN DASH}" if ratio is None else f"{100 * ratio:.1f} %"
 
 
@@ -63,7 +63,7 @@ def age(since_unix_ns: int, now_unix_ns: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return bytes as people read them."""
+    """Return bytes with a readable unit."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

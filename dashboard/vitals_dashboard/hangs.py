@@ -1,4 +1,4 @@
-"""A hang as an incident's page shows it: who was where, since when, who was not there."""
+"""A hang on an incident's page: location of each rank, since when, and missing ranks."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from vitals_dashboard import formatting, layout, tables
 from vitals_dashboard.source import DataSource
 
 MAX_GROUPS = 8
-"""Places whose calls can be folded out; the table has every rank."""
+"""Places whose calls can be expanded; the table has every rank."""
 
 
 def draw(source: DataSource, incident: IncidentView) -> None:
@@ -36,13 +36,13 @@ def draw(source: DataSource, incident: IncidentView) -> None:
 
 
 def of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
-    """Return the newest stacks of each rank that were taken in these waits, by rank."""
+    """Return the latest stacks of each rank in these waits, by rank."""
     incident_stacks = (view for view in stacks if view.step in steps and not view.command_number)
     return [view for _, view in sorted({view.rank: view for view in incident_stacks}.items())]
 
 
 def timeline_lines(incident: IncidentView) -> list[str]:
-    """Return what was seen and done, by time: a line each, what is new in it once."""
+    """Return observations and actions by time: one line each, repeated facts once."""
     lines = [
         (
             view.time_unix_ns,
@@ -77,7 +77,7 @@ def timeline_lines(incident: IncidentView) -> list[str]:
 
 
 def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.Row]:
-    """Return a row for each rank: what it had begun last, and where it stood."""
+    """Return a row for each rank: its last collective, and its location."""
     return [
         {
             "Rank": view.rank,

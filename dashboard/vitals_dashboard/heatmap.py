@@ -31,10 +31,9 @@ logarithmic."""
 MOST, TINY = 1e300, 1e-300
 """Values above the first are drawn as the first; below the second no ratio is computed."""
 CALM, WILD = 0.25, 1_000.0
-"""Logarithms to 2 that a diverging scale reaches at least, for noise must not look like news, and
-at most."""
+"""Minimum and maximum of a diverging scale, as log2: noise must not look significant."""
 CALM_SHARE = 0.1
-"""Part of the largest value that a scale of values spans at least, for the same reason."""
+"""Minimum span of a scale of values, as a share of the largest value, for the same reason."""
 MAX_MARKS = 200
 MAX_CROSSES = 5_000
 LABEL_PIXELS = 230
@@ -47,7 +46,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def cells_of(reply: CellsReply) -> Floats:
-    """Return the cells as numbers in the unit people read; NaN where there is none."""
+    """Return the cells as numbers in the displayed unit; NaN for an empty one."""
     factor = UNITS.get(reply.unit, ("", 1.0))[1]
     shape = (len(reply.rows), len(reply.step))
     cells = np.array(
@@ -57,7 +56,7 @@ def cells_of(reply: CellsReply) -> Floats:
 
 
 def middle(cells: Floats, axis: int) -> Floats:
-    """Return the median along an axis; NaN where nothing was measured."""
+    """Return the median along an axis; NaN if nothing was measured."""
     none = np.isnan(cells).all(axis=axis, keepdims=True)
     medians = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
     result: Floats = np.where(none, np.nan, medians)
@@ -67,7 +66,7 @@ def middle(cells: Floats, axis: int) -> Floats:
 def shades(cells: Floats, shade: Shade) -> Floats:
     """Return the values of the colors: values, or the log2 of the ratio to the median.
 
-    Where values may be zero or negative, it is the distance from the middle instead.
+    If values may be zero or negative, it is the difference to the median instead.
     """
     if shade == "size":
         return np.log10(cells) if _is_wide(cells) else cells.copy()
@@ -145,12 +144,12 @@ def heat_map(
     """Return the heat map.
 
     Args:
-        title: our own words.
+        title: one of our own texts.
         reply: the cells; its rows are drawn in natural order.
         shade: meaning of the color.
         look: colors of the theme.
         decisions: marked above the column of their step.
-        names: what the rows are called, where not by their own names.
+        names: names of the rows, if they differ from their own.
     """
     unit = UNITS.get(reply.unit, (reply.unit, 1.0))[0]
     order = sorted(range(len(reply.rows)), key=lambda i: natural(reply.rows[i]))
@@ -241,7 +240,7 @@ def _cells_series(
 def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
     """Return marks for non-finite cells: a shape, because color alone is not accessible.
 
-    It is small where all such values were rolled back.
+    It is small if all such values were rolled back.
     """
     rolled_back = set(reply.nonfinite_rolled_back)
     current = [cell for cell in reply.nonfinite if cell not in rolled_back]

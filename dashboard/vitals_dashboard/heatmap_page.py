@@ -1,4 +1,4 @@
-"""The two pages of heat maps in common: which metrics there are, and how one is drawn."""
+"""Shared code of the two pages with heat maps: metrics, and drawing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def ask(
     points: int = POINTS,
     branch: Branch = "all",
 ) -> CellsReply | None:
-    """Return a heat map's cells; None where the run has no number of it in these steps."""
+    """Return a heat map's cells; None if the run has no value of it in these steps."""
     try:
         reply = source.client.ask(
             CellsQuestion(
@@ -95,7 +95,7 @@ def draw(
     key: str,
     names: Sequence[str] = (),
 ) -> None:
-    """Draw a heat map, and say what is left out of it."""
+    """Draw a heat map, and show what it omits."""
     spec = heatmap.heat_map(
         title,
         reply,
@@ -112,7 +112,7 @@ def draw(
 
 def _notes(reply: CellsReply) -> list[str]:
     apart = sorted(b - a for a, b in pairwise(reply.step))
-    width = apart[len(apart) // 2] if apart else 1  # where steps go bad, more of them are measured
+    width = apart[len(apart) // 2] if apart else 1  # bad steps are measured more densely
     num_rows = formatting.count(len(reply.rows), "row")
     notes = [f"{num_rows}, {formatting.count(len(reply.step), 'column')}."]
     if reply.num_rows > len(reply.rows):

@@ -1,7 +1,7 @@
-"""Starts the Streamlit process, and a collector where a folder is to be read; stops both.
+"""Starts the Streamlit process, and a collector for a directory of runs; stops both.
 
-The processes have sessions of their own, so that a Ctrl-C in the terminal reaches only the
-launcher, which then stops them in order.
+The processes have their own sessions, so that a Ctrl-C in the terminal reaches only the launcher,
+which then stops them in order.
 """
 
 import errno
@@ -76,13 +76,13 @@ host names: one of them is secret, and every user can read a process's arguments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorPlace:
-    """Where the runs are read from."""
+    """Source of the runs."""
 
     url: str
     token_file: str
     collector_data: str = ""
     of_folder: bool = False
-    """A collector of this dashboard's own, over a folder."""
+    """A collector of this dashboard, over a directory."""
 
 
 @dataclass(slots=True)
@@ -109,12 +109,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """How people get in, and what they may do."""
+    """Authentication and roles of users."""
 
     control: bool = False
     """Whether a session may get control, with a code that the terminal shows."""
     public_url: str = ""
-    """Where a proxy with TLS serves the pages; "" without one."""
+    """URL of a TLS proxy in front of the pages; "" without one."""
     sign_on: SignOn | None = None
     """Sign-on provider of the public URL; None: the token is used."""
 
@@ -125,13 +125,13 @@ class Pages:
 
     program: Program
     address: str
-    """The one-click address, under a host name of its own."""
+    """The one-click URL, with its own host name."""
     look_address: str
     """The same under a name that every browser and tunnel resolves; read-only."""
     public_address: str
-    """Where the proxy serves it, with the token unless people sign in there; "" without one."""
+    """The proxy's URL, with the token unless users sign in there; "" without one."""
     redirect_file: Path
-    """A page, readable by this user alone, that leads a browser to the address."""
+    """A page, readable only by this user, that redirects a browser to the URL."""
     codes: int
     """Read end of the pipe with the codes that are to be shown."""
 
@@ -147,7 +147,7 @@ def streamlit_command(port: int) -> list[str]:
 
 
 def collector_command(folder: Path, data: Path) -> list[str]:
-    """Return the command of a collector that reads a folder of runs."""
+    """Return the command of a collector that reads a directory of runs."""
     options = ["--folder", str(folder), "--data", str(data), "--listen", f"{HOST}:0"]
     return [sys.executable, "-m", "trainvitals", "collector", *options]
 
@@ -156,7 +156,7 @@ def free_port(port: int) -> int:
     """Return ``port`` if it can be listened on, or any free one for 0.
 
     Raises:
-        UsageError: it is taken, or may not be used.
+        UsageError: it is in use, or not allowed.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -172,12 +172,12 @@ def free_port(port: int) -> int:
 
 
 def check_folder(folder: Path) -> Path:
-    """Return the folder of runs as an absolute path.
+    """Return the directory of runs as an absolute path.
 
     Raises:
-        UsageError: it is missing, no folder, or cannot be read.
+        UsageError: it is missing, not a directory, or not readable.
     """
-    path = folder.expanduser().resolve()  # one folder has one store, by whatever path it is named
+    path = folder.expanduser().resolve()  # one directory has one store, whatever path is given
     hint = "give the folder that VITALS_DIR named in training (default: ./vitals_runs)"
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -188,7 +188,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def discovered(environ: Mapping[str, str]) -> CollectorPlace:
-    """Return the collector that the environment names, else the one this user has started.
+    """Return the collector in the environment, otherwise the one that this user has started.
 
     Raises:
         UsageError: there is neither.
@@ -201,7 +201,7 @@ def discovered(environ: Mapping[str, str]) -> CollectorPlace:
 
 
 def place_on(data: Path, token_file: str) -> CollectorPlace:
-    """Return the collector on a data folder; it is found again where its port changes.
+    """Return the collector of a data directory; it is looked up again if its port changes.
 
     Raises:
         UsageError: there is none.
@@ -221,7 +221,7 @@ def place_on(data: Path, token_file: str) -> CollectorPlace:
 
 
 class Slot(NamedTuple):
-    """A folder for the store of a folder of runs, and the open file whose lock holds it."""
+    """A directory for the store of a directory of runs, and the open file with its lock."""
 
     path: Path
     lock: int
@@ -229,9 +229,9 @@ class Slot(NamedTuple):
 
 @contextmanager
 def cache_slot(folder: Path) -> Iterator[Slot]:
-    """Hold a node-local folder for the store of a folder of runs, used again the next time.
+    """Lock a node-local directory for the store of a directory of runs; it is reused later.
 
-    Two dashboards of the same folder get one each. Whoever inherits the lock holds it too.
+    Two dashboards of the same directory get one each. A child that inherits the lock holds it too.
     """
     base = ensure_private_dir(Path(tempfile.gettempdir()) / f"trainvitals-{os.getuid()}")
     key = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
@@ -263,12 +263,12 @@ def program(
 ) -> Iterator[Program]:
     """Run a program with its output in ``log``; stop it on the way out.
 
-    It ends by itself if this process is killed.
+    It ends if this process is killed.
 
     Args:
-        name: what it is, in messages.
+        name: name in messages.
         command: an interpreter's ``-m`` with a module and its arguments.
-        log: the file of what it says.
+        log: file of its output.
         environ: its environment.
         inherits: open files that it gets as well.
     """
@@ -291,10 +291,10 @@ def program(
 
 
 def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
-    """Return the probe's first answer.
+    """Return the probe's first result.
 
     Raises:
-        TransportError: the program ended, or did not answer in time.
+        TransportError: the program ended, or did not respond in time.
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -314,8 +314,9 @@ def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
 def folder_collector(
     folder: Path, environ: Mapping[str, str]
 ) -> Iterator[tuple[Program, CollectorPlace]]:
-    """Run a collector that reads the folder, until the block ends."""
-    # The collector holds the lock too: should this process be killed, the next one takes another.
+    """Run a collector that reads the directory, until the block ends."""
+    # The collector holds the lock too: if this process is killed, the next one uses another
+    # directory.
     with cache_slot(folder) as (data, lock):
         (data / COLLECTOR_FILE).unlink(missing_ok=True)
         command = collector_command(folder, data)
@@ -345,13 +346,14 @@ def check_control(location: CollectorPlace) -> None:
 def pages(
     location: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
 ) -> Iterator[Pages]:
-    """Run the Streamlit process until the block ends; gives it and the ways to it."""
+    """Run the Streamlit process until the block ends; yields it and its URLs."""
     if entrance.control:
         check_control(location)
     token, own_host = secrets.token_urlsafe(24), f"{secrets.token_hex(16)}.localhost"
     with ExitStack() as stack:
         _hold_ipv6(stack, port)
-        temporary = tempfile.TemporaryDirectory(prefix="vitals-dashboard-")  # made 0700
+        # created with mode 0700
+        temporary = tempfile.TemporaryDirectory(prefix="vitals-dashboard-")
         private = Path(stack.enter_context(temporary))
         codes, code_fd = os.pipe()
         stack.callback(os.close, codes)
@@ -402,13 +404,13 @@ def _public_address(entrance: Entrance, token: str) -> str:
 
 
 def _hold_ipv6(stack: ExitStack, port: int) -> None:
-    """Keep the port of the IPv6 loopback from others: a browser may try that address first."""
+    """Bind the IPv6 loopback's port: a browser may try that address first."""
     if not socket.has_ipv6:
         return
     try:
         ipv6_socket = stack.enter_context(socket.socket(socket.AF_INET6))
         ipv6_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        ipv6_socket.bind(("::1", port))  # never listened on: a browser is refused, and takes IPv4
+        ipv6_socket.bind(("::1", port))  # never listened on: a browser is refused, and uses IPv4
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
@@ -429,10 +431,10 @@ def _redirect_page(address: str) -> bytes:
 
 
 def _proves_itself(port: int, token: str) -> bool | None:
-    """Return True once the process that was given the token answers at the port.
+    """Return True once the process with the token responds at the port.
 
     Raises:
-        UsageError: another program answers there, and would be sent the token.
+        UsageError: another program responds there, and would get the token.
     """
     nonce = secrets.token_hex(16)
     url = f"http://{HOST}:{port}{HEALTH_PATH}"
@@ -457,10 +459,10 @@ def _collector_answers(data: Path) -> bool | None:
 
 
 def watch(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
-    """Show the codes that are asked for; return never.
+    """Show requested codes; never returns.
 
     Raises:
-        TransportError: one of the programs has ended by itself.
+        TransportError: one of the programs has ended.
     """
     while True:
         for child in children:

@@ -1,4 +1,4 @@
-"""What all pages share: the bar of a run's pages, the choice of the run, what refreshes itself."""
+"""Shared parts of pages: the bar of a run's pages, the choice of the run, refreshes."""
 
 import getpass
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +36,9 @@ RUN_PAGES = {
     DECISIONS: ("Decisions", ":material/gavel:"),
     CHECKPOINTS: ("Checkpoints", ":material/save:"),
 }
-"""The pages of one run: what each is called in the bar."""
+"""The pages of one run, with their names in the bar."""
 LAST_RUN = "last_run"
-"""The run this browser looked at last: a page whose address names none shows it."""
+"""This browser's last run: the default of a page whose URL names none."""
 AROUND_STEPS = 100
 STEP_COLUMNS = ("Step", "To step", "Since step", "Back to", "At step", "Last step")
 _PICKED = "run_picked"
@@ -55,14 +55,14 @@ def style() -> None:
 
 
 def heading(text: str) -> None:
-    """Give the page its title, and its heading: for screen readers, as the bar above says it."""
+    """Set the page's title, and its heading for screen readers; the bar above shows it."""
     st.set_page_config(page_title=f"{text} - Vitals")
     with st.container(key="page_heading"):
         st.markdown(f"# {text}")
 
 
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
-    """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
+    """Draw the switch and return whether the page refreshes itself; ``value`` is its default."""
     help_text = f"Refresh every {every:.0f} seconds while a run is active; off: never."
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
@@ -110,7 +110,7 @@ def live_part(
         again: draws only this part, and returns whether the rest of the page is still up to date.
             If not, or if drawing fails, the whole page is drawn again, which shows the reason.
         live: whether to draw it again.
-        key: of this part.
+        key: key of this part.
     """
     with_page = [True]
 
@@ -137,9 +137,9 @@ def refreshing_runs(
     key: str,
     every: float = REFRESH_SECONDS,
 ) -> None:
-    """As ``refreshing``, for a page of these runs: where all have ended it is drawn once.
+    """As ``refreshing``, for a page of these runs: if all have ended it is drawn once.
 
-    What it draws has to call ``stop_at_the_end``.
+    Its ``draw`` has to call ``stop_at_the_end``.
     """
     refreshing(draw, live=goes_on(run_ids, live=live), key=key, every=every)
 
@@ -161,7 +161,7 @@ def stop_at_the_end(runs: Sequence[RunSummary]) -> None:
 def _have_ended(run_ids: Sequence[str]) -> bool:
     try:
         runs = access.limited(connect()).client.ask(RunsQuestion())
-    except VitalsError:  # the page says so
+    except VitalsError:  # the page shows it
         return False
     st.session_state[_RUNS] = runs
     state_by_run = {run.run_id: run.state for run in runs}
@@ -174,7 +174,7 @@ def present_palette() -> Palette:
 
 
 def person() -> str:
-    """Return who sits here, as far as the machine knows: what forms are filled with."""
+    """Return the current user's name, if known: the default in forms."""
     if name := access.account():
         return name
     try:
@@ -187,7 +187,7 @@ def person() -> str:
 
 
 def run_links() -> None:
-    """Draw the bar with the pages of the run in the address; each link keeps the run."""
+    """Draw the bar with the pages of the run in the URL; each link keeps the run."""
     query = [("run", run_id) for run_id in run_in_address()]
     with st.container(horizontal=True, key="run_links", gap="xxsmall", width="content"):
         for page, (label, icon) in RUN_PAGES.items():
@@ -195,7 +195,7 @@ def run_links() -> None:
 
 
 def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> None:
-    """Draw a page of one run: the bar, the choice of the run, and what ``draw`` makes of it."""
+    """Draw a page of one run: the bar, the choice of the run, and the output of ``draw``."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         run_links()
         st.space("stretch")
@@ -210,13 +210,13 @@ def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> Non
 
 
 def run_in_address() -> list[str]:
-    """Return the run of the address, else the one looked at last; nothing where there is none."""
+    """Return the run in the URL, otherwise the last one; empty without one."""
     run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
     return [str(run_id)] if run_id else []
 
 
 def chosen_run(source: DataSource) -> RunSummary | None:
-    """Draw the choice of a run and return it; None, said in formatting, where there is none."""
+    """Draw the choice of a run and return it; None, with a message, if there is none."""
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
@@ -245,7 +245,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
 
 
 def _choice(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
-    # The address leads: another one is another widget, which has no memory of its own.
+    # The URL has priority: each run has its own widget, without a previous state.
     key = f"run_of_page_{requested}"
 
     def follow() -> None:
@@ -254,7 +254,7 @@ def _choice(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
         st.session_state[_PICKED] = True
 
     def label(run_id: str) -> str:
-        # Nothing in it may change: a browser names its choice by these very words.
+        # The text must not change: a browser identifies its choice by it.
         return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
     selected = st.selectbox(
@@ -284,8 +284,8 @@ def run_head(run: RunSummary) -> None:
 
 
 def step_range() -> tuple[int | None, int | None]:
-    """Draw the first and last step to be shown, both in the address; None is the run's own."""
-    with st.container(horizontal=True, width="content"):  # where it is narrow, both wrap
+    """Draw the first and last step to show, both in the URL; None is the run's own."""
+    with st.container(horizontal=True, width="content"):  # on a narrow screen, both wrap
         entered = [
             st.number_input(
                 label,
@@ -326,10 +326,10 @@ def table(
     columns: Mapping[str, Any] | None = None,
     select: bool = False,
 ) -> int | None:
-    """Draw a table, or ``empty`` where it has no row; return the selected row's index.
+    """Draw a table, or ``empty`` without rows; return the selected row's index.
 
-    A click anywhere in a row selects it, as the box at its beginning does. A selection is kept by
-    its place: where rows may come to stand above it, ``key`` must change with them.
+    A click anywhere in a row selects it, as its checkbox does. A selection is stored by position:
+    if rows may be inserted above it, ``key`` must change with them.
     """
     if not rows:
         st.caption(empty)

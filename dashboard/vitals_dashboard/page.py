@@ -1,4 +1,4 @@
-"""Streamlit's own page as browsers get it: told where its server is, and what it will need."""
+"""Streamlit's own page for browsers, with the server's path and preloaded files."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ PATHS = (
     *("", "run", "compare", "alerts", "query"),
     *("layers", "ranks", "decisions", "checkpoints", "incident"),
 )
-"""The addresses of pages below the dashboard's own."""
+"""The paths of pages below the dashboard's own."""
 PROGRAMS = ("chart", "uPlot.esm")
 """Scripts of the charts: fetched while Streamlit's own are run, and not with the first chart."""
-# By itself a page asks for its server below its own path first, and is refused: a way there and
-# back in which nothing is drawn.
+# Without it, a page looks for its server below its own path first, and is refused: a round trip in
+# which nothing is drawn.
 _SERVER = """<script>
       window.__streamlit = { BACKEND_BASE_URL: new URL("./", location.href).href };
     </script>"""
@@ -30,7 +30,7 @@ def page() -> str:
 
 
 def routes(text: str) -> list[Route]:
-    """Return what answers with the page at each of its addresses."""
+    """Return routes that serve the page at each of its paths."""
 
     async def answer(_: Request) -> HTMLResponse:
         return HTMLResponse(text, headers={"cache-control": "no-cache"})

@@ -15,11 +15,11 @@ def _notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None
 
 
 def collector_down(error: TransportError, *, again: bool = True) -> None:
-    """Say that the collector does not answer, and that nothing is lost by it.
+    """Show that the collector does not respond, and that no data is lost.
 
     Args:
-        error: what went wrong.
-        again: whether the page tries again by itself; else there is a button for it.
+        error: the error.
+        again: whether the page retries; otherwise there is a button for it.
     """
     _notice(
         "The collector does not answer",
@@ -33,7 +33,7 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
 
 
 def wrong_token(error: UnauthorizedError) -> None:
-    """Say that the collector refused the token, and how to give another."""
+    """Show that the collector refused the token, and how to set another."""
     _notice(
         "The collector refused this dashboard's token",
         error,
@@ -44,12 +44,12 @@ def wrong_token(error: UnauthorizedError) -> None:
 
 
 def problem(error: VitalsError) -> None:
-    """Say what went wrong where it is neither of the two."""
+    """Show any other error."""
     _notice("Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:")
 
 
 def no_runs() -> None:
-    """Say that there is no run yet, and how the first one comes here."""
+    """Show that there is no run yet, and how to create the first one."""
     _notice(
         "No runs yet",
         None,
@@ -60,7 +60,7 @@ def no_runs() -> None:
 
 
 def no_such_run(run_id: str) -> None:
-    """Say that the address names a run that is not here."""
+    """Show that the URL names an unknown run."""
     _notice(
         "Run not found",
         None,

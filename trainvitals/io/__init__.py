@@ -1,1 +1,1 @@
-"""What touches the machine: private folders, journal, mailbox, spool, run directory, client."""
+"""I/O of the core: private directories, journal, mailbox, spool, run directory, client."""

@@ -47,7 +47,7 @@ def is_capsule(file: str) -> bool:
 
 
 def verdict_on(run_dir: Path, file: str) -> str:
-    """Return the sentence of the verdict on a capsule; empty where there is none, or no file.
+    """Return the sentence of the verdict on a capsule; empty without one.
 
     Args:
         run_dir: the run's.

@@ -1,4 +1,4 @@
-"""Speaks to a collector over HTTP: ingest for agents, queries and orders for people.
+"""HTTP client of a collector: ingest for agents, queries and commands for users.
 
 Bodies are ``trainvitals.views``. What goes wrong is one of our errors: TransportError where trying
 again may help, UnauthorizedError for the token, else what the collector says (FormatError for bytes
@@ -79,7 +79,7 @@ _SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
 
 
 class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """A token file: a collector's tokens by scope, and by what it proves that it is the one.
+    """A token file: a collector's tokens by scope, and its certificates.
 
     A token that a program has not is empty.
     """
@@ -91,7 +91,7 @@ class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scrape(self) -> str:
-        """What opens the agents' ``/metrics`` and nothing else; "" without a token to read with.
+        """Token for the agents' ``/metrics`` only; "" without a token for reading.
 
         Agents and Prometheus derive it in the same way. Prometheus sends it in plain HTTP to every
         target that a sender has named: with the reading token itself, such a sender could read.
@@ -102,7 +102,7 @@ class CollectorTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a collector is and what may be done there."""
+    """URL, tokens and certificates of a collector."""
 
     url: str
     tokens: CollectorTokens = CollectorTokens()
@@ -112,7 +112,7 @@ COLLECTOR_FILE = "collector.json"
 
 
 class CollectorFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``collector.json`` in a data folder: where its collector is, for this user's programs."""
+    """``collector.json`` in a data directory: its collector's address, for local programs."""
 
     url: str
     pid: int = 0
@@ -128,8 +128,8 @@ class CollectorClient:
 
     Args:
         url: ``https://host:port``, or ``unix:`` and the path of a socket.
-        token: of the scope that the calls need; sent to nobody who has not proved to be the server.
-        tls: by what the server is known, as in its token file.
+        token: with the scope of the calls; sent only to a verified server.
+        tls: identifies the server, as in its token file.
         timeout: seconds for each of connecting, sending and waiting.
         transport: for tests.
 
@@ -170,15 +170,15 @@ class CollectorClient:
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
-        """Store batches together; what is not refused is committed when this returns.
+        """Store batches together; accepted ones are committed when this returns.
 
         Args:
             raws: the batches.
-            asks: whether one behind a hole is not to be stored, but answered by ``from_seq``.
+            asks: for a batch after a hole, return ``from_seq`` instead of storing it.
             writer_key: secret that the first batch of each incarnation was sent with, if any.
 
         Returns:
-            One reply for each batch. Where all are refused, the first one's error is raised.
+            One reply for each batch. If all are refused, the first one's error is raised.
         """
         headers = {"Content-Type": "application/octet-stream"}
         if asks:
@@ -204,7 +204,7 @@ class CollectorClient:
     # ------------------------------------------------------------------------- for readers
 
     def answers(self) -> bool:
-        """Return whether the collector answers; one without room to write (503) can be read.
+        """Return whether the collector responds; one with a full disk (503) can be read.
 
         Raises:
             ServerIdentityError: a server responds that cannot prove to be the collector.
@@ -218,7 +218,7 @@ class CollectorClient:
             return False
 
     def ask(self, question: Question[A]) -> A:
-        """Return the collector's answer."""
+        """Return the collector's response."""
         request = as_request(question)
         how = {"params": request.params} if request.body is None else _json(request.body)
         answer: A = self._call(request.answer, request.method, request.path, **how)
@@ -232,7 +232,7 @@ class CollectorClient:
         return self._call(AnnotationView, "POST", path, **_json(msgspec.json.encode(request)))
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
-        """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
+        """Acknowledge an alert, or silence it if ``silence_seconds`` is given."""
         path = _path("alerts", fingerprint, "ack")
         return self._call(AlertView, "POST", path, **_json(msgspec.json.encode(request)))
 
@@ -253,9 +253,9 @@ class CollectorClient:
 
         Args:
             run_id: the run.
-            request: what is asked for.
-            issued_by: who asks.
-            keys: the folder of ``control.key``.
+            request: the command.
+            issued_by: name of the user.
+            keys: the directory of ``control.key``.
         """
         listed = self.ask(CommandsQuestion(run_id=run_id))
         now = time.time_ns()
@@ -316,12 +316,12 @@ def client_of(
     """Return a client with the token of a scope; "" is no token.
 
     Raises:
-        UnauthorizedError: the token file has tokens, and none of that scope.
+        UnauthorizedError: the token file has no token of that scope.
     """
     tokens = collector.tokens
     token = getattr(tokens, scope) if scope else ""
     if scope == "read":
-        token = token or tokens.control  # which includes it
+        token = token or tokens.control  # which includes this scope
     scopes = [name for name in ("ingest", "read", "control") if getattr(tokens, name)]
     if scope and scopes and not token:
         raise UnauthorizedError(
@@ -333,7 +333,7 @@ def client_of(
 
 
 def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
-    """Return the collector that the environment names, else this user's own; None: there is none.
+    """Return the collector in the environment, otherwise this user's own; None without one.
 
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
     writes into its data directory. Whether it responds is checked only if several are named.
@@ -360,9 +360,9 @@ def first_that_answers(named: str, tls: TlsTrust) -> str:
 
 
 def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | None:
-    """Return the collector that wrote its address into its data folder; None: none runs there.
+    """Return the collector of a data directory; None: none runs there.
 
-    On its machine it is reached by its socket, elsewhere by its address where that is not loopback.
+    On its machine its socket is used, elsewhere its URL if that is not loopback.
 
     Raises:
         InsecurePathError: another user could have written the file.
@@ -377,7 +377,7 @@ def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | 
 
 
 def url_in(data: Path) -> str:
-    """Return the address for this machine of the collector on a data folder; "": there is none.
+    """Return the local URL of a data directory's collector; "": there is none.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -400,7 +400,7 @@ def url_in(data: Path) -> str:
 
 
 def read_collector_file(data: Path) -> CollectorFile | None:
-    """Return what a collector wrote into its data folder; None where there is nothing to read.
+    """Return the content of the file in a collector's data directory; None if it is unreadable.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -446,7 +446,7 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
-    """Return the error that an answer other than 2xx is."""
+    """Return the error for a response other than 2xx."""
     status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=Problem)
@@ -478,7 +478,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """The seconds that the answer asks for; what else the header may hold is not obeyed."""
+    """The seconds that the response requests; other forms of the header are ignored."""
     text = response.headers.get("Retry-After", "").strip()
     if not text.isascii() or not text.isdigit():
         return 0.0

@@ -3,8 +3,8 @@
     control.key   the secret (0600): where people command from; made at a collector's first start
     control.pub   what verifies (0600): also with agents and runs, next to their token file
 
-Ed25519, so who can verify cannot sign: neither a collector, nor whoever took its port, nor the
-agents and runs that hold ``control.pub`` can make an order, or change one on its way.
+Ed25519, so verifying does not allow signing: neither a collector, nor a program on its port, nor
+the agents and runs with ``control.pub`` can create a command, or change one in transit.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ def control_folder(
     """Return the directory of the control key: that of the token file, otherwise the collector's.
 
     Args:
-        environ: may name the token file, and the collector by its data folder.
-        token_file: of ``--token-file``.
-        collector: of ``--collector``.
+        environ: may name the token file, and the collector by its data directory.
+        token_file: value of ``--token-file``.
+        collector: value of ``--collector``.
     """
     if token_file is not None or environ.get("VITALS_TOKEN_FILE"):
         return Path(token_file or environ["VITALS_TOKEN_FILE"]).absolute().parent
@@ -45,9 +45,9 @@ def control_folder(
 
 
 def make_control_key(folder: Path) -> None:
-    """Make both halves where there is no public one yet.
+    """Create both halves unless a public one exists.
 
-    A folder with ``control.pub`` alone stays so: people then command from elsewhere.
+    A directory with only ``control.pub`` is unchanged: commands are then signed elsewhere.
 
     Raises:
         StorageError: they cannot be written.
@@ -72,7 +72,7 @@ def sign_order(command: Command, folder: Path) -> Command:
     """Return the command with an operator's signature over all its fields.
 
     Raises:
-        UnauthorizedError: there is no control key in the folder.
+        UnauthorizedError: there is no control key in the directory.
         InsecurePathError: others can read it.
         FormatError: it is damaged.
     """
@@ -85,7 +85,7 @@ def read_control_key(folder: Path) -> bytes:
     """Return the secret half.
 
     Raises:
-        UnauthorizedError: there is none in the folder.
+        UnauthorizedError: there is none in the directory.
         InsecurePathError: others can read it.
         FormatError: it is damaged.
     """
@@ -131,7 +131,7 @@ def verify_order(command: Command, folder: Path) -> None:
 
 
 def _ed25519() -> Any:
-    """Import it where a command is at hand: no rank pays for it at its start."""
+    """Imported only for a command: no rank pays for it at its start."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
@@ -143,9 +143,9 @@ def _ed25519() -> Any:
 
 
 def _signed_part(command: Command) -> bytes:
-    """Return what is signed: all but the signatures.
+    """Return the signed bytes: all fields except the signatures.
 
-    What is empty is left out, so that a later version's field changes nothing where it is not used.
+    Empty fields are omitted, so that a later version's new field changes nothing if it is not used.
     """
     signed_fields = {
         name: value

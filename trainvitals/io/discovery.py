@@ -1,4 +1,4 @@
-"""Finds journals: which runs have one on this node, whose they are, and which are closed."""
+"""Finds the journals on this node, their runs, and which of them are closed."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ AWAY_FILE = "collector_away"
 """In the run directory: names the collector while it does not respond. The agent writes it, and the
 rank that started the agent reports at its end which data is waiting."""
 NOTICE_FILE = "agent_notice"
-"""In the run's folder: trouble that the agent reports; the rank that started it logs it."""
+"""In the run directory: a problem that the agent reports; the rank that started it logs it."""
 
 
 class JournalRef(msgspec.Struct, frozen=True, order=True):
-    """A journal that was found: its folder, its run, and where the run's directory is, if known."""
+    """A journal: its directory, its run, and the run directory, if known."""
 
     run_id: str
     directory: Path
@@ -36,10 +36,10 @@ class _RunPointer(msgspec.Struct, frozen=True):
 
 
 def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
-    """Make the run's folder under the private base, note where its run directory is, return it.
+    """Create the run's directory under the private base, record its run directory, return it.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the directory cannot be created or written.
     """
     folder = ensure_private_dir(base / check_run_id(run_id))
     pointer = msgspec.json.encode(_RunPointer(run_id, str(run_dir.absolute())))
@@ -54,7 +54,7 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
 
 
 def check_room(folder: Path) -> None:
-    """Return if the folder has room for one writer's files; nothing is left of the trial.
+    """Check that the directory has space for one writer's files; the test file is deleted.
 
     Raises:
         StorageError: it has not.
@@ -75,7 +75,7 @@ def check_room(folder: Path) -> None:
 
 
 def journal_directory(run_folder: Path, identity: Identity) -> Path:
-    """Return the folder of one writer's journal in the run's folder."""
+    """Return the directory of one writer's journal."""
     return run_folder / f"{identity.source.replace(':', '-')}-{identity.incarnation}"
 
 

@@ -2,9 +2,9 @@
 
     magic 4 | version u32 | beat u64 | length u32 | crc32 u32 | the word as msgpack
 
-A side thread of the rank writes it, the node's agent reads it. It outlives the rank: what it said
-last stays, also while the rank is stopped. The checksum covers beat, length and word: a torn write
-is never believed.
+A side thread of the rank writes it, the node's agent reads it. It outlives the rank: its last
+content stays, also while the rank is stopped. The checksum covers beat, length and content: a torn
+write is detected.
 """
 
 import mmap
@@ -25,9 +25,9 @@ MAGIC = b"TVH1"
 HEARTBEAT_BYTES = 4096
 HEARTBEAT_FILE = "heartbeat"
 STACKS_FILE = "stacks"
-"""Where the rank's stacks come when it is sent its signal."""
+"""File for the rank's stacks after its signal."""
 COLLECTIVES_FILE = "collectives.json"
-"""The last collectives of each process group, as torch's flight recorder had them."""
+"""The last collectives of each process group, from torch's flight recorder."""
 _HEAD = struct.Struct("<4sIQII")
 _COVERED = struct.Struct("<QI")
 _encode = msgspec.msgpack.Encoder().encode
@@ -35,10 +35,10 @@ _decode = msgspec.msgpack.Decoder(Heartbeat).decode
 
 
 class HeartbeatWriter:
-    """The writer's side; for one thread. Mapped where the journal is in memory, else written.
+    """The writer's side; for one thread. Mapped if the journal is in memory, otherwise written.
 
     Args:
-        directory: of the rank's journal.
+        directory: the rank's journal directory.
 
     Raises:
         OSError: the page cannot be had.
@@ -58,7 +58,7 @@ class HeartbeatWriter:
             raise
 
     def write(self, word: Heartbeat) -> None:
-        """Replace the word.
+        """Replace the content.
 
         Raises:
             UsageError: it is too long for the page.
@@ -85,12 +85,12 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(directory: Path) -> Heartbeat:
-    """Return the last word of the rank that writes the journal in ``directory``.
+    """Return the latest heartbeat of the rank with the journal in ``directory``.
 
     Raises:
         FileNotFoundError: it has none, as ranks of earlier versions.
         InsecurePathError: it is a link, or belongs to another user.
-        FormatError: empty, torn or damaged; a torn one is whole at the next look.
+        FormatError: empty, torn or damaged; a torn one is complete at the next read.
         NewerVersionError: a newer version writes it.
     """
     path = directory / HEARTBEAT_FILE

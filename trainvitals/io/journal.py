@@ -3,8 +3,8 @@
     <private base>/<run_id>/run.json
     <private base>/<run_id>/<source>-<incarnation>/<stream>-<NNNNNN>.seg, closed
 
-Everything that can fail while training is counted in ``dropped`` and never raised. Newest wins:
-at the bound the oldest sealed segment goes, samples before events, which may hold half the bound.
+Every failure during training is counted in ``dropped`` and never raised. The latest rows win: at
+the bound the oldest sealed segment is deleted, samples before events, which may use half the bound.
 """
 
 import errno
@@ -61,11 +61,11 @@ class JournalWriter:
     """All streams of one writer. Thread-safe; closed in a forked child; cannot be pickled.
 
     Args:
-        directory: made if missing (0700); must hold no journal yet.
-        identity: goes into each segment's header.
+        directory: created if missing (0700); must contain no journal.
+        identity: stored in each segment's header.
         max_bytes: bound over all streams.
-        segment_bytes: size of a segment, less where the bound is small.
-        max_share: bound as a share of the memory that is free, for DataLoader workers need it too.
+        segment_bytes: size of a segment, less if the bound is small.
+        max_share: bound as a share of the free memory, which DataLoader workers need too.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class JournalWriter:
             return stream
 
     def close(self) -> None:
-        """Write what is queued, put the closed marker, unmap. Does nothing in a forked child."""
+        """Write queued rows, create the closed marker, unmap. Does nothing in a forked child."""
         if self.closed:
             return
         with self._lock:
@@ -151,7 +151,7 @@ class JournalWriter:
         bound = self._bound()
         needed = len(header) + num_rows * schema.row_size
         preferred_bytes = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
-        # Room for two segments of each stream, so that there is always a sealed one to give up.
+        # Room for two segments of each stream, so that a sealed one can always be deleted.
         share = bound // (2 * len(STREAMS)) // _PAGE * _PAGE
         size = -(-max(needed, min(preferred_bytes, share)) // _PAGE) * _PAGE
         self._make_room(size, bound)
@@ -162,7 +162,7 @@ class JournalWriter:
         return _Slots(file, schema, len(header), first_seq)
 
     def _bound(self) -> int:
-        """Bytes all segments may take now: what is free changes while training runs."""
+        """Current bound of all segments: free memory changes during training."""
         if not self.in_memory:
             return self.max_bytes
         status = os.statvfs(self.directory)
@@ -186,7 +186,7 @@ class JournalWriter:
         return sum(size for _, _, size in self._segments)
 
     def _victim(self, bound: int) -> tuple[str, Path, int] | None:
-        """The oldest sealed segment: of samples, unless events hold more than half the bound."""
+        """The oldest sealed segment: of samples, unless events use more than half the bound."""
         events = EVENT_SCHEMA.stream
         active = {stream._path for stream in self._streams.values()}
         sealed = [entry for entry in self._segments if entry[1] not in active]
@@ -199,7 +199,7 @@ class JournalWriter:
 
 
 class _Slots:
-    """A segment file with the place of its rows."""
+    """A segment file with the offset of its rows."""
 
     def __init__(self, file: SegmentFile, schema: Schema, offset: int, first_seq: int) -> None:
         self.file = file
@@ -210,7 +210,7 @@ class _Slots:
 
 
 class StreamWriter:
-    """One stream of a journal; made by ``JournalWriter.open_stream``."""
+    """One stream of a journal; created by ``JournalWriter.open_stream``."""
 
     def __init__(self, journal: JournalWriter, schema: Schema, lock: threading.Lock) -> None:
         self.schema = schema
@@ -231,7 +231,7 @@ class StreamWriter:
         self._num_queued = 0
 
     def append(self, values: Sequence[Value]) -> int:
-        """Write one row and return its sequence number; -1 where the journal is closed.
+        """Write one row and return its sequence number; -1 if the journal is closed.
 
         Never raises for want of memory: the row is counted in ``dropped``, its number is used up.
         """
@@ -289,7 +289,7 @@ class StreamWriter:
             self.dropped += num_rows
 
     def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
-        """Begin a new segment; None while one was refused a few rows ago."""
+        """Start a new segment; None if one was refused a few rows ago."""
         self._shut()
         if seq < self._retry_at:
             return None
@@ -315,7 +315,7 @@ class StreamWriter:
         flusher.wake()
 
     def _flush(self) -> None:
-        """Write what is queued; only the writing thread calls this."""
+        """Write queued rows; only the writing thread calls this."""
         with self._lock:
             taken = list(self._queue)
             self._queue.clear()
@@ -330,7 +330,7 @@ class StreamWriter:
             self._num_queued = 0
 
     def _change_schema(self, schema: Schema) -> None:
-        """Pack by the new columns from here on; the next row begins a segment."""
+        """Pack rows with the new columns from here on; the next row starts a segment."""
         if schema != self.schema:
             self.schema, self._pack, self._map = schema, schema.pack, None
 
@@ -359,7 +359,7 @@ class _Flusher:
         self._wake.set()
 
     def stop(self) -> bool:
-        """Drain and end; False where the disk blocks: then what is queued is counted as dropped."""
+        """Drain the queue and stop; False if the disk blocks: the queue counts as dropped."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)

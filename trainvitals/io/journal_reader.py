@@ -1,4 +1,4 @@
-"""Reads a journal while it is written, and after its writer died at any moment."""
+"""Reads a journal during writes, and after its writer died at any point."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ _Listing = dict[str, list[tuple[int, Path]]]
 
 
 class JournalReader:
-    """Tails the journal in one folder; a single reader owns a journal and frees what it released.
+    """Tails the journal in one directory; its only reader deletes released segments.
 
     ``dropped`` counts rows that will never be read: overwritten before that, never
     written for want of memory, or damaged. ``unreadable_segments`` names segments that cannot be
@@ -60,13 +60,13 @@ class JournalReader:
         self._next.update({stream: seq + 1 for stream, seq in positions.items()})
 
     def read(self, *, max_rows: int = 1024) -> list[Batch]:
-        """Return what is new, at most ``max_rows`` a stream (an event's rows are never parted).
+        """Return new rows, at most ``max_rows`` per stream (an event's rows stay together).
 
         Raises:
             NewerVersionError: a segment has a later format; raised once, the next call continues
                 with the others.
         """
-        closed = self._is_closed()  # before the listing, so that what is sealed is complete in it
+        closed = self._is_closed()  # before the listing, so that all sealed segments are in it
         listing = self._list()
         self._learn(listing, closed=closed)
         if self._unsaid is not None:
@@ -78,9 +78,9 @@ class JournalReader:
         return batches
 
     def take_end(self) -> bool:
-        """Return whether the writer said goodbye (or was pronounced dead) and all was read.
+        """Return whether the writer closed it (or was declared dead) and all was read.
 
-        Rows that it wrote of which nothing is left are counted in ``dropped``, once.
+        Written rows that no longer exist are counted in ``dropped``, once.
         """
         if not self._is_closed():
             return False
@@ -96,7 +96,7 @@ class JournalReader:
         return True
 
     def release(self, stream: str, seq: int) -> None:
-        """Delete the stream's sealed segments of which every row is at or below ``seq``."""
+        """Delete the stream's sealed segments whose rows are all at or below ``seq``."""
         closed = self._is_closed()
         if not closed and len(self._listing.get(stream, ())) == 1:
             return  # it is the one that is written to
@@ -121,7 +121,7 @@ class JournalReader:
             self.directory.rmdir()
 
     def _list(self) -> _Listing:
-        """Return the segments; what is known of those that are gone is forgotten."""
+        """Return the segments; drop the state of deleted ones."""
         names = list_names(self.directory)
         if names != self._names:
             self._names, self._listing = names, sort_segments(self.directory, names)
@@ -134,7 +134,7 @@ class JournalReader:
         return os.path.exists(self._closed_path)  # noqa: PTH110 - a reader asks often
 
     def _marker(self) -> ClosedMarker:
-        """The writer's last word. That it is there says enough: memory may have been full."""
+        """The writer's closed marker. An empty one counts: memory may have been full."""
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
             return msgspec.json.decode(raw, type=ClosedMarker)
@@ -150,7 +150,7 @@ class JournalReader:
                     self._known[path] = read_header(path)
                     self._identity = self._known[path][0].identity
                 except FileNotFoundError:
-                    continue  # evicted by the writer meanwhile
+                    continue  # deleted by the writer in the meantime
                 except NewerVersionError as error:
                     self.unreadable_segments.add(path)
                     self._unsaid = error
@@ -167,7 +167,7 @@ class JournalReader:
             try:
                 batches += self._read_segment(path, max_left)
             except FileNotFoundError:
-                continue  # evicted by the writer; the next row's number says how much went
+                continue  # deleted by the writer; the next row's number shows how many were lost
         return batches
 
     def _read_segment(self, path: Path, max_rows: int) -> list[Batch]:
@@ -176,8 +176,8 @@ class JournalReader:
         size = schema.row_size
         runs = list(runs_of_rows(schema, raw, base))
         if len(runs) > 1 or (runs and runs[0][0] > 0):
-            # A row that was being written while it was copied looks damaged; before a later row
-            # was begun it was complete, so a second look tells the one from the other.
+            # A row that was copied during its write looks damaged; it was complete before a later
+            # row was started, so a second read distinguishes the two.
             raw = self._new_rows(path)[2][: len(raw)]
             runs = list(runs_of_rows(schema, raw, base))
         batches: list[Batch] = []
@@ -232,7 +232,7 @@ class JournalReader:
 
 
 def _cuts(schema: Schema, raw: bytes, begin: int, end: int, max_rows: int) -> list[tuple[int, int]]:
-    """Return where to cut a run of rows into batches; for events, only after an event's last row.
+    """Return where to split rows into batches; for events, only after an event's last row.
 
     The rows of an event that is not complete are left out: the rest comes, or its writer is dead.
     """

@@ -22,13 +22,13 @@ DEFAULT_DIR = "vitals_runs"
 
 
 def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAddress | None:
-    """Return the collector at ``url``, else the one that is found here, with its tokens.
+    """Return the collector at ``url``, otherwise the one that is found, with its tokens.
 
-    Found are the collector that the environment names, and this user's own where it answers.
-    For ``url``, and in the environment, its data folder may be given.
+    The search covers the collector in the environment, and this user's own if it responds. ``url``,
+    and the environment, may name its data directory.
     """
     collector = known_collector(url, token_file)
-    # What is named must answer or say why; a file may be left over from a crash.
+    # A named collector must respond or fail; a file may be left over from a crash.
     if collector is None or url or os.environ.get("VITALS_COLLECTOR_URL"):
         return collector
     with client_of(collector, "") as client:
@@ -36,10 +36,10 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
 
 
 def known_collector(named: str, token_file: Path | None = None) -> CollectorAddress | None:
-    """Return the collector that is named, or this user's own; whether it answers is not asked.
+    """Return the named collector, or this user's own, without checking whether it responds.
 
     Raises:
-        UsageError: a folder was named, and no collector runs on it.
+        UsageError: a directory was named, and no collector runs on it.
     """
     file = token_file or os.environ.get("VITALS_TOKEN_FILE") or ""
     folder = collector_folder(named or os.environ.get("VITALS_COLLECTOR_URL", ""))
@@ -64,7 +64,7 @@ def known_collector(named: str, token_file: Path | None = None) -> CollectorAddr
 
 
 def _own_tokens(url: str) -> CollectorTokens:
-    """Return the tokens of this user's own collector, if that is its address."""
+    """Return the tokens of this user's own collector, if that is its URL."""
     data_dir = default_data_dir(os.environ)
     file = read_collector_file(data_dir)
     if file is None or file.url != url:
@@ -74,7 +74,7 @@ def _own_tokens(url: str) -> CollectorTokens:
 
 
 def default_folder() -> Path:
-    """Return the folder with run directories, where nothing else was named.
+    """Return the default directory of run directories.
 
     Raises:
         UsageError: it is not there.
@@ -106,14 +106,14 @@ R = TypeVar("R", bound=NamedRun)
 
 
 def choose_run(runs: Sequence[R], id_or_name: str) -> R:
-    """Return the run of that id, beginning of an id, or name; "" is the newest run.
+    """Return the run with that id, prefix of an id, or name; "" is the latest run.
 
     Args:
-        runs: the newest first.
+        runs: the latest first.
         id_or_name: typed by the user.
 
     Raises:
-        UsageError: there is none, or the beginning of an id fits several.
+        UsageError: there is none, or the prefix matches several.
     """
     if not runs:
         raise UsageError("there are no runs yet", hint="`vitals demo` trains one")

@@ -1,4 +1,4 @@
-"""The way into a run: one page of shared memory that holds the newest command.
+"""Input of a run: one page of shared memory with the latest command.
 
     magic 4 | version u32 | number i64 | length u32 | crc32 u32 | command as msgpack
 
@@ -49,7 +49,7 @@ class ExpiredError(UsageError):
 
 
 class Mailbox:
-    """The newest command of a run; one writer, any number of readers."""
+    """The latest command of a run; one writer, any number of readers."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class Mailbox:
 
     @classmethod
     def create(cls, path: Path) -> "Mailbox":
-        """Open the mailbox, made empty first where there is none. Whoever comes first makes it."""
+        """Open the mailbox; the first process creates it empty."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         if not path.exists():
             fd = open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -83,9 +83,9 @@ class Mailbox:
         Raises:
             FileNotFoundError: there is none.
             FormatError: it is not a mailbox.
-            NewerVersionError: made by a newer format.
+            NewerVersionError: it has a later format.
         """
-        # Its second name, by which it was made, may not be gone yet.
+        # Its second name, from its creation, may not be deleted yet.
         box = cls(open_private(path, os.O_RDWR, any_links=True), path)
         magic, version, _, _, _ = _HEAD.unpack_from(box._map)
         if magic == MAGIC and version == FORMAT_VERSION:
@@ -117,11 +117,11 @@ class Mailbox:
         self._map[_NUMBER_AT:16] = _NUMBER.pack(command.number)  # last: it is what readers watch
 
     def number(self) -> int:
-        """Return the newest command's number, 0 where there is none: one memory read."""
+        """Return the latest command's number, 0 without one: one memory read."""
         return int(_NUMBER.unpack_from(self._map, _NUMBER_AT)[0])
 
     def read(self) -> Command:
-        """Return the newest command, whole. It is not verified: see ``verify_command``.
+        """Return the latest command. It is not verified: see ``verify_command``.
 
         Raises:
             FormatError: empty, torn or damaged; a torn write is whole at the next step.
@@ -159,7 +159,7 @@ class Mailbox:
 
 @dataclass(slots=True)
 class CommandInbox:
-    """The side of the one who carries commands out: verifies each, and takes it at most once."""
+    """The executing side: verifies each command, and accepts it at most once."""
 
     mailbox: Mailbox
     key: bytes
@@ -170,7 +170,7 @@ class CommandInbox:
     last_number: int
     """Highest number applied or expired, from the plan journal: no restart applies one twice."""
     waiting: Command | None = None
-    """A valid command, until it is answered."""
+    """A valid command, until it is acknowledged."""
     _seen: int = 0
     """The number that was checked last. A forged command changes no other state, so that it cannot
     block genuine ones."""
@@ -204,14 +204,14 @@ class CommandInbox:
 
 
 def sign_command(command: Command, key: bytes) -> Command:
-    """Return the command with its signature: HMAC-SHA256 over everything else in it."""
+    """Return the command with its signature: HMAC-SHA256 over all its other fields."""
     return msgspec.structs.replace(command, signature=_signature(command, key))
 
 
 def verify_command(
     command: Command, key: bytes, *, run_id: str, now_unix_ns: int, last_number: int
 ) -> Command:
-    """Return the command if it is genuine, for this run, in time, and newer than the last.
+    """Return the command if it is genuine, for this run, not expired, and later than the last.
 
     Raises:
         UnauthorizedError: it is not signed with this run's key.
@@ -233,7 +233,7 @@ def verify_command(
 
 
 def check_order(command: Command, run_id: str, now_unix_ns: int) -> None:
-    """Refuse a command that is another run's, or whose time is over.
+    """Raise an error for a command of another run, or an expired one.
 
     Raises:
         UsageError: another run's.
@@ -245,7 +245,7 @@ def check_order(command: Command, run_id: str, now_unix_ns: int) -> None:
 
 
 def check_time(command: Command, now_unix_ns: int) -> None:
-    """Refuse a command whose time is over by this machine's clock, or has not come yet.
+    """Raise an error for a command that is expired by this machine's clock, or from the future.
 
     Raises:
         ExpiredError: states the allowed difference of the clocks.

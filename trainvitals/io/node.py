@@ -1,7 +1,7 @@
 """Names of the nodes of a job: one for each group of ranks that one agent can serve.
 
-A host name is not enough. Containers may all be called alike, or share one machine with memory and
-process ids of their own; two agents of one name would write the same folder.
+A host name is not enough. Containers may all have the same name, or share one machine with separate
+memory and process ids; two agents with one name would write to the same directory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import msgspec
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """Where a rank runs, as far as an agent's reach goes."""
+    """Location of a rank, as far as it matters to an agent."""
 
     host: str
     memory: str
-    """Names the folder of journals: boot, file system and inode. Empty without a folder."""
+    """Identifies the directory of journals: boot, file system and inode. Empty without a
+    directory."""
     processes: str
     """Names the process ids that can be seen."""
 
 
 def spot_of(host: str, run_folder: Path | None) -> Spot:
-    """Return where this process runs; ``run_folder`` is the run's, in the private base."""
+    """Return the location of this process; ``run_folder`` is the run's, in the private base."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if run_folder is None:
         return Spot(host, "", "")
@@ -34,10 +35,10 @@ def spot_of(host: str, run_folder: Path | None) -> Spot:
 
 
 def name_nodes(spots: Sequence[Spot]) -> list[str]:
-    """Return each rank's node: its host name, with as much behind it as makes it one place.
+    """Return each rank's node: its host name, with a suffix if needed to make it unique.
 
-    What is added is the same in every start, as long as the node's shared memory lasts: what an
-    earlier start left there belongs to the same node.
+    The suffix is the same in every start, as long as the node's shared memory lasts: files of an
+    earlier start belong to the same node.
     """
     return [_name(spot, spots) for spot in spots]
 

@@ -54,7 +54,7 @@ def private_base(environ: Mapping[str, str]) -> Path:
 
 
 def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Iterator[Path]:
-    """Yield this user's private folders for journals, best first, each made if need be.
+    """Yield this user's private directories for journals, best first, created if needed.
 
     Only ``VITALS_SHM`` if it is set; otherwise /dev/shm if it is writable, TMPDIR, /tmp and
     /var/tmp. ``refused`` gets the reason why one cannot be used: any user of the node can take the
@@ -84,11 +84,11 @@ def _parents(environ: Mapping[str, str]) -> list[Path]:
 
 
 def ensure_private_dir(path: Path) -> Path:
-    """Make the folder with mode 0700 where it is missing, check it, and return it.
+    """Create the directory with mode 0700 if it is missing, check it, and return it.
 
     Raises:
-        InsecurePathError: it is a link, belongs to someone else, or others may enter it.
-        StorageError: it cannot be made.
+        InsecurePathError: it is a link, belongs to another user, or is accessible for others.
+        StorageError: it cannot be created.
     """
     try:
         path.mkdir(mode=0o700)
@@ -108,12 +108,12 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
     Args:
         path: the file.
         flags: those of ``os.open``.
-        any_links: write into it though it has a second name; for what gets its name by a link, in
-            a folder where nobody else can give one.
+        any_links: write even if it has a second name; for files that are named by a link, in a
+            directory that only this user can write.
 
     Raises:
-        InsecurePathError: a link, someone else's, open to others, or with a second name though it
-            is to be written.
+        InsecurePathError: a link, another user's, accessible for others, or with a second name when
+            opened for writing.
         OSError: as ``os.open``.
     """
     return _open(path, flags, 0o600, Owner.us(), private=True, any_links=any_links)
@@ -126,21 +126,21 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
 class Owner:
     """User whose files are trusted, and whether the file system has modes.
 
-    A network file system may give root's files to nobody, and another may show every mode as 0777.
+    A network file system may map root's files to nobody, and another may show every mode as 0777.
     """
 
     uid: int
     writable: int = 0
-    """Write bits for others that it shows on a folder which was made with 0700."""
+    """Write bits for others that it shows for a directory created with 0700."""
 
     @classmethod
     def us(cls) -> Self:
-        """Return this process's own."""
+        """Return this process's user."""
         return cls(os.geteuid())
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """Return what the file system says of something that we made with mode 0700."""
+        """Return the owner and modes of something that we created with mode 0700."""
         return cls(status.st_uid, status.st_mode & _WRITABLE)
 
     @classmethod
@@ -163,7 +163,7 @@ class Owner:
         return bool(mode)
 
     def check_uid(self, path: Path, status: os.stat_result) -> None:
-        """Refuse what is another user's.
+        """Raise an error for another user's file.
 
         Raises:
             InsecurePathError: it is so.
@@ -175,7 +175,7 @@ class Owner:
             )
 
     def check(self, path: Path, status: os.stat_result) -> None:
-        """Refuse what is another user's, or what others may write.
+        """Raise an error for a file that another user owns or can write.
 
         Raises:
             InsecurePathError: it is so.
@@ -204,21 +204,21 @@ def open_own(
     """Return a descriptor of a regular file which others may read at most. The caller closes it.
 
     Args:
-        path: the file; its last part is never followed where it is a link.
+        path: the file; if its last part is a link, it is not followed.
         flags: those of ``os.open``; nothing is truncated before all is checked.
-        owner: whose it must be; None for this process's user.
+        owner: expected owner; None for this process's user.
         mode: of a new file.
 
     Raises:
-        InsecurePathError: a link, no regular file, someone else's, writable by others, or with a
-            second name though it is to be written.
+        InsecurePathError: a link, not a regular file, another user's, writable by others, or with a
+            second name when opened for writing.
         OSError: as ``os.open``.
     """
     return _open(path, flags, mode, owner or Owner.us())
 
 
 def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
-    """Return a file that ``open_own`` opens, for reading from it bit by bit.
+    """Return a file opened by ``open_own`` as a stream.
 
     Raises:
         InsecurePathError, OSError: as ``open_own``.
@@ -237,7 +237,7 @@ def read_own(path: Path, *, owner: Owner | None = None, max_bytes: int = MAX_BYT
 
 
 def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return all of an open file, and close it; ``path`` is for words.
+    """Read an open file, and close it; ``path`` is for messages.
 
     Raises:
         FormatError: it is larger than ``max_bytes``.
@@ -246,7 +246,7 @@ def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     with open(fd, "rb") as file:
         size = os.fstat(fd).st_size  # allocate at most this much memory, at once
         raw = file.read(min(size, max_bytes) + 1)
-        if size < len(raw) <= max_bytes:  # it grows, or tells no size
+        if size < len(raw) <= max_bytes:  # it grows, or has no size
             raw += file.read(max_bytes + 1 - len(raw))
     if len(raw) > max_bytes:
         raise FormatError(
@@ -257,7 +257,7 @@ def read_whole(fd: int, path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
-    """Make the folder where it is missing, check it, and return it; nobody else may write there.
+    """Create the directory if missing, and check that only this user may write there.
 
     An existing directory of ours is made unwritable for others. A link of this user, or root, is
     followed, such as to another disk.
@@ -267,8 +267,8 @@ def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
         read: mode bits of a new one for group and others; None for those of the parent directory.
 
     Raises:
-        InsecurePathError: it belongs to someone else, or is someone else's link.
-        OSError: it cannot be made or opened.
+        InsecurePathError: it belongs to another user, or is another user's link.
+        OSError: it cannot be created or opened.
     """
     owner = Owner.us()
     with contextlib.suppress(FileExistsError):  # whatever is there is judged below
@@ -318,7 +318,7 @@ def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names in the folder durable, where its file system can."""
+    """Sync the names in the directory, if its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _sync(fd)
@@ -332,7 +332,7 @@ def _sync(folder: int) -> None:
 
 
 def write_all(fd: int, raw: bytes, offset: int) -> None:
-    """Write all of it at the offset, in as many calls as the system takes."""
+    """Write all bytes at the offset, in as many calls as needed."""
     view = memoryview(raw)
     while view:
         num = os.pwrite(fd, view, offset)
@@ -340,7 +340,7 @@ def write_all(fd: int, raw: bytes, offset: int) -> None:
 
 
 def mac_of(key: bytes, *parts: bytes) -> str:
-    """Return an HMAC-SHA256 over the parts, each with its length: none runs into the next."""
+    """Return an HMAC-SHA256 over the parts, each with its length: boundaries count."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "little"))
@@ -401,7 +401,7 @@ def _open(
 
 
 def _explain(path: Path, owner: Owner, error: OSError, *, private: bool) -> None:
-    """Raise what is wrong with a file that cannot be opened, where that is why."""
+    """Raise an error for a file that cannot be opened because it is insecure."""
     try:
         status = path.lstat()
     except OSError:

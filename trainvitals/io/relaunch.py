@@ -1,4 +1,4 @@
-"""How a training that a launcher started again finds its run.
+"""Finds the run of a training that its launcher restarted.
 
 torchrun restarts its ranks (``--max-restarts``), Slurm requeues a job: neither passes on what the
 first start generated. So rank 0 stores the run's id under a key that is equal for a restart and the
@@ -28,7 +28,7 @@ _FOLDER = ".launches"
 
 
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
-    """Return the ``nth`` run of this launch's first start; None where this is the first."""
+    """Return the ``nth`` run of this launch's first start; None if this is the first."""
     for key, is_restart in _launches(environ, sys.argv, nth):
         for path in (
             (_path(_user_directory(base), key), _path(base / _FOLDER, key)) if is_restart else ()
@@ -36,7 +36,7 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
             try:
                 return check_run_id(read_own(path).decode().strip())
             except FileNotFoundError:
-                continue  # the other place may have it
+                continue  # the other location may have it
             except (OSError, VitalsError, UnicodeDecodeError):
                 return None
     return None
@@ -48,8 +48,8 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
     The oldest of more than this many launches are deleted.
 
     Raises:
-        OSError: it cannot be written; a restart would then begin a new run.
-        InsecurePathError: another user took the folder's name; likewise.
+        OSError: it cannot be written; a restart would then start a new run.
+        InsecurePathError: another user has a directory with that name; likewise.
     """
     for key, _ in _launches(environ, sys.argv, nth):
         base.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Remove half of the launches where there are too many: those remembered longest ago."""
+    """Delete half of the launches if there are too many: the oldest ones."""
     names = os.listdir(folder)  # noqa: PTH208 - mostly only their number is wanted
     if len(names) <= MAX_LAUNCHES:
         return
@@ -72,12 +72,12 @@ def _forget_oldest(folder: Path) -> None:
 
 
 def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list[tuple[str, bool]]:
-    """Return (key, whether it says that this is a restart) of each launcher above this process."""
+    """Return (key, whether it proves a restart) of each launcher above this process."""
     command = "\0".join([*argv, str(nth)])
     launches = []
     torchrun, again = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     if torchrun is not None and again is not None:
-        # The agent outlives its ranks; its process keeps apart two launches of one --rdzv-id.
+        # The agent outlives its ranks; its process distinguishes two launches with one --rdzv-id.
         agent = f"{socket.gethostname()}:{os.getppid()}:{_started(os.getppid())}"
         launches.append((f"torchrun\0{torchrun}\0{agent}\0{command}", again != "0"))
     job = environ.get("SLURM_JOB_ID")
@@ -90,7 +90,7 @@ def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list
 
 
 def _own_task(environ: Mapping[str, str]) -> str:
-    """Return the task's number where each task of a job step trains for itself, else nothing.
+    """Return the task's number if each task of a job step trains independently, otherwise nothing.
 
     A training over all tasks must not depend on which of them holds rank 0: that may change.
     """
@@ -108,7 +108,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began, in ticks since the boot: process ids are used again."""
+    """Return the start time of a process, in ticks since the boot: process ids are reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The run directory: what a run leaves on a shared disk, with or without any server.
+"""The run directory: files of a run on a shared disk, with or without a server.
 
     VITALS_DIR/<run_id>/   0700, or 0750 with VITALS_SHARE=group; nobody else may write it
         run.json       attributes, for people
@@ -9,8 +9,8 @@
         checkpoints/   agents/<node>/   commands/   profiles/   mirrors/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.
-Others may write the folder around it, a lab's group say: what is read back is checked
-(``private``).
+Others, such as a lab's group, may be able to write the parent directory: files are verified when
+they are read (``private``).
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class HaltMarker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDir:
-    """One run's directory; made by ``create`` or found by ``open``."""
+    """One run's directory; from ``create`` or ``open``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,14 +90,14 @@ class RunDir:
         No other user may write there afterwards. Files of another user are renamed and reported.
 
         Args:
-            vitals_dir: the folder of all runs, which others may write.
+            vitals_dir: the directory of all runs, which others may write.
             run_id: the run.
-            share: who else may read a new one: nobody ("" or "none"), or its "group".
+            share: who else may read a new one: no one ("" or "none"), or its "group".
 
         Raises:
-            ConfigError: ``share`` is none of these.
+            ConfigError: ``share`` has another value.
             InsecurePathError: it is another user's.
-            StorageError: it cannot be made.
+            StorageError: it cannot be created.
         """
         if share not in _SHARES:
             raise ConfigError(
@@ -119,7 +119,7 @@ class RunDir:
         return run_dir
 
     def _rename_foreign_files(self) -> None:
-        """Give what another user put under one of our names another; nothing of it is read."""
+        """Rename files that another user created under our names; they are not read."""
         for name in _OURS:
             try:
                 status = (self.path / name).lstat()
@@ -172,7 +172,7 @@ class RunDir:
     # ------------------------------------------------------------------------- attributes
 
     def info(self) -> RunInfo | None:
-        """Return the run's attributes, or None where rank 0 has not written them."""
+        """Return the run's attributes, or None if rank 0 has not written them."""
         raw = self._read("run.json")
         if raw is None:
             return None
@@ -189,9 +189,10 @@ class RunDir:
 
     @property
     def checkpoints_dir(self) -> Path:
-        """The folder for checkpoints, made if need be; nobody else may write it.
+        """The directory of checkpoints, created if needed; only this user may write it.
 
-        Not so where it is a link to one that others may write: what is loaded from there is proven.
+        A link to a directory that others may write is allowed: checkpoints are verified when
+        loaded.
         """
         path = self.path / "checkpoints"
         return path if path.is_symlink() else self._folder(path.name)
@@ -202,22 +203,22 @@ class RunDir:
         return self.path / "profiles"
 
     def agent_path(self, node: str) -> Path:
-        """Return where the folder of one node's agent is, or will be."""
+        """Return the path of one node's agent directory."""
         if not _NODE.match(node):
             raise UsageError(f"node is {node!r}; use letters, digits and ._:- (at most 128)")
         return self.path / "agents" / node
 
     def agent_dir(self, node: str) -> Path:
-        """Return the folder of one node's agent, made if need be."""
+        """Return the directory of one node's agent, created if needed."""
         path = self.agent_path(node)
         self._folder("agents")
         return ensure_own_dir(path)
 
     def spool_dirs(self) -> dict[str, Path]:
-        """Return each node's folder of spooled batches, as far as there are any.
+        """Return each node's spool directory that exists.
 
         Raises:
-            OSError: the folder cannot be read.
+            OSError: the directory cannot be read.
         """
         try:
             nodes = sorted((self.path / "agents").iterdir())
@@ -229,7 +230,7 @@ class RunDir:
     # --------------------------------------------------------------------------- commands
 
     def command_key(self, *, create: bool = False) -> bytes:
-        """Return the key that signs this run's commands; with ``create`` it is made once.
+        """Return the key that signs this run's commands; ``create`` generates it once.
 
         Raises:
             StorageError: there is none.
@@ -304,7 +305,7 @@ class RunDir:
     # ------------------------------------------------------------------------------- halt
 
     def halted(self) -> HaltMarker | None:
-        """Return why the run was stopped, or None. A damaged marker still stops it.
+        """Return why the run was halted, or None. A damaged marker still halts it.
 
         One of another user does not count: it is reported and ignored.
         """
@@ -336,7 +337,7 @@ class RunDir:
         """Return when a job of this run was ended as it hung, in nanoseconds since the epoch.
 
         Raises:
-            FormatError: the file is damaged; a guess would give the budget back.
+            FormatError: the file is damaged; a guess would restore the budget.
             InsecurePathError: it is a link, or another user's.
         """
         try:
@@ -346,7 +347,7 @@ class RunDir:
             raise FormatError(f"{self.path / _RESTARTS} is damaged: {error}") from error
 
     def write_restarts(self, times_unix_ns: Sequence[int]) -> None:
-        """Keep when jobs were ended; durable when this returns. Call before the deed."""
+        """Store the times of restarts durably. Call before the restart."""
         replace_file(self.path / _RESTARTS, msgspec.json.encode(list(times_unix_ns)), mode=0o600)
 
     # ------------------------------------------------------------------------------- plan
@@ -354,7 +355,7 @@ class RunDir:
     def append_plan(self, entry: Mapping[str, object]) -> None:
         """Add a line to the plan journal; durable when this returns. For global rank 0 only.
 
-        It is signed with the run's key, as a line of this run at this place in the file.
+        It is signed with the run's key, as a line of this run at this position in the file.
 
         Raises:
             InsecurePathError: the journal is a link, another user's, or has a second name.
@@ -366,7 +367,7 @@ class RunDir:
         fd = open_own(path, os.O_RDWR | os.O_CREAT, owner=self._owner())
         try:
             end = _end_of_lines(fd)
-            os.ftruncate(fd, end)  # a torn line was never durable, so nobody acted on it
+            os.ftruncate(fd, end)  # a torn line was never durable, so it had no effect
             signed = {**entry, _MAC: self._line_mac(key, end, entry)}
             write_all(fd, msgspec.json.encode(signed) + b"\n", end)
             os.fsync(fd)
@@ -382,7 +383,7 @@ class RunDir:
         versions have none.
 
         Raises:
-            FormatError: a line before the last is damaged. A guess could give budgets back.
+            FormatError: a line before the last is damaged. A guess could restore budgets.
             InsecurePathError: the journal does not belong to this run's user, or its signature is
                 wrong.
         """
@@ -434,7 +435,7 @@ def _is_same(mac: object, expected: str) -> bool:
 
 
 def is_run_id(text: str) -> bool:
-    """Return whether this is a run's id, and a folder of that name a run directory."""
+    """Return whether this is a run's id, which is also the name of its directory."""
     try:
         check_run_id(text)
     except UsageError:
@@ -443,11 +444,11 @@ def is_run_id(text: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Return if the folder can be listed.
+    """Check that the directory can be listed.
 
     Raises:
-        UsageError: there is no such folder.
-        StorageError: it may not be read, or the disk does not answer.
+        UsageError: there is no such directory.
+        StorageError: it is not readable, or the disk does not respond.
     """
     hint = "give the folder that holds the runs (VITALS_DIR), or the folder of one run"
     try:
@@ -468,7 +469,7 @@ def _unreadable(folder: Path, error: OSError) -> StorageError:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether it says that the disk, or a quota on it, is full."""
+    """Return whether the error means that the disk, or a quota on it, is full."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in _FULL
 
@@ -486,7 +487,7 @@ def _end_of_lines(fd: int) -> int:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Return whether the folder is a run directory, or one that holds run directories."""
+    """Return whether the directory is a run directory, or contains run directories."""
     try:
         check_run_id(folder.absolute().name)
     except UsageError:

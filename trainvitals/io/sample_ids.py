@@ -1,4 +1,4 @@
-"""The samples that fed each step, as lines of files in the run directory; 0600, one set a rank.
+"""Samples of each step, as lines of files in the run directory; 0600, one set per rank.
 
 RUN_DIR/data/rank-N.<incarnation>.jsonl             being written
 RUN_DIR/data/rank-N.<incarnation>.<number>.jsonl    full
@@ -19,11 +19,11 @@ _MAX_LINE = 8 << 20
 """Bytes of a line that are read at once: a forged file may be a single line."""
 _NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
 _PARTS = 4
-"""Files that the bytes allowed are divided into: the oldest goes when they are full."""
+"""Number of files for the allowed bytes: the oldest is deleted when they are full."""
 
 
 class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """What fed one step on one rank."""
+    """Samples of one step on one rank."""
 
     step: int
     attempt: int
@@ -52,7 +52,7 @@ class SampleFile:
 
         Raises:
             OSError: the disk is full.
-            InsecurePathError: others may reach the folder.
+            InsecurePathError: others can access the directory.
         """
         if self._fd < 0:
             ensure_private_dir(self._folder)
@@ -83,7 +83,7 @@ class SampleFile:
 
 
 def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None) -> None:
-    """Remove the oldest files of ``pattern`` until the rest is within ``max_bytes`` and so many."""
+    """Delete the oldest files of ``pattern`` above ``max_bytes`` or ``max_files``."""
     files = [(path.stat(), path) for path in folder.glob(pattern)]
     files.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
     total = sum(status.st_size for status, _ in files)
@@ -95,7 +95,7 @@ def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | No
 
 
 def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
-    """Yield what fed ``step`` on each rank and in each attempt, as far as it was kept.
+    """Yield the samples of ``step`` on each rank and in each attempt, as far as they are stored.
 
     A torn or damaged line is skipped.
     """

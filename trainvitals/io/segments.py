@@ -39,7 +39,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClosedMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """The writer's last word: where each stream ended; empty, where another spoke for the dead."""
+    """Last number of each stream of a closed journal; empty if written for a dead process."""
 
     next_seq: dict[str, int] = {}
 
@@ -81,7 +81,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
     """Return a segment's header and the offset of its first row.
 
     Raises:
-        FileNotFoundError: it is gone.
+        FileNotFoundError: it was deleted.
         FormatError: empty, torn or damaged.
         NewerVersionError: written by a newer format.
     """
@@ -148,7 +148,7 @@ def runs_of_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[i
 
 
 class SegmentFile(Protocol):
-    """Where rows go: mapped memory, or a file that only the writing thread touches."""
+    """Target of rows: mapped memory, or a file that only the writing thread uses."""
 
     path: Path
     num_bytes: int
@@ -186,12 +186,12 @@ class MappedSegment:
         self.map[offset : offset + len(row)] = row
 
     def close(self) -> None:
-        """Unmap; what was written stays in the file."""
+        """Unmap; written rows stay in the file."""
         self.map.close()
 
 
 class PlainSegment:
-    """A file that grows by writing: for disks, where a map can block for 100s of milliseconds."""
+    """A file that is appended to: for disks, where a map can block for 100s of milliseconds."""
 
     def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
         self.path = path

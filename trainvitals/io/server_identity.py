@@ -1,8 +1,8 @@
 """A server proves its identity before it gets a token: anyone may listen on a port.
 
-On one machine it is reached by a Unix socket in its data folder, which is this user's alone; beyond
-it by TLS, and its certificate is exactly the one in the token file. Both are checked at every
-connect.
+On one machine it is reached by a Unix socket in its data directory, which only this user can
+access; from other machines by TLS, with exactly the certificate in the token file. Both are checked
+at every connect.
 """
 
 import contextlib
@@ -22,27 +22,27 @@ import msgspec
 from trainvitals.errors import ConfigError, ServerIdentityError, TransportError, UsageError
 
 UNIX = "unix:"
-"""Begins the address of a server that listens on a Unix socket: its path follows."""
+"""Scheme of a server that listens on a Unix socket, before its path."""
 UNPROVEN = "insecure+"
-"""Before ``http://``: something else keeps others from reading and answering, such as a TLS proxy
-on this machine, or a mesh."""
+"""Before ``http://``: another mechanism protects the connection, such as a TLS proxy on this
+machine, or a mesh."""
 
 SERVER_NAME = "vitals-collector"
-"""In every certificate that a collector makes: for clients that check a name, like Prometheus."""
+"""In every certificate of a collector: for clients that check a name, like Prometheus."""
 
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _BY_FD = Path("/proc/self/fd")
 
 
 class TlsTrust(msgspec.Struct, frozen=True, kw_only=True):
-    """By what a client knows a server over TLS; without any of it, by the system's CAs."""
+    """Identifies a server over TLS; if it is empty, the system's CAs do."""
 
     certificates: tuple[str, ...] = ()
-    """PEM. The server's certificate must be one of these, whatever its name and who signed it."""
+    """PEM. The server's certificate must be one of these, whatever its name and issuer."""
     ca: str = ""
     """PEM of a private CA; the server's name is checked."""
     client_cert: str = ""
-    """File with the certificate that the client shows, where the server asks for one."""
+    """File with the client certificate, if the server requires one."""
     client_key: str = ""
     """File with its private key, if that is separate."""
 
@@ -51,7 +51,7 @@ class ServerUrl(NamedTuple):
     """An address that a server can prove."""
 
     base: str
-    """``http://`` or ``https://``, as HTTP libraries take it."""
+    """``http://`` or ``https://``, for HTTP libraries."""
     socket: Path | None = None
     """The Unix socket to which requests go instead of the host in ``base``."""
 
@@ -99,11 +99,11 @@ def parse_url(url: str) -> ServerUrl:
 
 @contextlib.contextmanager
 def socket_in_own_folder(path: Path) -> Iterator[str]:
-    """Give a name of the socket that leads through the very folder that was checked.
+    """Yield a path of the socket through the directory that was checked.
 
     Raises:
         ServerIdentityError: another user could have put the socket there.
-        OSError: there is no such folder.
+        OSError: there is no such directory.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -122,8 +122,8 @@ def socket_in_own_folder(path: Path) -> Iterator[str]:
                 "user may listen there in the collector's place",
                 hint="the data folder must be yours alone (0700): `vitals collector` makes it so",
             )
-        # Through the descriptor: by its path another folder may be there by now, and a path may be
-        # longer than the 107 bytes that a socket's name can have.
+        # Through the descriptor: the path may lead to another directory by now, and may be longer
+        # than the 107 bytes of a socket's name.
         yield f"{_BY_FD / str(folder)}/{path.name}" if _BY_FD.is_dir() else str(path)
     finally:
         os.close(folder)
@@ -136,7 +136,7 @@ def check_peer(connected: socket.socket) -> None:
         ServerIdentityError: it is another user's.
     """
     if not hasattr(socket, "SO_PEERCRED"):
-        return  # not Linux: the folder alone has to do
+        return  # not Linux: only the directory is checked
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     if uid not in (os.geteuid(), 0):
@@ -152,7 +152,7 @@ def connect_unix(path: Path, timeout: float | None) -> socket.socket:
 
     Raises:
         ServerIdentityError: it may be another user's.
-        OSError: nobody listens.
+        OSError: no process listens.
     """
     with socket_in_own_folder(path) as name, contextlib.ExitStack() as on_error:
         connected = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -206,8 +206,9 @@ def tls_context(trust: TlsTrust) -> ssl.SSLContext:
 
 def _pinned(certificates: tuple[str, ...]) -> _PinnedContext:
     context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # which name it goes by says less than which key it holds
-    # One that a CA signed is trusted by itself: without this, only together with that CA.
+    context.check_hostname = False  # the key matters, not the name
+    # A certificate that a CA signed is trusted itself: without this flag, only together with that
+    # CA.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata="\n".join(certificates))
     context.pins = frozenset(bytes.fromhex(fingerprint(pem)) for pem in certificates)

@@ -1,4 +1,4 @@
-"""Paths in settings: made absolute once, where the setting is read, for all who read it later."""
+"""Paths in settings: made absolute once, when the setting is read."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ _PATHS = ("VITALS_DIR", "VITALS_SHM", "VITALS_TOKEN_FILE", "VITALS_CONFIG", "XDG
 
 
 def collector_folder(named: str) -> Path | None:
-    """Return the data folder that a collector is named by, absolute; None where it is an address.
+    """Return the absolute data directory that names a collector; None for a URL.
 
     A directory has a ``/`` and no ``://``, or exists.
     """
@@ -19,7 +19,7 @@ def collector_folder(named: str) -> Path | None:
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """Return where a collector keeps its data unless told otherwise."""
+    """Return the default data directory of a collector."""
     home = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local/share"
     return Path(home) / "trainvitals"
 
@@ -30,9 +30,9 @@ def collector_urls(named: str) -> list[str]:
 
 
 def with_absolute_paths(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with its relative paths made absolute by the present folder.
+    """Return the environment with its relative paths made absolute.
 
-    For a child, and for what it starts: by then the working directory may be another one.
+    For child processes: their working directory may be different.
     """
     resolved = dict(environ)
     for name in _PATHS:

@@ -8,11 +8,11 @@ history: nothing is removed, and what does not fit is refused. Without it the ol
 is acknowledged stays for ``retain_seconds``: a collector restored from a backup asks for it.
 ``state.json`` may be lost or stale: then more is sent again, and the store knows it already.
 
-What must hold after a crash, or an error of the disk, at any point:
+Invariants after a crash, or a disk error, at any point:
 
 - A batch that ``sync`` made durable stays, in its order, until it is acknowledged or dropped.
-- ``last_seqs`` names no row that the spool did not take: its writer would not send it again.
-- What was dropped was counted first. Only what was not synced may be gone without a count.
+- ``last_seqs`` names no row that the spool did not store: its writer would not send it again.
+- Dropped rows are counted first. Only unsynced rows may be lost without a count.
 - A byte that a reader may have seen is never replaced: a truncated file is not appended to any
   more, and each owner starts a new file.
 """
@@ -61,7 +61,7 @@ SAVE_BYTES = 1 << 18
 """The state is written when this much was acknowledged since: it may be stale."""
 _CHUNK_BYTES = 1 << 20
 MAX_WRITERS = 1024
-"""Streams whose last number is remembered; those that wrote longest ago are forgotten."""
+"""Streams whose last number is remembered; the oldest ones are dropped."""
 _LOG = logging.getLogger("trainvitals")
 _HINT = "free some space; rows wait in the journal until then"
 
@@ -69,21 +69,21 @@ Key = tuple[str, str, str]
 
 
 class Spool:
-    """Appends batches durably and gives them back until they are acknowledged; for one owner.
+    """Appends batches durably and returns them until they are acknowledged; for one owner.
 
     Thread-safe: one thread may append and sync while another reads and acknowledges.
 
     Args:
-        directory: made if missing.
+        directory: created if missing.
         max_bytes: bound over all files.
-        keep: never remove anything; refuse what does not fit.
-        file_bytes: begin a new file above this size.
-        retain_seconds: how long a file stays after all of it was acknowledged.
-        retain_bytes: bound over such files; the oldest goes first.
+        keep: never delete anything; refuse batches that do not fit.
+        file_bytes: start a new file above this size.
+        retain_seconds: how long a file stays after it was acknowledged.
+        retain_bytes: bound of such files; the oldest is deleted first.
         now: wall time.
 
     Raises:
-        StorageError: the folder cannot be used.
+        StorageError: the directory cannot be used.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Spool:
 
     @property
     def oldest_position(self) -> SpoolPosition:
-        """Where what is still there begins, acknowledged or not."""
+        """Position of the oldest stored batch, acknowledged or not."""
         with self._lock:
             return SpoolPosition(min(self._sizes, default=self._state.acked.file))
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that were refused, or removed before they were acknowledged; kept over restarts."""
+        """Rows that were refused, or deleted unacknowledged; counted over restarts."""
         return self._state.dropped_rows
 
     @property
@@ -162,7 +162,7 @@ class Spool:
 
     @property
     def acked(self) -> SpoolPosition:
-        """Up to where everything is acknowledged."""
+        """Everything before this position is acknowledged."""
         return self._state.acked
 
     def last_seqs(self) -> dict[Key, int]:
@@ -178,13 +178,13 @@ class Spool:
     def append(self, raw: bytes) -> bool:
         """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
 
-        One that is durable already is not added twice: a writer goes back to its own last ``sync``,
-        and the spool made some of what came after it durable by itself, or let it go acknowledged.
+        A durable batch is not added twice: a writer goes back to its own last ``sync``, and the
+        spool may have synced some later ones itself, or deleted acknowledged ones.
 
         Raises:
             FormatError: it is not a valid batch.
             StorageError: the disk refused; the batch was not added. Call ``sync`` before the next
-                try: it says whether those before have to be added again, which must come first.
+                try: it reports whether earlier ones have to be added again first.
         """
         header = decode_batch(raw).header
         with self._lock, self._disk("nothing was added"):
@@ -206,8 +206,8 @@ class Spool:
         """Make everything appended so far durable.
 
         Raises:
-            StorageError: the disk refused; what was appended since the last time is given up,
-                and can be appended again.
+            StorageError: the disk refused; batches since the last sync are dropped, and can be
+                appended again.
         """
         with self._lock, self._disk("cannot be made durable"):
             try:
@@ -278,7 +278,7 @@ class Spool:
     # ---------------------------------------------------------- acknowledged and still there
 
     def _retain(self) -> list[int]:
-        """Begin to count the time of each file all of which is acknowledged; return those."""
+        """Start the retention time of each fully acknowledged file; return those."""
         if self.keep:
             return []
         done = [n for n in self._sizes if n < self._state.acked.file and n not in self._retained]
@@ -295,7 +295,7 @@ class Spool:
     # -------------------------------------------------------------------------- writing
 
     def _write_if_retained_must_go(self, raw: bytes) -> None:
-        """Write the batch; on a full disk what is acknowledged makes room, the oldest first."""
+        """Write the batch; on a full disk, delete acknowledged files, the oldest first."""
         while True:
             try:
                 return self._write(raw)
@@ -323,7 +323,7 @@ class Spool:
             self._headers.remember(raw, size)
 
     def _start_file(self) -> None:
-        """Begin a new file; its number was never used before."""
+        """Start a new file; its number was never used before."""
         self._number += 1
         path = self._path(self._number)
         fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -368,7 +368,7 @@ class Spool:
         self._take_refusals_back()
         self._gave_up = True
         fd, number, size = self._fd, self._number, self._synced_size
-        with contextlib.suppress(OSError):  # else they stay: rows that come twice count once
+        with contextlib.suppress(OSError):  # otherwise they stay: duplicate rows count once
             os.ftruncate(fd, size)
             self._resize(number, size)
         self._leave()
@@ -388,7 +388,7 @@ class Spool:
             acked=max(acked, SpoolPosition(oldest + 1)), dropped_rows=num_dropped + num_rows
         )
         try:
-            self._save_state()  # first: what is not counted on disk would be gone without a count
+            self._save_state()  # first: otherwise rows would be lost without a count
         except (OSError, StorageError):
             self._change(acked=acked, dropped_rows=num_dropped)
             raise
@@ -451,7 +451,7 @@ class Spool:
         self._state = msgspec.structs.replace(self._state, **changes)
 
     def _save_state(self) -> None:
-        self._flush()  # the state must not speak of bytes that a crash could take
+        self._flush()  # the state must not contain bytes that a crash could lose
         newest = max(self._sizes, default=-1)
         scanned = SpoolPosition(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
         last = dict(self._last)
@@ -479,13 +479,11 @@ class Spool:
             self._change(dropped_rows=self._saved.dropped_rows)
 
     def _recover(self) -> None:
-        """Find what was appended after the state was saved; cut the last file's torn tail off."""
+        """Find batches appended after the state was saved; truncate the last file's torn tail."""
         newest = max(self._sizes, default=-1)
         scanned = self._state.scanned
         if self._sizes.get(scanned.file, scanned.offset) < scanned.offset:
-            scanned = (
-                SpoolPosition()
-            )  # the disk lost what it had promised to keep: believe no number
+            scanned = SpoolPosition()  # the disk lost synced data: use no number
             self._last.clear()
         for number in [n for n in sorted(self._sizes) if n >= scanned.file]:
             start = scanned.offset if number == scanned.file else 0
@@ -527,8 +525,8 @@ class Spool:
     def _rewrite(self, number: int, start: int) -> None:
         """Make the file durable after ``start``, even if a sync failed before.
 
-        To be asked for it again is not enough for a kernel that failed to write it: it may take it
-        for written. The same bytes at the same place are what a reader has seen.
+        Another fsync is not enough after a failed write: the kernel may treat the pages as written.
+        A reader has seen the same bytes at the same place.
         """
         fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
         try:
@@ -541,7 +539,7 @@ class Spool:
 
     @contextlib.contextmanager
     def _disk(self, outcome: str, path: Path | None = None) -> Iterator[None]:
-        """Make what the system says our own error."""
+        """Translate errors of the system to ours."""
         try:
             yield
         except OSError as error:
@@ -551,10 +549,10 @@ class Spool:
 
 
 def unacknowledged(directory: Path) -> Iterator[BatchHeader]:
-    """Yield the header of each intact batch that waits in a spool, for any reader.
+    """Yield the header of each intact, unacknowledged batch in a spool, for any reader.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: the directory cannot be read.
     """
     for _, raw in read_batches(directory, load_state(directory / STATE_FILE).acked):
         header = _header(raw)

@@ -40,7 +40,7 @@ _FILE = re.compile(r"(\d{6,12})\.tvs\Z", re.ASCII)
 
 
 class SpoolPosition(msgspec.Struct, frozen=True, order=True):
-    """A place in a spool: everything before ``offset`` of file number ``file`` is done."""
+    """A position in a spool: everything before ``offset`` of file number ``file`` is done."""
 
     file: int = 0
     offset: int = 0
@@ -53,7 +53,7 @@ def read_batches(
     now: float | None = None,
     damaged: Callable[[SpoolPosition, SpoolPosition], object] = lambda begin, end: None,
 ) -> Iterator[tuple[SpoolPosition, bytes]]:
-    """Yield the batches after ``start``, each with the position after it, as far as there are any.
+    """Yield the batches after ``start``, each with the position after it.
 
     For any reader, while the spool grows, also over NFS: call again from the last position. Damage
     is skipped if the file is not growing; in one changed within the last 30 seconds before ``now``
@@ -61,7 +61,7 @@ def read_batches(
 
     Args:
         directory: the spool's.
-        start: after which the batches are wanted; None is the beginning.
+        start: position before the batches; None is the beginning.
         now: wall time.
         damaged: called with the start and end of each skipped range.
     """
@@ -90,7 +90,7 @@ def is_unchanged(path: Path, now: float) -> bool:
 
 
 def spool_files(directory: Path) -> list[tuple[int, Path]]:
-    """Return the spool's files in order, whoever put them there."""
+    """Return the spool's files in order, of any owner."""
     try:
         names = os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def own_files(
 def scan_folder(
     directory: Path, start: SpoolPosition, settled: Callable[[int], bool] = lambda number: True
 ) -> Iterator[tuple[SpoolPosition, bytes | None]]:
-    """Yield (end, batch) from ``start`` on, and (end, None) for each damaged stretch."""
+    """Yield (end, batch) from ``start`` on, and (end, None) for each damaged range."""
     named = [(number, path) for number, path in spool_files(directory) if number >= start.file]
     files = own_files(directory, named)
     for i, (number, path, _) in enumerate(files):
@@ -161,7 +161,7 @@ def _header_bytes(raw: bytes) -> bytes:
 
 
 def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (end, batch) from ``offset`` on, and (end, None) for each damaged stretch.
+    """Yield (end, batch) from ``offset`` on, and (end, None) for each damaged range.
 
     A tail without a valid batch is damage in a ``complete`` file; otherwise it is torn or still
     growing, and is not reported.
@@ -196,7 +196,7 @@ class _Scan:
         self._num_bytes_left = 4 * self.end + _IN_VAIN_BYTES
 
     def batch_at(self, offset: int) -> tuple[int, bytes] | None:
-        """Return where the batch at ``offset`` ends, and the batch; None: there is none."""
+        """Return the end of the batch at ``offset``, and the batch; None: there is none."""
         file = self._file
         file.seek(offset)
         prefix = file.read(PREFIX.size)
@@ -256,7 +256,7 @@ class State(msgspec.Struct, kw_only=True):
 
     acked: SpoolPosition = SpoolPosition()
     scanned: SpoolPosition = SpoolPosition()
-    """Up to where ``last_seqs`` knows the batches; all of that is durable."""
+    """``last_seqs`` includes the batches before it, which are all durable."""
     dropped_rows: int = 0
     last_seqs: list[tuple[str, str, str, int]] = []
     retained: list[tuple[int, float]] = []
@@ -271,12 +271,12 @@ class _Sealed(msgspec.Struct):
 
 
 def load_state(path: Path) -> State:
-    """Return the state in the file; a new one where it is missing or damaged."""
+    """Return the state in the file; a new one if it is missing or damaged."""
     return read_state(path) or State()
 
 
 def read_state(path: Path) -> State | None:
-    """Return the state in the file, a new one where it is missing; None: it is damaged."""
+    """Return the state in the file, a new one if it is missing; None: it is damaged."""
     try:
         raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES)
         sealed = msgspec.json.decode(raw, type=_Sealed)

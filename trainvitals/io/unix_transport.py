@@ -1,4 +1,4 @@
-"""httpx over a Unix socket that nobody else can have put there; checked at every connect."""
+"""httpx over a Unix socket, whose owner is checked at every connect."""
 
 import select
 import socket
@@ -17,7 +17,7 @@ class UnixTransport(httpx.HTTPTransport):
 
     def __init__(self, path: Path) -> None:
         super().__init__(uds=str(path), trust_env=False)
-        # Given by no argument of httpx: with the path above it never falls back to a host.
+        # httpx has no argument for it: with the path above it never falls back to a host.
         self._pool = httpcore.ConnectionPool(uds=str(path), network_backend=_Backend())
 
 

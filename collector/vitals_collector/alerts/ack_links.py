@@ -24,7 +24,7 @@ _VALID_SECONDS = 24 * 3600
 
 
 class AckLinks:
-    """Makes the links and answers them."""
+    """Creates links and handles requests to them."""
 
     def __init__(self, store: Store, *, clock: Clock, collector_url: str = "") -> None:
         self._store = store
@@ -33,7 +33,7 @@ class AckLinks:
         self._key_bytes = b""
 
     def link_of(self, view: AlertView) -> str:
-        """Return the link of an alert that fires, or "" where it can have none."""
+        """Return the link of a firing alert, or "" if it can have none."""
         if not self._collector_url or view.state != "firing" or not view.run_id:
             return ""
         expires = self._clock.time_ns() // 10**9 + _VALID_SECONDS
@@ -41,7 +41,7 @@ class AckLinks:
         return f"{self._collector_url}{PATH}{payload}-{self._sign(payload)}"
 
     def alert_of(self, token: str) -> AlertView:
-        """Return the alert that a link is about, as it is now; changes nothing.
+        """Return the current state of a link's alert; changes nothing.
 
         Raises:
             UsageError: the link is invalid, expired, or of an earlier firing.
@@ -63,7 +63,7 @@ class AckLinks:
         """Acknowledge the link's alert, unless it was acknowledged or is resolved.
 
         Raises:
-            UsageError: as ``alert_of``, or ``by`` is nobody's name.
+            UsageError: as ``alert_of``, or ``by`` is not a name.
         """
         view = self.alert_of(token)
         if view.state != "firing" or view.acknowledged_by:
@@ -75,7 +75,7 @@ class AckLinks:
         return hmac.new(self._key(), payload.encode(), hashlib.sha256).hexdigest()
 
     def _key(self) -> bytes:
-        """Return the store's key, made at first need."""
+        """Return the store's key, created when it is first needed."""
         if not self._key_bytes:
             values = {
                 "name": _KEY_NAME,

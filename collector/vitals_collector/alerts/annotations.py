@@ -1,4 +1,4 @@
-"""Lines that people write at a step of a run: checked, stored, audited, kept as long as the run."""
+"""Notes of users at a step of a run: validated, stored, audited, deleted with the run."""
 
 from sqlalchemy import func, insert, select
 
@@ -19,13 +19,13 @@ _MAX_STEP = 2**63 - 1
 def annotate(
     store: Store, run_id: str, request: AnnotationRequest, *, caller: str, now_unix_ns: int
 ) -> AnnotationView:
-    """Store the line, durably, and who wrote it.
+    """Store the note and its author durably.
 
     Args:
-        store: where to.
-        run_id: of which run.
-        request: the line; where it does not say whose it is, it is the caller's.
-        caller: who asks, as far as a token can say.
+        store: the store.
+        run_id: the run.
+        request: the note; without an author, it is the caller's.
+        caller: owner of the token.
         now_unix_ns: when.
 
     Raises:

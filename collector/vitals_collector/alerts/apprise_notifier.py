@@ -1,8 +1,8 @@
-"""Sends alerts as messages to people, by apprise: Slack, e-mail, PagerDuty, Teams and many more.
+"""Sends alerts as messages with apprise: Slack, e-mail, PagerDuty, Teams and many more.
 
-Imported only in ``worker``'s process. Apprise says only yes or no; why is in its log, of which the
-HTTP status alone is repeated: the rest may hold an address. It follows no redirect; names are
-resolved by its libraries, so addresses are not checked as those of our own webhook are.
+Imported only in ``worker``'s process. Apprise returns only success or failure; the reason is in its
+log, of which only the HTTP status is repeated: the rest may contain a URL. It follows no redirect;
+its libraries resolve names, so addresses are not checked as those of our own webhook are.
 """
 
 import logging
@@ -42,7 +42,7 @@ class AppriseNotifier:
         self.ack_links: dict[str, str] = {}
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
-        """Send one message per alert; the first that is not taken ends it."""
+        """Send one message per alert, until one fails."""
         for alert in alerts:
             service = apprise.Apprise(asset=apprise.AppriseAsset(http_redirects=False))
             if not service.add(_address_for(self._url, alert)):
@@ -67,9 +67,10 @@ class AppriseNotifier:
 
 
 def _address_for(url: str, alert: AlertView) -> str:
-    """Return the address with what names this alert to services that keep it.
+    """Return the URL with this alert's identity, for services that use one.
 
-    To PagerDuty every message is an incident, the end of an alert too, unless it says which one.
+    For PagerDuty every message is a new incident, even the end of an alert, unless it names the
+    incident.
     """
     if not url.startswith("pagerduty://") or re.search("[?&](action|dedup)=", url):
         return url
@@ -87,7 +88,7 @@ def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
 
 
 def _without_mentions(text: str) -> str:
-    """Return the words so that none of them calls a whole channel: they may be a run's."""
+    """Return the text without mentions of a whole channel: it may come from a run."""
     return re.sub("@(?=everyone|here|channel)", "@\u200b", text)
 
 
@@ -103,7 +104,7 @@ def _refusal(text: str) -> DeliveryResult:
 
 
 def main() -> None:
-    """Exit with ``UNREADABLE`` where apprise cannot read the address of the standard input."""
+    """Exit with ``UNREADABLE`` if apprise cannot parse the URL on standard input."""
     if not apprise.Apprise().add(sys.stdin.read()):
         sys.exit(UNREADABLE)
 

@@ -44,13 +44,13 @@ def issue(
     now_unix_ns: int,
     folders: Sequence[Path] = (),
 ) -> CommandView:
-    """Store a signed command for the run, durably; leave it in its folder where one is watched.
+    """Store a signed command for the run, durably; deliver it if its directory is watched.
 
     Args:
-        store: where to.
+        store: the store.
         run_id: the run it was sent for.
         command: signed by an operator.
-        keys: the folder of ``control.pub``.
+        keys: the directory of ``control.pub``.
         now_unix_ns: the time.
         folders: run directories that are watched.
 
@@ -85,10 +85,10 @@ def issue(
 
 
 def check_step(request: CommandRequest, last_step: int) -> None:
-    """Refuse to accept a step that nobody has seen yet. Pure.
+    """Reject the acceptance of a step that was not reached yet. Pure.
 
     Raises:
-        UsageError: it names the newest step.
+        UsageError: it is after the latest step.
     """
     if request.action != "accept" or request.argument is None or request.argument <= last_step:
         return
@@ -103,7 +103,7 @@ def check_step(request: CommandRequest, last_step: int) -> None:
 def listed(
     store: Store, run_id: str, *, now_unix_ns: int, status: str = ""
 ) -> tuple[CommandView, ...]:
-    """Return the run's newest commands, newest first; pending ones that expired say so."""
+    """Return the run's commands, latest first; pending ones may be shown as expired."""
     query = (
         select(commands)
         .where(commands.c.run_id == run_id)
@@ -127,17 +127,17 @@ def mark_delivered(
     """Record that the command is in the run's mailbox; repeating it has no effect.
 
     Args:
-        store: where the command is.
+        store: the store.
         run_id: the run.
         number: the command's.
-        by: who says so.
+        by: identity of the reporter.
         now_unix_ns: the time.
         incarnation: of the run's rank 0 next to the reporting agent: only the agent that holds the
             run knows it. None: this collector delivered it in the directory itself.
 
     Raises:
-        UnauthorizedError: that is not the newest start of the run's rank 0.
-        UsageError: there is no such command, or it expired before it was taken.
+        UnauthorizedError: that is not the latest start of the run's rank 0.
+        UsageError: the command does not exist, or expired before its delivery.
     """
     conditions = (commands.c.run_id == run_id, commands.c.number == number)
     with store.write() as connection:
@@ -166,11 +166,11 @@ def mark_delivered(
 
 
 def expire(store: Store, now_unix_ns: int) -> int:
-    """Give pending commands whose time is over their final status; return how many there were."""
+    """Mark pending commands that have expired; return their number."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
     with store.read_transaction() as connection:
         if connection.execute(select(commands.c.number).where(*late).limit(1)).first() is None:
-            return 0  # the usual case takes no write lock
+            return 0  # the usual case acquires no write lock
     with store.write() as connection:
         rows = connection.execute(select(commands.c.body).where(*late)).scalars().all()
         values = {"status": "expired", "updated_unix_ns": now_unix_ns}
@@ -227,7 +227,7 @@ def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -
     """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
 
     Args:
-        checkpoint_id: what was asked for; "" is the newest healthy one, which the run knows best.
+        checkpoint_id: the requested checkpoint; "" is the latest healthy one, chosen by the run.
         announced: the run's checkpoints, each as id and state.
 
     Raises:
@@ -272,7 +272,7 @@ def _check_number(connection: Connection, command: Command) -> None:
 
 
 def _rank0(connection: Connection, run_id: str) -> str | None:
-    """Return the newest start of the run's rank 0."""
+    """Return the latest start of the run's rank 0."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -307,13 +307,13 @@ def _view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView:
 
 
 def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
-    """Sign the command and leave it in the run's own directory, where that is one we watch.
+    """Sign the command and deliver it to the run's own directory, if that is watched.
 
     It was verified, and this is the run's owner: the run need not know this collector's key.
     """
     plain = msgspec.structs.replace(command, control_signature="")
     for folder in folders:
-        # The id was checked to be a ULID; nothing else of the request becomes part of a path.
+        # The id was verified to be a ULID; no other part of the request is used in a path.
         path = folder if folder.name == command.run_id else folder / command.run_id
         if not path.is_dir():
             continue

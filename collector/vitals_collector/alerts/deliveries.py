@@ -1,4 +1,4 @@
-"""Which receiver has had which state of an alert, in SQL: what outlives a collector."""
+"""Records in SQL which receiver got which state of an alert, for later collectors."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class SqlLedger:
     def check(
         self, receiver: str, checked_alerts: Sequence[AlertView], *, reposts: bool
     ) -> Checked:
-        """Say which of the alerts the receiver still needs.
+        """Return which of the alerts the receiver still needs.
 
         Not if it was delivered already, was acknowledged or silenced, or has changed; nor the end
         of a firing that was never delivered there. A receiver with reposts needs all firing alerts.

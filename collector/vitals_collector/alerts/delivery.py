@@ -1,4 +1,4 @@
-"""From the inbox to the receivers: each has its own queue and thread, and is tried until it has it.
+"""Delivers alerts to receivers: each has its own queue and thread, and is retried until it accepts.
 
 An alert's state waits for a receiver until it was delivered, acknowledged, silenced, or replaced by
 a later state; a refusal (4xx) is retried too, at growing intervals. Its delivery id is the same for
@@ -34,7 +34,7 @@ _URGENCY = {"page": 0, "notify": 1, "log": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
-    """How hard delivery is tried."""
+    """Limits of delivery."""
 
     max_pending: int = 1_000
     """Alerts waiting per receiver; beyond it the least urgent, oldest one is dropped and counted.
@@ -46,7 +46,7 @@ class DispatchConfig:
     max_retry_seconds: float = 60.0
     """Maximum wait between two tries, unless the receiver asked for a longer one."""
     max_retry_after_seconds: float = 900.0
-    """Longest wait that a receiver may ask for: it may ask for it in error, and pages wait."""
+    """Maximum wait that a receiver may request: a request may be wrong, and pages wait."""
     failing_after_seconds: float = 300.0
     """A receiver that has accepted no alert for this long is failing: the others get an alert about
     it."""
@@ -69,7 +69,7 @@ class Ledger(Protocol):
     """Records deliveries, and checks alerts for changes since they were queued."""
 
     def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> Checked:
-        """Say which of the alerts the receiver still needs."""
+        """Return which of the alerts the receiver still needs."""
         ...
 
     def record(self, receiver: str, alerts: Sequence[AlertView]) -> None:
@@ -87,9 +87,9 @@ class _PendingAlert:
     due_ns: int
     tries: int = 0
     failed_ns: int | None = None
-    """When this alert, in this state or an older one, was first not taken."""
+    """When this alert, in this state or an older one, was first refused."""
     settled: bool = False
-    """Delivered, and kept only to be posted again."""
+    """Delivered, and queued only for reposts."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _ReceiverQueue:
     notifier: Notifier
     waiting: dict[str, _PendingAlert] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)
-    """The newest delivery id by fingerprint."""
+    """The latest delivery id by fingerprint."""
     unrecorded: list[AlertView] = field(default_factory=list)
     """Delivered, but not recorded because the store failed."""
     wake: threading.Event = field(default_factory=threading.Event)
@@ -108,19 +108,19 @@ class _ReceiverQueue:
     failures: int = 0
     refusals: int = 0
     error: str = ""
-    """What it said last where it took nothing."""
+    """The last error of a failed delivery."""
     failing: AlertView | None = None
     """The alert about this receiver, while it fires."""
 
     @property
     def late_ns(self) -> int | None:
-        """Since when something waits that it did not take; None where nothing does."""
+        """Since when an alert waits that it did not accept; None if there is none."""
         failed_ns = [w.failed_ns for w in self.waiting.values() if w.failed_ns is not None]
         return min(failed_ns, default=None)
 
     @property
     def after_seconds(self) -> float:
-        """How long a page waits for an acknowledgement before it is escalated to this receiver."""
+        """How long a page waits for an acknowledgment before it is escalated to this receiver."""
         return float(getattr(self.notifier, "after_seconds", 0.0))
 
     def takes(self, alert: AlertView) -> bool:
@@ -174,15 +174,15 @@ class Dispatcher:
 
         Args:
             alert: the state.
-            active_since: when it began by this collector's clock, in seconds: an escalation counts
-                from there. None: now.
+            active_since: when it started by this collector's clock, in seconds: an escalation
+                counts from there. None: now.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
         self._queue(alert, lines, active_since=active_since)
 
     def keep_posting(self, alert: AlertView) -> None:
-        """See to it that a settled, firing alert is posted again where that is wanted."""
+        """Repost a settled, firing alert to receivers that want it."""
         with self._lock:
             lines = [
                 line
@@ -210,7 +210,7 @@ class Dispatcher:
         """Drop a queued alert: it was silenced or acknowledged.
 
         Args:
-            fingerprint: of which alert.
+            fingerprint: the alert's fingerprint.
             keep_posting: keep it for receivers with reposts until it resolves.
         """
         with self._lock:
@@ -239,7 +239,7 @@ class Dispatcher:
         now = self._clock.monotonic_ns()
         if alert.state != "firing":
             return now
-        # Not since the alert's start: the clock that says that is a rank's, and may be anything.
+        # Not since the alert's start: that is by a rank's clock, which may be wrong.
         age = 0.0 if active_since is None else self._steady.time_ns() / 1e9 - active_since
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
@@ -264,7 +264,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------- threads
 
     def pump(self) -> float | None:
-        """Deliver to all what is due and return the seconds until the next is, or None."""
+        """Deliver everything that is due; return the seconds until the next delivery, or None."""
         for line in self._lines.values():
             self._pump(line)
         waits = [self._wait(line) for line in self._lines.values()]  # one may put to others
@@ -331,7 +331,7 @@ class Dispatcher:
                 return []
             due = [w for w in line.waiting.values() if w.due_ns <= now]
             due.sort(key=lambda w: _URGENCY[w.alert.severity])
-            # After a refusal one by one: one alert that is refused must not take others with it.
+            # After a refusal one by one: a refused alert must not block others.
             is_single = line.refusals or getattr(line.notifier, "one_by_one", False)
             due = due[: 1 if is_single else self._config.batch]
             for item in due:
@@ -355,10 +355,10 @@ class Dispatcher:
             self._after_delivery(line, due)
 
     def _still_wanted(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> list[_PendingAlert]:
-        """Return what the receiver still needs, by the store's word where it can be asked."""
+        """Return the alerts that the receiver still needs, by the store if it is readable."""
         name = line.notifier.name
         if line.unrecorded:
-            self._record(line, [])  # else the end of what was delivered would not be wanted
+            self._record(line, [])  # otherwise the end of a delivered alert would not be delivered
         fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
         checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         alerts = [w.alert for w in fresh]
@@ -369,7 +369,7 @@ class Dispatcher:
                     alerts,
                     reposts=line.notifier.reposts,
                 )
-            except StorageError as error:  # told twice rather than not at all
+            except StorageError as error:  # rather deliver twice than not at all
                 _LOG.warning("receiver %s: delivering without the delivery log: %s", name, error)
         for item in due:
             if item not in fresh or item.alert.fingerprint in checked.had:
@@ -425,7 +425,7 @@ class Dispatcher:
         return min(wait, self._config.max_retry_seconds)
 
     def _tell_if_failing(self, line: _ReceiverQueue) -> None:
-        """Tell the others, once; also while the receiver asked to be left alone."""
+        """Report a failing receiver to the others, once; also while it asked for a pause."""
         with self._lock:
             is_failing = self._is_late(line) or line.refusals >= self._config.failing_after_refusals
             if line.failing is not None or not is_failing:
@@ -451,7 +451,7 @@ class Dispatcher:
 
     def _hold(self, line: _ReceiverQueue, item: _PendingAlert, seconds: float) -> None:
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
-        # A newer state that came in the meantime stands.
+        # A later state that came in the meantime has priority.
         waiting = line.waiting.setdefault(item.alert.fingerprint, item)
         waiting.failed_ns = item.failed_ns
 

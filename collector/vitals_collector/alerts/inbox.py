@@ -47,7 +47,7 @@ MAX_WORDS = 500
 _MAX_NAMED = 8
 """Ranks that a summary names."""
 MAX_SILENCE_SECONDS = 30 * 86_400.0
-"""Longest silence: each has an end, for nobody remembers one that has not."""
+"""Longest silence: each has an end, because a silence without one would be forgotten."""
 
 Tell = Callable[[AlertView], None]
 
@@ -70,11 +70,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     settled: str = ""
     """The state that every notifier has had."""
     ranks: tuple[int, ...] = ()
-    """Those that raised it since it fires, where each rank raises it for itself."""
+    """Ranks that raised it during this firing, if each rank raises it separately."""
 
 
 class InboxAlert(NamedTuple):
-    """An alert as people see it, with what only the inbox needs."""
+    """An alert's view, with the inbox's own state."""
 
     view: AlertView
     life: Life
@@ -103,13 +103,13 @@ class RunNow:
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
     since: Mapping[str, int] = field(default_factory=dict)
-    """When some of them began, by the run's own clocks; by fingerprint. The others begin now."""
+    """By fingerprint, when some of them started, by the run's own clocks. The others start now."""
     lasting: frozenset[str] = frozenset()
     """Fingerprints of alerts that do not resolve yet: their condition lasts, or is unknown."""
 
 
 class Occurrence(NamedTuple):
-    """A point alert and when it happened, by the run's own clock."""
+    """A point alert and its time, by the run's own clock."""
 
     run_id: str
     time_unix_ns: int
@@ -125,7 +125,7 @@ def listed(
     newest_by: NewestBy = "updated_unix_ns",
     reach: frozenset[str] | None = None,
 ) -> tuple[AlertView, ...]:
-    """Return alerts, the newest first, with the silences that hold now; of all runs, or some."""
+    """Return alerts, the latest first, with their active silences; of all runs, or some."""
     query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
     if run_id:
         query = query.where(alerts.c.run_id == run_id)
@@ -163,7 +163,7 @@ def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) ->
 
 
 def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -> None:
-    """Refuse a silence that is about other runs as well, as one that is not there.
+    """Raise the error for an unknown silence if it concerns other runs as well.
 
     Raises:
         UsageError: there is no such silence.
@@ -187,7 +187,7 @@ def _is_of(connection: Connection, fingerprint: str, reach: frozenset[str]) -> b
 
 
 class Inbox:
-    """Every alert there is. Thread-safe: each change is one transaction, told after its commit."""
+    """All alerts. Thread-safe: each change is one transaction, delivered after its commit."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Inbox:
     ) -> frozenset[str]:
         """Raise point alerts and move the events' cursors, in one transaction.
 
-        Returns the fingerprints of those that began to fire.
+        Returns the fingerprints of those that started to fire.
         """
         now = self._clock.time_ns()
         newly_firing: dict[str, AlertView] = {}
@@ -231,7 +231,7 @@ class Inbox:
         return frozenset(newly_firing)
 
     def update(self, runs: Iterable[RunNow]) -> None:
-        """Bring every alert to where its run's present puts it."""
+        """Update every alert from its run's current state."""
         now = self._clock.time_ns()
         with self._store.read_transaction() as connection:
             open_alerts = _load_open(connection)
@@ -245,7 +245,7 @@ class Inbox:
         news: dict[str, AlertView] = {}
         with self._store.write() as connection:
             for before, after in changed:
-                # Told or acknowledged in between: that part of the row is not ours.
+                # Delivered or acknowledged in between: that part of the row is not ours.
                 entry = _merged(_load(connection, after.view.fingerprint), after)
                 _save(connection, entry)
                 if _is_news(before, after):
@@ -282,7 +282,7 @@ class Inbox:
     def _advanced(
         self, entry: InboxAlert | None, alert: Alert | None, run: RunNow, now: int
     ) -> InboxAlert:
-        """Return a condition alert one moment on; ``alert`` is None where the condition ended."""
+        """Return a condition alert's next state; ``alert`` is None if the condition ended."""
         status = AlertStatus()
         if entry is not None:
             status = AlertStatus(
@@ -307,7 +307,7 @@ class Inbox:
     # ------------------------------------------------------------------------- about no run
 
     def report(self, view: AlertView) -> None:
-        """Store and tell an alert about Vitals itself, which is about no run."""
+        """Store and deliver an alert about Vitals itself, which concerns no run."""
         with self._store.write() as connection:
             present = _load(connection, view.fingerprint)
             life = Life(point=False, active_since=view.updated_unix_ns / 1e9)
@@ -327,12 +327,12 @@ class Inbox:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
 
         Args:
-            fingerprint: of the alert.
-            request: who, why, and for how long.
+            fingerprint: the alert's fingerprint.
+            request: name, reason, and duration.
             caller: owner of the token, for the audit log: a name is free text.
 
         Raises:
-            UsageError: no such alert, nobody's name, or a silence without reason or end.
+            UsageError: no such alert, no valid name, or a silence without reason or end.
         """
         request = self._checked(request)
         now = self._clock.time_ns()
@@ -355,10 +355,10 @@ class Inbox:
         return _silenced(entry.view, quiet)
 
     def silence(self, request: SilenceRequest, *, caller: str = "") -> SilenceView:
-        """Silence all alerts that fit the matchers, now or from a later moment on.
+        """Silence all alerts that match the matchers, from now or a later time.
 
         Raises:
-            UsageError: no matcher or a wrong one, nobody's name, no reason, or no end.
+            UsageError: no matcher or an invalid one, no valid name, no reason, or no end.
         """
         matchers = parse_matchers(request.matchers)
         as_ack = self._checked(
@@ -398,7 +398,7 @@ class Inbox:
         """End a silence now; firing alerts that it hid are delivered within a minute.
 
         Raises:
-            UsageError: it is over or there is none, or nobody's name.
+            UsageError: there is no such active silence, or no valid name.
         """
         as_ack = self._checked(AckRequest(by=request.by, reason=request.reason))
         now = self._clock.time_ns()
@@ -409,7 +409,7 @@ class Inbox:
         return view
 
     def _checked(self, request: AckRequest) -> AckRequest:
-        """Return the request as it is kept: its reason without secrets."""
+        """Return the request to store: its reason without secrets."""
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
             if not least <= len(text.strip()) <= MAX_WORDS or not text.isprintable():
                 raise UsageError(
@@ -447,7 +447,7 @@ class Inbox:
         return new, [e.view for e in loud if e.view.state == "firing" and e not in new]
 
     def fired(self) -> dict[tuple[str, str], int]:
-        """Return how often alerts began to fire since the start, by (name, severity)."""
+        """Return how often alerts started to fire in this process, by (name, severity)."""
         with self._lock:
             return dict(self._fired)
 
@@ -465,11 +465,11 @@ class Inbox:
 
 
 def _nobody(_what: object) -> None:
-    """Tell nobody: an inbox that is only read."""
+    """Deliver nothing: for a read-only inbox."""
 
 
 def _nobody_at_all(fingerprint: str, *, keep_posting: bool = False) -> None:
-    """Withdraw nothing: an inbox that tells nobody."""
+    """Withdraw nothing: for a read-only inbox."""
 
 
 def settle(store: Store, view: AlertView) -> None:
@@ -501,7 +501,7 @@ def _view(
 
 
 def _one_line(text: str) -> str:
-    """Return the words as one line of printable characters: they may be a run's.
+    """Return the text as one line of printable characters: it may come from a run.
 
     A new line could forge one of the collector's log, and others could steer a terminal.
     """
@@ -609,7 +609,7 @@ def _load(connection: Connection, fingerprint: str) -> InboxAlert | None:
 
 
 def _load_open(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
-    """Return what is pending or firing, by run and fingerprint."""
+    """Return pending and firing alerts, by run and fingerprint."""
     open_entries: dict[str, dict[str, InboxAlert]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
@@ -623,7 +623,7 @@ def _open_views(connection: Connection) -> list[AlertView]:
 
 
 def _save(connection: Connection, entry: InboxAlert) -> None:
-    """Write the alert over what its row says now."""
+    """Write the alert over its current row."""
     view = entry.view
     key = {"fingerprint": view.fingerprint}
     values = {
@@ -661,7 +661,7 @@ def _silenced(view: AlertView, quiet: Silences) -> AlertView:
 
 
 def unknown_alert(fingerprint: str) -> UsageError:
-    """Return the error that says that no alert has this fingerprint."""
+    """Return the error for an unknown fingerprint."""
     return UsageError(
         f"there is no alert {fingerprint[:64]!r}",
         hint="`vitals alerts list` shows the fingerprints",
@@ -677,7 +677,7 @@ def _write_audit(
     now: int,
     caller: str,
 ) -> None:
-    """Append who ordered what to the audit."""
+    """Append a user's action to the audit log."""
     length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
     values = {
         "time_unix_ns": now,

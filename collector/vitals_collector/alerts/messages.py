@@ -1,4 +1,4 @@
-"""An alert in the words of a message: what happened, what Vitals did, what to do, and where."""
+"""Text of an alert's message: what happened, what Vitals did, what to do, and links."""
 
 from typing import NamedTuple
 from urllib.parse import quote
@@ -12,14 +12,14 @@ _PREFIXES = {"page": "Page", "notify": "Notice", "log": "Info"}
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """Where messages lead."""
+    """Targets of the links in messages."""
 
     public_url: str = ""
-    """The dashboard's address for people; "" links no run."""
+    """The dashboard's URL for users; "" links no run."""
     collector_url: str = ""
-    """The collector's address for people; "" offers no link to acknowledge."""
+    """The collector's URL for users; "" offers no link to acknowledge."""
     runbook_url: str = RUNBOOK
-    """Where the runbook is published."""
+    """URL of the runbook."""
 
 
 class Message(NamedTuple):
@@ -39,7 +39,7 @@ def details_of(alert: AlertView, links: Links) -> dict[str, str]:
     if spec is not None:
         details["description"] = spec.help
         details["action_taken"] = f"Vitals {spec.did}"
-        # A command that can be pasted: whoever was woken looks up no id.
+        # A command that can be pasted: a user on call need not look up the id.
         details["to_do"] = spec.to_do.replace(" RUN", f" {alert.run_id or 'RUN'}")
         details["runbook_url"] = f"{links.runbook_url}#{alert.name.lower()}"
     if links.public_url and alert.run_id:

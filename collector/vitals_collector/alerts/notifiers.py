@@ -1,8 +1,8 @@
-"""Where an alert goes: one-method notifiers that answer with a ``DeliveryResult``.
+"""Destinations of alerts: notifiers with one method that returns a ``DeliveryResult``.
 
-Addresses come from the local configuration or the command line only, never from the network; the
-address a name leads to is checked at each delivery and redirects are not followed, so no receiver
-can turn the collector against its own network. All but the log run in ``worker``'s process.
+URLs come from the local configuration or the command line only, never from the network; the address
+of a host name is checked at each delivery and redirects are not followed, so no receiver can direct
+the collector at its own network. All but the log run in ``worker``'s process.
 
 The webhook's body, documented and versioned::
 
@@ -44,13 +44,13 @@ _METADATA = frozenset(
 
 
 class DeliveryResult(NamedTuple):
-    """What became of one delivery; an empty ``error`` is success."""
+    """Result of one delivery; an empty ``error`` is success."""
 
     recoverable: bool
     """False if the receiver refused rather than was unavailable: an operator has to fix it."""
     error: str
     retry_after: float = 0.0
-    """Seconds that the receiver asked to be left alone for."""
+    """Pause in seconds that the receiver requested."""
 
 
 DELIVERED = DeliveryResult(recoverable=False, error="")
@@ -66,12 +66,12 @@ class Notifier(Protocol):
     """Whether alerts of severity ``log`` are for it too."""
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
-        """Deliver the alerts; never raises for what the other side does."""
+        """Deliver the alerts; never raises for errors of the receiver."""
         ...
 
 
 def delivery_id(alert: AlertView, receiver: str) -> str:
-    """Return the id of a state's delivery to a receiver: the same on every try, by any process."""
+    """Return the id of a state's delivery to a receiver: the same for every try, by any process."""
     text = f"{alert.fingerprint}/{alert.started_unix_ns}/{alert.state}/{receiver}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -99,7 +99,7 @@ class WebhookNotifier:
     """Posts alerts as JSON to one address from the local configuration.
 
     With a secret, ``Vitals-Signature: t=SECONDS,v1=HEX`` is the HMAC-SHA256 of ``SECONDS.BODY``:
-    the receiver knows who sent it, and when.
+    the receiver can verify the sender and the time.
     """
 
     reposts = False
@@ -140,7 +140,7 @@ class WebhookNotifier:
         return {**msgspec.to_builtins(alert), **details_of(alert, self._links), **extra}
 
     def close(self) -> None:
-        """Close kept connections."""
+        """Close persistent connections."""
         self._client.close()
 
 
@@ -174,7 +174,8 @@ class AlertmanagerNotifier:
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """POST the alerts; one that fires ends ``hold_seconds`` from now unless posted again.
 
-        That is long: an end is posted as such, and a collector that died ends no page.
+        That is long: an end is posted explicitly, and a collector that died must not resolve a
+        page.
         """
         until = self._clock.time_ns() + self._hold_ns
         posted = [
@@ -187,7 +188,7 @@ class AlertmanagerNotifier:
         )
 
     def close(self) -> None:
-        """Close kept connections."""
+        """Close persistent connections."""
         self._client.close()
 
 
@@ -197,7 +198,7 @@ def _alertmanager_alert(
     ended = alert.ended_unix_ns if alert.state == "resolved" else None
     labels = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
     step = {"step": str(alert.step)} if alert.step >= 0 else {}
-    # What Alertmanager's pages and messages call the source.
+    # The source link on Alertmanager's pages and in its messages.
     source = {"generatorURL": details["dashboard_url"]} if "dashboard_url" in details else {}
     return {
         "labels": {k: v for k, v in {**alert.labels, **labels}.items() if v},
@@ -224,7 +225,7 @@ def check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         _ = parts.port
-    except ValueError:  # its words may be a part of a password
+    except ValueError:  # its message may contain a part of a password
         raise ConfigError(
             f"notifier URL {redacted(url)!r} is not a valid URL",
             hint="in a user or a password, write / ? # @ and : as %2F %3F %23 %40 and %3A",
@@ -233,13 +234,13 @@ def check_url(url: str) -> str:
         raise ConfigError(
             f"notifier address {redacted(url)!r} must be http://HOST/... or https://HOST/..."
         )
-    with contextlib.suppress(ValueError):  # a name is looked up when it is used
+    with contextlib.suppress(ValueError):  # a host name is resolved when it is used
         refuse_address(str(ipaddress.ip_address(parts.hostname)))
     return url
 
 
 def redacted(url: str) -> str:
-    """Return ``url`` without user, password, path and query: those are where secrets are.
+    """Return ``url`` without user, password, path and query, which may be secret.
 
     For schemes other than http(s) only the scheme: the host may be a token.
     """
@@ -249,13 +250,13 @@ def redacted(url: str) -> str:
     if scheme.lower() not in ("http", "https"):
         return f"{scheme}://..."
     authority, *others = re.split(r"[/?#\\]", rest, maxsplit=1)
-    if "@" in "".join(others):  # a password may hold such a mark: where it ends nobody knows
+    if "@" in "".join(others):  # a password may contain "@": its end is ambiguous
         return f"{scheme}://..."
     return f"{scheme}://{authority.rpartition('@')[2]}"
 
 
 def refuse_address(text: str) -> None:
-    """Refuse an address that is nobody's, or every machine's own.
+    """Raise an error for an address that belongs to no host, or to every host itself.
 
     Raises:
         ConfigError: it is one.
@@ -273,7 +274,7 @@ def refuse_address(text: str) -> None:
 
 
 def _pinned(request: httpx.Request) -> list[str]:
-    """Look the request's host up and return its addresses; none is one that is never connected to.
+    """Resolve the request's host and return its addresses, without forbidden ones.
 
     Raises:
         ConfigError: one is.
@@ -309,7 +310,7 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
     """Async version of the transport."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the first of its host's addresses that takes it."""
+        """Send the request to the first of its host's addresses that accepts it."""
         *others, last = await asyncio.to_thread(_pinned, request)
         for address in others:
             request.url = request.url.copy_with(host=address)
@@ -326,7 +327,7 @@ def _client(timeout: float) -> httpx.Client:
 def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) -> DeliveryResult:
     headers = {"Content-Type": "application/json", **headers}
     try:
-        # The answer's body is never read: a receiver cannot fill our memory.
+        # The response's body is never read: a receiver cannot fill our memory.
         with client.stream("POST", url, content=body, headers=headers) as answer:
             status, retry_after = answer.status_code, answer.headers.get("Retry-After", "")
     except httpx.HTTPError as error:
@@ -345,7 +346,7 @@ def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) 
 
 
 def _seconds_of(retry_after: str) -> float:
-    """Return the seconds of a ``Retry-After``, which may be a moment; 0 where it says nothing."""
+    """Return the seconds of a ``Retry-After``, which may be a date; 0 without one."""
     try:
         if retry_after.isascii() and retry_after.isdigit():
             return float(retry_after)

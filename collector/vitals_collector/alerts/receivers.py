@@ -1,7 +1,7 @@
 """Settings of the receivers of alerts, from the environment and from a file.
 
-Never from a command line, which every user of the machine can read: addresses are secrets. For the
-same reason nobody else may be able to read the file::
+Never from a command line, which every user of the machine can read: URLs are secrets. For the same
+reason no other user may be able to read the file::
 
     public_url = "https://vitals.example"     # the dashboard: messages link the run's page
     collector_url = "https://collector.example"     # the collector: messages link to acknowledge
@@ -49,21 +49,21 @@ class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """One receiver."""
 
     name: str
-    """What it is called in the log, in /metrics and in deliveries' ids."""
+    """Its name in the log, in /metrics and in deliveries' ids."""
     kind: Literal["apprise", "webhook", "alertmanager"] = "apprise"
-    """How alerts are sent: by apprise, as JSON of our own, or to an Alertmanager."""
+    """How alerts are sent: by apprise, as our own JSON, or to an Alertmanager."""
     url: str = ""
     """Its address: a secret."""
     env: str = ""
     """The environment variable that holds the address, instead of ``url``."""
     secret: str = ""
-    """What a webhook's bodies are signed with; "" signs none."""
+    """Key of the signatures of a webhook's bodies; "" signs none."""
     after_minutes: float = 0.0
     """It gets only pages that were not acknowledged for this long; 0 sends it everything at
     once."""
 
     def __repr__(self) -> str:
-        """Name the receiver, without what is secret."""
+        """Return the name of the receiver, without secrets."""
         return f"ReceiverSettings({self.kind} {self.name!r} at {redacted(self.url)})"
 
 
@@ -74,9 +74,9 @@ class NotifierSettings:
     receivers: tuple[ReceiverSettings, ...] = ()
     """The receivers. With an Alertmanager among them, it alone routes."""
     links: Links = field(default_factory=Links)
-    """Where messages lead."""
+    """Targets of the links in messages."""
     remote_write: str = field(default="", repr=False)
-    """Where run metrics are pushed to, which is a secret as well; "" is nowhere."""
+    """URL for pushes of run metrics, also a secret; "" pushes nothing."""
 
 
 class _RemoteWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,7 +162,7 @@ def _read(file: Path) -> _File:
 
 
 def _resolved(receiver: ReceiverSettings) -> ReceiverSettings:
-    """Return the receiver with its address, where the environment has it."""
+    """Return the receiver with its URL from the environment, if it names a variable."""
     url = _resolve_url(f"receiver {receiver.name!r}", receiver.url, receiver.env)
     return msgspec.structs.replace(receiver, url=url, env="")
 
@@ -203,7 +203,7 @@ def _check(receiver: ReceiverSettings, names: list[str]) -> None:
 
 
 def _check_apprise(receiver: ReceiverSettings) -> None:
-    """Refuse now what would be found out at the first page only."""
+    """Raise errors now that would otherwise appear only at the first page."""
     name = receiver.name
     if "://" not in receiver.url:
         raise ConfigError(f"receiver {name!r} has no address such as slack://... in url or env")
@@ -212,7 +212,7 @@ def _check_apprise(receiver: ReceiverSettings) -> None:
             f"receiver {name!r} needs apprise, which is not installed",
             hint="pip install 'trainvitals[notify]'",
         )
-    # By a process of its own: apprise takes 40 MB, and what it prints may hold the address.
+    # In a separate process: apprise takes 40 MB, and its output may contain the URL.
     module = "vitals_collector.alerts.apprise_notifier"
     process = subprocess.run(
         [sys.executable, "-P", "-m", module], input=receiver.url.encode(), capture_output=True

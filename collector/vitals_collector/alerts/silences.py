@@ -20,7 +20,7 @@ _MAX_MATCHERS = 20
 _SLOW = re.compile(r"\)[*+{]|\\[0-9]")
 """Parts of a pattern that may take exponential time: a repeated group, or a backreference."""
 _REPEATED = re.compile(r"[*+?{(]")
-"""What may be tried in several ways, each doubling the time: a group may hold alternatives."""
+"""Parts that may match in several ways, each doubling the time: a group may have alternatives."""
 _MOST_REPEATED = 4
 _MAX_LENGTH = 200
 
@@ -47,7 +47,7 @@ def parse_matchers(arguments: Sequence[str]) -> tuple[Matcher, ...]:
     """Return the matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
 
     Raises:
-        UsageError: there is none, or one is wrong.
+        UsageError: there is none, or one is invalid.
     """
     if not 0 < len(arguments) <= _MAX_MATCHERS:
         raise UsageError(f"{len(arguments)} matchers were given; give 1 to {_MAX_MATCHERS}")
@@ -75,14 +75,14 @@ def _parse(word: str) -> Matcher:
 
 
 def _compiled(word: str) -> Matcher:
-    """Return the matcher of a word that was checked when it came; one of an older version, too."""
+    """Return the matcher of a stored term, which was validated when it was received."""
     field, _, value = word.partition("=")
     is_pattern = value.startswith("~")
     return Matcher(field, re.compile(value[1:] if is_pattern else re.escape(value)))
 
 
 class Silences:
-    """The silences that hold at one moment."""
+    """The silences that are active at one time."""
 
     def __init__(self, rows: Iterable[Row[Any]]) -> None:
         self._by_fingerprint: dict[str, Row[Any]] = {}
@@ -95,7 +95,7 @@ class Silences:
                 self._by_matchers.append((tuple(map(_compiled, matchers)), row))
 
     def of(self, view: AlertView) -> Row[Any] | None:
-        """Return the silence that holds for an alert and ends last, or None."""
+        """Return the active silence of an alert that ends last, or None."""
         rows = [row for matchers, row in self._by_matchers if all(m.fits(view) for m in matchers)]
         if (silence_id := self._by_fingerprint.get(view.fingerprint)) is not None:
             rows.append(silence_id)
@@ -148,10 +148,10 @@ def listed_silences(
 
 
 def end_silence(connection: Connection, silence_id: int, now: int) -> SilenceView:
-    """Let a silence that is in force or to come be over.
+    """End an active or future silence.
 
     Raises:
-        UsageError: there is none of this number, or it is over.
+        UsageError: there is no such silence, or it has ended.
     """
     is_it = (silences.c.id == silence_id) & (silences.c.ends_unix_ns > now)
     statement = update(silences).where(is_it).values(ends_unix_ns=now).returning(silences)
@@ -162,7 +162,7 @@ def end_silence(connection: Connection, silence_id: int, now: int) -> SilenceVie
 
 
 def unknown_silence(silence_id: int) -> UsageError:
-    """Return the error that says that no silence has this number, or that it is over."""
+    """Return the error for a silence that is unknown or has ended."""
     return UsageError(
         f"there is no silence {silence_id} that still holds",
         hint="`vitals alerts silences` shows their numbers",

@@ -1,8 +1,8 @@
-"""A process per receiver that makes the calls, so that one that hangs can be killed.
+"""One process per receiver that makes the calls, so that a hanging one can be killed.
 
-The collector writes requests to its standard input and reads answers, one JSON line each; what the
-receiver's address is comes that way too, never by the command line. The process starts at first
-need, ends when it was idle for long, and ends at once when the collector does: its input closes.
+The collector writes requests to its standard input and reads responses, one JSON line each; the
+receiver's URL is sent that way too, never on the command line. The process starts when it is first
+needed, ends after a long idle time, and ends at once when the collector does: its input closes.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class AckLinked(Protocol):
-    """A notifier whose messages carry links to acknowledge, by fingerprint."""
+    """A notifier whose messages contain links to acknowledge, by fingerprint."""
 
     ack_links: dict[str, str]
 
 
 class WorkerNotifier:
-    """Delivers to one receiver by a process of its own, killed when the deadline has passed."""
+    """Delivers to one receiver in a separate process, killed at the deadline."""
 
     takes_log = False
 
@@ -78,7 +78,7 @@ class WorkerNotifier:
         self._lock = threading.Lock()
 
     def _ack_links(self, alerts: Sequence[AlertView]) -> dict[str, str]:
-        """Return the links to acknowledge; where the store takes nothing now, pages go without."""
+        """Return the links to acknowledge; if the store accepts no writes now, pages have none."""
         try:
             return {a.fingerprint: self._ack_link(a) for a in alerts} if self._ack_link else {}
         except StorageError as error:
@@ -172,7 +172,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def build_notifiers(
     settings: NotifierSettings, *, ack_link: Callable[[AlertView], str] | None = None
 ) -> tuple[Notifier, ...]:
-    """Return the notifiers of the settings; where an Alertmanager is given, it alone routes."""
+    """Return the notifiers of the settings; an Alertmanager, if present, routes alone."""
     routing = [r for r in settings.receivers if r.kind == "alertmanager"]
     receivers = routing or settings.receivers
     workers = [WorkerNotifier(r, links=settings.links, ack_link=ack_link) for r in receivers]
@@ -180,14 +180,14 @@ def build_notifiers(
 
 
 _MOST_AT_ONCE = 16
-"""Receivers that are sent a test message together, each by a process of its own."""
+"""Receivers that are tested at once, each in a separate process."""
 
 
 def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
 ) -> list[tuple[str, DeliveryResult]]:
     """Send a test message to one receiver, or to all at once; return what became of each."""
-    # Here, for it brings all detectors along, and a page must not wait until they are loaded.
+    # Imported here, because it loads all detectors, and a page must not wait for that.
     from trainvitals.alerting import fingerprint
 
     alert = AlertView(
@@ -219,9 +219,9 @@ def send_test(
 
 
 def main() -> None:
-    """Answer requests until the input closes, or none came for long."""
+    """Handle requests until the input closes, or the idle time has passed."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # a library may print; answers are ours alone
+    os.dup2(2, 1)  # a library may print; the output is for responses only
     requests: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     notifier: Notifier | None = None
@@ -240,7 +240,7 @@ def main() -> None:
 def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
     for line in source:
         requests.put(line)
-    os._exit(0)  # the collector is gone, and a call may hang
+    os._exit(0)  # the collector has ended, and a call may hang
 
 
 def _delivered(notifier: Notifier, alerts: Sequence[AlertView]) -> DeliveryResult:

@@ -22,7 +22,7 @@ _FORM = """<form method="post"><label>Your name <input name="by" required maxlen
 
 
 def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
-    """Return the page's routes; the signed link is the permission, so they take no token."""
+    """Return the page's routes; the signed link is the permission, so they need no token."""
     router = APIRouter(include_in_schema=False)
 
     @router.get(PATH + "{token}")
@@ -35,7 +35,7 @@ def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
 
     @router.post(PATH + "{token}")
     async def acknowledge(token: str, request: Request) -> Response:
-        """Acknowledge the alert in the name that the form gives."""
+        """Acknowledge the alert under the name in the form."""
         fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=10)
         by = fields.get("by", [""])[0]
         try:

@@ -1,7 +1,7 @@
 """Puts the collector together: store, ingest, queries, folders, and what acts on them.
 
 ``create_app`` opens everything that can fail before a port is bound, so that a locked database or a
-missing folder is an error on the terminal and not in a log. The app closes it when it ends.
+missing directory is an error on the terminal and not in a log. The app closes it when it ends.
 """
 
 import threading
@@ -67,7 +67,7 @@ class CollectorSettings:
     """Settings of a collector."""
 
     data: Path
-    """Its own directory, 0700: database, tokens, address."""
+    """Its own directory, 0700: database, tokens, URL file."""
     database: str = ""
     """SQLAlchemy URL; "" is an SQLite file in ``data``."""
     lake: str = ""
@@ -80,19 +80,19 @@ class CollectorSettings:
     bound: str = "127.0.0.1"
     """The address it listens on."""
     hosts: tuple[str, ...] = ()
-    """Other names it is called by, for the ``Host`` check."""
+    """Its other host names, for the ``Host`` check."""
     origins: tuple[str, ...] = ()
     """Foreign origins whose pages may call it."""
     notifiers: NotifierSettings = field(default_factory=NotifierSettings)
-    """Where alerts go, and run metrics."""
+    """Destinations of alerts, and of run metrics."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
     url: str = ""
-    """This collector's address as agents know it, for those whose run another one takes."""
+    """This collector's URL for agents, if another one owns their run."""
     commit_seconds: float = COMMIT_SECONDS
     """From one commit of rows to the next; events and full commits do not wait."""
     volumes: VolumeSettings = field(default_factory=VolumeSettings)
-    """What is kept of runs, and for how long."""
+    """Limits of the data kept per run."""
     gpu_hour_price: float = 0.0
     """Price of a GPU hour: lost work is also shown as money. 0: only in GPU-hours."""
 
@@ -107,13 +107,13 @@ def create_app(
     """Return the app, its store open and migrated; the app's shutdown closes it.
 
     Args:
-        settings: what it needs to know.
-        clock: when "now" is.
-        host_port: what ``serve.only_one`` gives, where its lock is held.
+        settings: settings of the collector.
+        clock: current time.
+        host_port: result of ``serve.only_one``, while its lock is held.
         store: an open store to use instead of the one in ``settings.data``.
 
     Raises:
-        UsageError: a folder or URL is wrong.
+        UsageError: a directory or URL is invalid.
         StorageError: data directory, tokens or database cannot be used.
     """
     clock = clock or SystemClock()
@@ -144,7 +144,7 @@ def create_app(
             )
         owners = _owners(store, settings, clock, host_port)
         known_tokens = KnownTokens(store, clock=clock)
-        # What acts ends while the runs are still owned: what it has in hand is stored.
+        # Active parts stop while the runs are still owned, so that their pending work is stored.
         parts: list[_BackgroundService] = [
             known_tokens,
             *owners,
@@ -192,7 +192,7 @@ class _BackgroundService(Protocol):
     """A part that works in its own threads, next to the requests."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
 
     def close(self) -> None:
         """Stop, after finishing the current work."""
@@ -201,7 +201,7 @@ class _BackgroundService(Protocol):
 def _owners(
     store: Store, settings: CollectorSettings, clock: Clock, host_port: str
 ) -> list[RunOwners]:
-    """Return who says which runs this collector owns; nobody where there can be no other one."""
+    """Return the manager of run owners; none if there can be no other collector."""
     if not _is_shared(store):
         return []
     owners = RunOwners(store, clock=clock, url=settings.url, process_place=host_port)
@@ -340,7 +340,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         openapi_extra=takes(bytes, "application/octet-stream"),
     )
     async def ingest_batches(request: Request) -> Response:
-        """Store batches (``trainvitals.wire``), one after the other; durable when this answers 200.
+        """Store batches (``trainvitals.wire``), one after the other; durable when this returns 200.
 
         One reply for each batch. If all are refused, the response is that error; otherwise each
         reply has its own. A body has at most 16 MiB. 503 and 507 include when to retry
@@ -381,7 +381,7 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
 
 
 def _answer_errors(app: FastAPI, store: Store) -> None:
-    """Make every error a Problem: ours, FastAPI's, and those nobody thought of."""
+    """Return every error as a Problem: ours, FastAPI's, and unexpected ones."""
 
     async def ours(_request: Request, error: Exception) -> Response:
         assert isinstance(error, VitalsError)

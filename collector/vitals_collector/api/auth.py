@@ -1,11 +1,11 @@
-"""Who may ask, and how is answered: the gate that every request passes before any route.
+"""Authentication and responses: the middleware that every request passes before any route.
 
 A node is shared, so loopback proves nothing: every route except ``/healthz`` needs a bearer token
 with a scope. The middleware runs before the router and denies by default; ``require`` then checks
 each route's scope. A browser cannot be tricked into a request: cookies are ignored, a foreign
 ``Host`` (DNS rebinding) or ``Origin`` is refused for every method, and bodies are JSON or rows.
 
-Views are answered as JSON, and errors as a :class:`Problem` with the status that fits.
+Views are returned as JSON, and errors as a :class:`Problem` with a fitting status.
 """
 
 import asyncio
@@ -95,12 +95,12 @@ class ServerTokens(msgspec.Struct, frozen=True, kw_only=True):
         return "Tokens(...)"
 
     def grants(self, presented: str) -> tuple[frozenset[TokenScope], str]:
-        """Return what the presented token allows, and its name; nothing, where it is not ours."""
+        """Return the presented token's scopes and its name; none if it is unknown."""
         granted: frozenset[TokenScope] = frozenset()
         named = ""
         presented_bytes = presented.encode()
         for name, scopes in _GRANTS.items():
-            # All three are compared, always: the time taken says nothing about which one matched.
+            # All three are always compared: the duration does not show which one matched.
             if hmac.compare_digest(presented_bytes, getattr(self, name).encode()):
                 granted |= scopes
                 named = name
@@ -108,12 +108,12 @@ class ServerTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_or_create_tokens(path: Path) -> ServerTokens:
-    """Return the tokens in ``path``, making the file (0600, never through a link) where absent.
+    """Return the tokens in ``path``; create the file (0600, never through a link) if it is missing.
 
     Raises:
-        InsecurePathError: the file is not ours alone.
+        InsecurePathError: other users can access the file.
         FormatError: the file does not hold three tokens.
-        StorageError: it cannot be read or made.
+        StorageError: it cannot be read or created.
     """
     fresh = ServerTokens(**{name: secrets.token_urlsafe(32) for name in _GRANTS})
     try:
@@ -159,16 +159,16 @@ def _read_tokens(path: Path) -> ServerTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Whom the gate lets in."""
+    """Accepted tokens, hosts and origins."""
 
     tokens: ServerTokens
     """The secrets of this collector."""
     find: Callable[[str], Principal] = field(default=lambda _secret: Principal())
-    """Returns whom any other secret stands for."""
+    """Returns the identity of any other secret."""
     hosts: frozenset[str] = _LOOPBACK_NAMES
     """Names in ``Host`` that are this server; ports do not matter (SSH forwards change them)."""
     origins: frozenset[str] = field(default_factory=frozenset)
-    """Foreign origins that may call, such as ``https://vitals.example.org``."""
+    """Foreign origins that may send requests, such as ``https://vitals.example.org``."""
 
 
 def access_config(
@@ -180,7 +180,7 @@ def access_config(
     origins: Iterable[str] = (),
 ) -> AccessConfig:
     """Return the gate's settings for a server bound to ``bound`` and also known as ``hosts``."""
-    # A wildcard address is where one listens, never a name one is called by.
+    # A wildcard address is only for listening: no client uses it as a host name.
     bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
     names = {_bare(name) for name in (*bound_hosts, *hosts)}
     return AccessConfig(
@@ -214,7 +214,7 @@ def check_bind(host: str, *, allow_remote: bool) -> None:
 
 @lru_cache(maxsize=64)
 def _bare(host: str) -> str:
-    """Return a ``Host`` value without port, brackets and case; "" where it is malformed."""
+    """Return a ``Host`` value without port, brackets and case; "" if it is malformed."""
     if host.count(":") > 1 and "[" not in host:
         host = f"[{host}]"
     try:
@@ -227,16 +227,16 @@ def _bare(host: str) -> str:
 
 
 class AuthMiddleware:
-    """Refuses a request with a :class:`Problem` before any route sees it, or lets it through.
+    """Rejects a request with a :class:`Problem` before any route sees it, or passes it on.
 
     In this order: Host, Origin, token, content type, size. The body is not read before the token is
     verified.
 
     Args:
         app: the next ASGI app; it gets each body in one piece.
-        ingest: takes what agents post past ``app``, whose routing and parsing cost more than
-            storing it; reads and bounds the bodies itself.
-        config: whom to let in.
+        ingest: handles agents' posts before ``app``, whose routing and parsing cost more than
+            storing them; it reads and limits the bodies itself.
+        config: accepted tokens, hosts and origins.
         count: called with the code of each refusal for missing rights.
     """
 
@@ -336,7 +336,7 @@ class AuthMiddleware:
 
 
 class GatedApi(FastAPI):
-    """The API behind its gate, in front of FastAPI's own layers: agents' posts pass by those."""
+    """The API with its authentication before FastAPI's own layers, which agents' posts skip."""
 
     gate: AuthMiddleware
     """Set before the first request."""
@@ -346,14 +346,14 @@ class GatedApi(FastAPI):
         await self.gate(scope, receive, send)
 
     async def behind(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle what the gate let through."""
+        """Handle an authenticated request."""
         await super().__call__(scope, receive, send)
 
 
 def require(*scopes: TokenScope) -> Callable[[Request], None]:
-    """Return a FastAPI dependency that lets a caller with any of ``scopes`` pass.
+    """Return a FastAPI dependency that accepts a caller with any of ``scopes``.
 
-    The returned function carries ``scopes`` so that a test can compare every route with its own.
+    The returned function has ``scopes`` so that a test can compare every route with its own.
     """
 
     def check(request: Request) -> None:
@@ -375,13 +375,13 @@ def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -
 
 
 def principal_of(request: Request) -> Principal:
-    """Return who asks, as the gate found."""
+    """Return the identity that the middleware found."""
     principal: Principal = request.state.principal
     return principal
 
 
 def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope) -> None:
-    """Refuse a run that a token does not reach, as one that is not there.
+    """Raise the error for an unknown run if a token does not reach the run.
 
     Raises:
         UsageError: no run of that id is there for this token.
@@ -447,7 +447,7 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
 
 
 def announced_bytes(scope: Scope, limit: int) -> int:
-    """Return how large the body will be: ``limit``, where the client does not say.
+    """Return the announced size of the body; ``limit`` if the client sends none.
 
     Raises:
         Refused: larger than ``limit``.
@@ -464,7 +464,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
     Raises:
         Refused: it is larger than ``limit``, or comes too slowly.
-        ClientDisconnect: the client went away in the middle.
+        ClientDisconnect: the client disconnected in the middle.
     """
     body = bytearray()
     loop = asyncio.get_running_loop()
@@ -504,7 +504,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def hardened(send: Send) -> Send:
-    """Return a ``send`` that adds the headers every answer has."""
+    """Return a ``send`` that adds the headers of every response."""
 
     async def hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -534,19 +534,19 @@ _RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
 
 
 def reply(body: object, status: int = 200) -> Response:
-    """Return a view as the JSON answer."""
+    """Return a view as the JSON response."""
     return Response(to_json(body), status, media_type="application/json")
 
 
 def problem(error: VitalsError, status: int = 0) -> Response:
-    """Return an error as the JSON answer, with this status or the one that fits it."""
+    """Return an error as the JSON response, with this status or the one for its type."""
     status = (
         status
         or _STATUS_BY_CODE.get(error.code)
         or next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
     )
     soonest, latest = _RETRY_SECONDS.get(status, (0, 0))
-    # Not the same for all: what was sent away together must not come back together.
+    # Random, so that clients that were refused together do not retry together.
     headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -557,7 +557,7 @@ def problem(error: VitalsError, status: int = 0) -> Response:
 
 
 def bug(path: str, error: Exception) -> Response:
-    """Log an error that nobody thought of; return an answer that tells nothing of it."""
+    """Log an unexpected error; return a response without its details."""
     _LOG.error("unexpected error in %s", path, exc_info=error)
     text = "internal error in the collector; see its log"
     return reply(Problem(code="V000", text=text), 500)
@@ -578,7 +578,7 @@ class PatientProtocol(HttpToolsProtocol):
     max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request's head, for a while; drop a connection above the limit."""
+        """Limit the wait for the first request's head; drop a connection above the limit."""
         super().connection_made(transport)
         self._num_head_bytes = 0
         self._in_head, self._has_head = True, False
@@ -595,7 +595,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; refuse a head that is too long, and begin to wait for one that is not whole."""
+        """Reject a head that is too long, and start the timeout of an incomplete one."""
         was_in_head, self._has_head = self._in_head, False
         super().data_received(data)
         if self.transport.is_closing() or not self._in_head:
@@ -608,7 +608,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._arm()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, in the head or behind a body in pieces, as long as they are few.
+        """Accept a header, in the head or after a chunked body, up to a number.
 
         Raises:
             HttpParserError: they are too many.

@@ -1,4 +1,4 @@
-"""The collector's certificate: made at the first start, and told to clients in the token file."""
+"""The collector's certificate: created at the first start, and published in the token file."""
 
 import datetime
 import socket
@@ -16,7 +16,7 @@ _FILE = "tls.pem"
 
 
 def own_certificate(data: Path) -> Path:
-    """Return the file (0600) with this collector's own key and certificate; made where missing.
+    """Return the file (0600) with this collector's key and certificate; create it if missing.
 
     Raises:
         StorageError: it cannot be written.
@@ -46,8 +46,8 @@ def _self_signed() -> bytes:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # Clients trust this very certificate until they are given another one: a date says nothing,
-        # and clocks of nodes are wrong.
+        # Clients trust this certificate until they get another one: dates are not needed, and
+        # clocks of nodes may be wrong.
         .not_valid_before(datetime.datetime(2000, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
         .add_extension(
@@ -67,11 +67,11 @@ def _self_signed() -> bytes:
 def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
     """Write into the token file by what clients know this collector.
 
-    Certificates that are there stay: of several collectors on one database all have one token file,
-    with the certificate of each.
+    Existing certificates stay: several collectors on one database share one token file, with the
+    certificate of each.
 
     Args:
-        token_file: with the tokens; copied to where clients are.
+        token_file: file with the tokens; copied to the clients' machines.
         certificate: PEM; the first one in it is the server's.
         ca: PEM file of the CA that signed it: clients trust that instead; ``system``: the CAs that
             their machines trust.

@@ -1,4 +1,4 @@
-"""The routes that act: commands to runs, what people say of alerts, and notes at a step."""
+"""The routes that write: commands to runs, responses to alerts, and notes at a step."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
@@ -42,12 +42,12 @@ def control_router(
     """Return the routes that change something.
 
     Args:
-        store: where commands and notes are kept.
+        store: store of commands and notes.
         inbox: the alerts.
-        clock: when "now" is.
-        keys: the folder of ``control.pub``.
-        folders: run directories this collector watches, from its own command line: a command for a
-            run there is signed and left in place.
+        clock: current time.
+        keys: the directory of ``control.pub``.
+        folders: run directories that this collector watches, from its own command line: a command
+            for a run there is signed and delivered in place.
     """
     router = APIRouter(prefix="/v1")
     _add_commands(router, store, clock, keys, tuple(folders))

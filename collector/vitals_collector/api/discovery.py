@@ -1,4 +1,4 @@
-"""``/v1/sd/agents``: the agents that can be scraped, as Prometheus' ``http_sd_configs`` reads them.
+"""``/v1/sd/agents``: the agents that can be scraped, for Prometheus' ``http_sd_configs``.
 
 Each agent sends its URL with its data. Prometheus sends the read token to every target, so a URL
 that means a different machine to each reader is not shown to others: the URL of an agent on a
@@ -31,20 +31,20 @@ from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store
 
 SILENT_SECONDS = 900.0
-"""An agent that was silent for so long is a target only where its run is known to miss it."""
+"""An agent that was silent for longer is a target only if its run is known to need it."""
 _DAY_SECONDS = 86_400.0
 
 _FORWARDED = frozenset(
     ("forwarded", "via", "x-real-ip", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
 )
-"""Headers by which a proxy says that it asks for another."""
+"""Headers that show that a proxy sends the request for another client."""
 _LOOKUPS = 16
 _LOOKUP_SECONDS = 3.0
-"""For the names of all agents together; Prometheus asks again, and keeps its targets meanwhile."""
+"""For the names of all agents together; Prometheus retries, and keeps its targets meanwhile."""
 
 
 class AgentAddress(NamedTuple):
-    """Where an agent says that it can be scraped."""
+    """URL at which an agent can be scraped."""
 
     run_id: str
     node: str
@@ -52,7 +52,7 @@ class AgentAddress(NamedTuple):
 
 
 class TargetGroup(msgspec.Struct, frozen=True):
-    """One target as Prometheus takes it."""
+    """One target in Prometheus' format."""
 
     targets: tuple[str, ...]
     labels: dict[str, str]
@@ -62,7 +62,7 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
     """Return the route of Prometheus' service discovery.
 
     Args:
-        store: says who ships, and from where.
+        store: source of the agents and their addresses.
         liveness: distinguishes a running run from a lost one.
     """
     permitted = [Depends(require("read")), Depends(unlimited)]
@@ -87,7 +87,7 @@ def _is_local_request(request: Request) -> bool:
 
 
 def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[TargetGroup]:
-    """Return each address once: with its run, or without one where an agent serves several."""
+    """Return each URL once: with its run, or without one if an agent serves several."""
     parsed = [(agent, _parsed(agent.url)) for agent in agents]
     addresses = _addresses({parts.hostname or "" for _, parts in parsed if parts is not None})
     runs: dict[tuple[str, str], set[str]] = {}
@@ -148,7 +148,7 @@ def _parsed(url: str) -> SplitResult | None:
 
 
 def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return where hosts lead to; one whose name is not found in time is left out."""
+    """Return the addresses of hosts; those that are not resolved in time are omitted."""
     with_names = ThreadPoolExecutor(_LOOKUPS)
     try:
         lookups = {host: with_names.submit(_lookup, host) for host in sorted(hosts)}
@@ -174,7 +174,7 @@ def _is_visible(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
             refuse_address(address)
     except ConfigError:
         return False
-    # Its own name leads a machine back to itself, and everybody else to it.
+    # A machine resolves its own name to loopback, while others resolve it to the machine.
     is_own = any(map(_is_loopback, addresses)) and host != socket.gethostname().lower()
     return bool(addresses) and (is_here or not is_own)
 

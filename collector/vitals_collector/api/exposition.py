@@ -1,7 +1,7 @@
 """``/metrics``: computed at scrape time from the store; bounded whatever the runs do.
 
-Names, types and labels are the catalog's. There is no step label and no free text but a run's own
-name, cut short; runs that are not among the newest do not appear.
+Names, types and labels are the catalog's. There is no step label and no free text except a run's
+own name, shortened; only the latest runs are exported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,12 +50,12 @@ def _codes(of: type[VitalsError]) -> set[str]:
 
 
 MAX_RUNS = 50
-"""Runs that appear: the newest that run, or ended a short while ago."""
+"""Exported runs: the latest that are running, or ended a short while ago."""
 SHOWN_AFTER_END_SECONDS = 3_600.0
-"""How long a run that ended keeps its series, so that rules see how it ended."""
+"""How long an ended run keeps its series, so that alert rules see how it ended."""
 _OF_RUN = tuple(metric for metric in STEP_METRICS if metric.scope == "run")
 MAX_ALERTS = 500
-"""Series of alerts that page nobody. Those that page have no cap but that of their causes."""
+"""Series of alerts that do not page. Those that page are limited only by their causes."""
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long a resolved alert is exported as 0: alert rules treat an older 1 as firing for the same
 time, so that the death of this process resolves nothing."""
@@ -73,7 +73,7 @@ Samples = dict[Labels, float]
 
 
 class StoreCollector(Collector):
-    """Reports what the store holds; keeps no numbers of its own."""
+    """Exports the content of the store; has no values of its own."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class StoreCollector(Collector):
         self._spent: Samples = {}
         """Exported values of the time spent."""
         self._fired: dict[Labels, int] = {}
-        """What was told to fire, and when last: a run may be removed while an alert of it does."""
+        """Alerts exported as firing, and when last: a run may be removed while one of its alerts
+        fires."""
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: registration must not read the store."""
@@ -132,7 +133,7 @@ class StoreCollector(Collector):
             yield _family(spec(name), samples)
 
     def _buckets(self, shown: Sequence[RunSummary]) -> Samples:
-        """Return the runs' time by bucket, as it was trained: a counter does not fall.
+        """Return the runs' time by bucket, as it was trained: a counter must not decrease.
 
         A run whose rows were not read yet is absent: 0 would look like a decrease.
         """
@@ -146,7 +147,7 @@ class StoreCollector(Collector):
         return self._spent
 
     def _firing(self, now_unix_ns: int) -> Samples:
-        """Return 1 for what fires and 0 for what no longer does; what pages comes first."""
+        """Return 1 for firing alerts and 0 for those that no longer do; pages come first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
@@ -173,7 +174,7 @@ class StoreCollector(Collector):
 
 
 def _cause_of(alert: AlertView) -> str:
-    """Return what tells it from others of its name in its run: a rule, a node, a receiver."""
+    """Return the label that distinguishes it in its run: a rule, a node, a receiver."""
     about = {name: value for name, value in alert.labels.items() if name != "run"}
     return _label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 
@@ -186,7 +187,7 @@ def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
 
 
 def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
-    """Return what fires, and what resolved since; the newest first."""
+    """Return firing alerts, and recently resolved ones; the latest first."""
     is_new = alerts.c.updated_unix_ns >= horizon_unix_ns
     return (
         select(alerts)
@@ -212,7 +213,7 @@ def _born(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> S
 
 
 def metrics_router(collector: Collector) -> APIRouter:
-    """Return the ``/metrics`` route over a registry of its own."""
+    """Return the ``/metrics`` route over a separate registry."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     permitted = [Depends(require("read")), Depends(unlimited)]
@@ -220,7 +221,7 @@ def metrics_router(collector: Collector) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics(request: Request) -> Response:
-        """Return every metric, in OpenMetrics where that is asked for, else in Prometheus' text."""
+        """Return every metric, in OpenMetrics if requested, otherwise in Prometheus' format."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=content_type)
 
@@ -279,7 +280,7 @@ def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Sa
 
 
 def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
-    """Return the numbers of the newest row of rank 0's newest start."""
+    """Return the numbers of the latest row of rank 0's latest start."""
     newest = (
         select(streams.c.incarnation, streams.c.last_seq)
         .join(
@@ -337,7 +338,7 @@ def _rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], 
 
 
 def _reasons(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
-    """Return counts by run and cause, each of which begins at 0."""
+    """Return counts by run and cause, each of which starts at 0."""
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     for (run_id, cause), num in counts.items():
         if run_id in ids:

@@ -43,7 +43,7 @@ class HealthCheck:
         status = self._check()
         try:
             loop.call_soon_threadsafe(_resolve, future, status)
-        except RuntimeError:  # the loop was closed meanwhile
+        except RuntimeError:  # the loop was closed in the meantime
             _LOG.debug("health_not_reported status=%s", status)
 
     def _check(self) -> str:

@@ -57,9 +57,9 @@ _MAX_WAITING = 4_096
 _ASKS = ASK_HEADER.lower().encode()
 _WRITER_KEY = WRITER_KEY_HEADER.lower().encode()
 _WAIT_SECONDS = 3.0
-"""For room, or behind others, before a client is told to come back: as long as it would wait."""
+"""For memory, or in the queue, before a client is told to retry: about its own timeout."""
 BUSY = "V304"
-"""Error code: more came than is written; try again later."""
+"""Error code: more arrives than is written; retry later."""
 
 _GROUP_BYTES = 16 << 20
 """Maximum size of one transaction, in addition to a number of batches."""
@@ -68,10 +68,10 @@ COMMIT_SECONDS = 1.0
 _LOG = logging.getLogger("vitals.collector.intake")
 
 Outcome = tuple[IngestReply, ...] | Exception
-"""What became of a body: a reply for each batch, or why there is none."""
+"""Result of a body: a reply for each batch, or the error."""
 
 OnDone = Callable[[list[tuple["PendingBody", Outcome]]], None]
-"""Takes the outcomes of a whole group at once; called in a writing thread."""
+"""Gets the outcomes of a whole group at once; called in a writing thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,10 +86,10 @@ class PendingBody:
     principal: Principal = OWN
     """The sender."""
     _stored: dict[int, Stored] = field(default_factory=dict)
-    """By its place what became of a batch; the lanes take turns, each with its own."""
+    """By index, the result of a batch; each lane adds its own."""
     _error: Exception | None = None
     _num_left: int = field(init=False)
-    """Batches of which nobody knows yet."""
+    """Number of batches without a result."""
 
     def __post_init__(self) -> None:
         self._num_left = len(self.raws)
@@ -113,18 +113,18 @@ class PendingBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitLimits:
-    """How much may wait, and how much is written together."""
+    """Limits of the queue and of one transaction."""
 
     max_bytes: int = 64 << 20
     """Size of waiting and running bodies; a single body is always accepted."""
     max_bodies: int = 4_096
     group_batches: int = 8_192
-    """Taken into one transaction, about a second's work: after an outage everybody comes at once.
+    """Batches in one transaction, about a second's work: after an outage all agents send at once.
     """
     wait_seconds: float = _WAIT_SECONDS
-    """Rows that have waited so long let no others come behind them."""
+    """If rows have waited this long, no more are accepted."""
     seconds: float = COMMIT_SECONDS
-    """From one transaction with rows to the next, but for a full group."""
+    """Between two transactions with rows, unless a group is full."""
 
 
 class _LaneBatches(NamedTuple):
@@ -166,7 +166,7 @@ class _Lane:
         self._changed.notify()
 
     def pop_batches(self) -> list[_LaneBatches]:
-        """Wait for something, and for others; then take what is there up to the bounds.
+        """Wait for batches; then pop them up to the limits.
 
         Nothing if closed. A body that arrives after a pause does not wait.
         """
@@ -198,9 +198,9 @@ class CommitQueue:
     """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
     Args:
-        store: where to.
-        clock: says when a body was received.
-        on_done: gives the answers on.
+        store: the store.
+        clock: time at which a body was received.
+        on_done: called with the outcomes.
         limits: the bounds.
     """
 
@@ -286,7 +286,8 @@ class CommitQueue:
     def _run(self, lane: _Lane) -> None:
         while group := lane.pop_batches():
             outcomes = self._store_group(group)
-            with self._lock:  # before the answers: who has one sends again, and must find room
+            # before the responses: a client sends again at once, and must find space
+            with self._lock:
                 done = [
                     part.body
                     for part, stored in zip(group, outcomes, strict=True)
@@ -333,7 +334,7 @@ class ByteBudget:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Take the bytes, waiting for them in turn; ``release`` gives them back."""
+        """Reserve the bytes, waiting in order; ``release`` returns them."""
         if not self._queue and self._free >= num_bytes:
             self._free -= num_bytes
             return
@@ -354,7 +355,7 @@ class ByteBudget:
             raise
 
     def release(self, num_bytes: int) -> None:
-        """Give bytes back, to whoever waits longest."""
+        """Return bytes, to the request that has waited longest."""
         self._free += num_bytes
         self._hand_out()
 
@@ -370,7 +371,7 @@ class ByteBudget:
 
 
 class IngestApp:
-    """``POST /v1/ingest`` as an ASGI app of its own, behind the gate; ``start`` and ``close``."""
+    """``POST /v1/ingest`` as a separate ASGI app after the authentication."""
 
     def __init__(
         self,
@@ -383,7 +384,7 @@ class IngestApp:
     ) -> None:
         self._store = store
         self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
-        # What got room here always finds some there.
+        # A body that got memory here always finds space there.
         limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
         self.commits = CommitQueue(store, clock=clock, on_done=_tell, limits=limits)
 
@@ -396,7 +397,7 @@ class IngestApp:
         self.commits.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request that the gate has let through."""
+        """Handle one authenticated request."""
         try:
             check_scopes(scope["state"]["scopes"], ("ingest",))
             response = await self._serve(scope, receive)
@@ -406,7 +407,7 @@ class IngestApp:
         except VitalsError as error:
             response = problem(error)
         except (Refused, ClientDisconnect):
-            raise  # the gate's to answer
+            raise  # the authentication handles it
         except Exception as error:  # noqa: BLE001 - nothing stands before us that would answer
             response = bug(scope["path"], error)
         await response(scope, receive, hardened(send))
@@ -414,12 +415,12 @@ class IngestApp:
     async def answer(
         self, body: bytes, principal: Principal, *, accepts_resend: bool = False
     ) -> Response:
-        """Store a body's batches; return the answer once they are durable.
+        """Store a body's batches; return the response once they are durable.
 
         Args:
             body: the batches.
-            principal: who sent them.
-            accepts_resend: whether one behind a hole is answered by ``from_seq``, and not stored.
+            principal: the sender.
+            accepts_resend: for a batch after a hole, return ``from_seq`` instead of storing it.
 
         Raises:
             FormatError: no batch of it can be stored.
@@ -431,15 +432,15 @@ class IngestApp:
             self._store.counters.reject(error.code)
             raise
         replies = await self._stored(raws, len(body), principal, accepts_resend=accepts_resend)
-        # Replies have no number that is not whole: nothing is to be looked for in them.
+        # All numbers in replies are integers: no search for non-finite ones is needed.
         return Response(msgspec.json.encode(replies), media_type="application/json")
 
     async def store(self, raws: Sequence[bytes], principal: Principal) -> None:
-        """Store batches that were made here; all are durable when this returns.
+        """Store batches that were created here; all are durable when this returns.
 
         Raises:
             FormatError: one of them is refused.
-            StorageError: nothing was stored; try again later.
+            StorageError: nothing was stored; retry later.
         """
         for reply in await self._stored(raws, sum(map(len, raws)), principal):
             if reply.code:
@@ -480,7 +481,7 @@ class IngestApp:
             self._room.release(num_bytes)
 
     def _check_plain(self, scope: Scope) -> None:
-        """Refuse what is compressed: its length would not say how much memory it takes."""
+        """Reject compressed bodies: their length would not limit the memory."""
         codings = [value for name, value in scope["headers"] if name == b"content-encoding"]
         coding = b", ".join(codings).decode("latin-1").strip().lower()
         if coding not in ("", "identity"):
@@ -498,7 +499,7 @@ def _tell(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
 
 def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
     for turn, outcome in turns:
-        if not turn.done():  # else its client has gone
+        if not turn.done():  # otherwise its client has disconnected
             turn.set_result(outcome)
 
 

@@ -1,7 +1,7 @@
-"""The routes that read, made from the questions of ``trainvitals.views``, and their document.
+"""The routes for reading, generated from the queries of ``trainvitals.views``, and their document.
 
-One route for each question. Plain functions, so that FastAPI runs them in its threads: a query
-never holds up an ingest.
+One route for each query. Plain functions, so that FastAPI runs them in its threads: a query never
+blocks an ingest.
 """
 
 import functools
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @functools.cache
 def question_router() -> APIRouter:
-    """Return a route for each question; the ``query`` of the app's state answers.
+    """Return a route for each query; the ``query`` of the app's state executes it.
 
-    Every app of a process has the same one: to make it is half of what making an app takes.
+    Cached for all apps of a process: creating it is half the cost of an app.
     """
     router = APIRouter()
     for route in ROUTES.values():
@@ -66,7 +66,7 @@ def _add(router: APIRouter, route: Route) -> None:
             fields |= {field.name: getattr(sent, field.name) for field in route.others}
         return reply(ask_as(query, principal, route, route.kind(**fields)))
 
-    # FastAPI reads what a route takes from its function's signature.
+    # FastAPI reads a route's parameters from its function's signature.
     endpoint.__signature__ = Signature(parameters, return_annotation=Response)  # type: ignore[attr-defined]
     router.add_api_route(
         route.path,
@@ -82,10 +82,10 @@ def _add(router: APIRouter, route: Route) -> None:
 
 
 def ask_as(query: Query, principal: Principal, route: Route, question: Question[T]) -> T:
-    """Return the answer, of those runs that the token reaches; others are not there for it.
+    """Return the response, for the runs that the token reaches; others do not exist for it.
 
     Raises:
-        UsageError: as ``Query.ask`` does.
+        UsageError: as in ``Query.ask``.
     """
     scope = next(scope for scope in route.scopes if scope in principal.scopes)
     reach = None
@@ -150,7 +150,7 @@ def _without_meta(kind: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _name(kind: type[Question[Any]]) -> str:
-    """Return what the document calls the route: ``many_series`` of ``ManySeriesQuestion``."""
+    """Return the route's name in the document: ``many_series`` of ``ManySeriesQuestion``."""
     name_words = re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Question"))
     return "_".join(name_words).lower()
 
@@ -163,12 +163,12 @@ _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
 
 
 def answers(body: Any) -> dict[int | str, dict[str, Any]]:
-    """Return a route's ``responses``: the view it answers with, and a problem."""
+    """Return a route's ``responses``: its view, and a problem."""
     return {200: _documented("The answer.", body), "4XX": _documented("A problem.", Problem)}
 
 
 def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
-    """Return a route's ``openapi_extra``: the body it takes, where FastAPI does not parse it."""
+    """Return a route's ``openapi_extra``: its body, if FastAPI does not parse it."""
     schema = {"type": "string", "format": "binary"} if body is bytes else _refer(body)
     content = {media_type: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
@@ -189,7 +189,7 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
 
 
 def document(app: FastAPI) -> None:
-    """Give the app an OpenAPI document that knows the schema of every view."""
+    """Give the app an OpenAPI document with the schema of every view."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -205,7 +205,7 @@ def document(app: FastAPI) -> None:
 
 
 def _allow_words(properties: dict[str, Any]) -> None:
-    """Say of each number that it may be a word, where it is not finite."""
+    """Allow a string for each number, for non-finite values."""
     for name, of in properties.items():
         kinds = of.get("anyOf", [of])
         if {"type": "number"} in kinds:

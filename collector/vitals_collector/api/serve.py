@@ -50,11 +50,11 @@ _LOG = logging.getLogger("vitals.collector.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenSettings:
-    """Where to listen, and with which certificate."""
+    """Address and certificate of the server."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """0 selects a free one."""
     tls_cert: Path | None = None
     """PEM, with its key inside or in ``tls_key``; None serves plain HTTP at the port."""
     tls_key: Path | None = None
@@ -63,7 +63,7 @@ class ListenSettings:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; IPv6 hosts stand in brackets.
+    """Return host and port of ``HOST:PORT``; IPv6 hosts are in brackets.
 
     Raises:
         UsageError: it is not of that form.
@@ -113,11 +113,11 @@ def bind(listen: ListenSettings) -> socket.socket:
     """Return a listening socket; the caller closes it.
 
     Raises:
-        UsageError: the address is not this machine's, or the port is taken or not allowed.
+        UsageError: the address is not this machine's, or the port is in use or not allowed.
     """
     try:
         family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
-        # With the protocol named, asyncio turns Nagle off; else each answer waits 40 ms.
+        # With an explicit protocol, asyncio turns Nagle off; otherwise each response waits 40 ms.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise UsageError(f"--listen {listen.host}:{listen.port}: {error.strerror}") from error
@@ -139,8 +139,8 @@ def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: boo
 
     Args:
         bound: the socket.
-        listen: where it listens.
-        of_this_machine: where it listens everywhere, name the machine, for programs on others.
+        listen: address of the server.
+        of_this_machine: if it listens everywhere, name the machine, for programs on others.
     """
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     host = everywhere.get(listen.host, listen.host)
@@ -151,14 +151,14 @@ def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: boo
 
 
 def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path) -> None:
-    """Serve until SIGINT or SIGTERM; write the address file once requests are answered."""
+    """Serve until SIGINT or SIGTERM; write the address file once requests are handled."""
     config = uvicorn.Config(
         app,
         http=PatientProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # whoever asks is known by a token, not by an address
+        proxy_headers=False,  # clients are identified by a token, not by an address
         ws="none",
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
@@ -191,7 +191,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
 
 
 def bind_unix(data: Path) -> socket.socket | None:
-    """Return a socket that listens in the data directory; None where its file system has none."""
+    """Return a socket that listens in the data directory; None if its file system has none."""
     path = data / SOCKET_FILE
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -208,7 +208,7 @@ def bind_unix(data: Path) -> socket.socket | None:
 
 
 def _allow_many_files() -> None:
-    """Let there be as many connections as the system allows, not the shell's usual 1,024 files."""
+    """Allow as many connections as the system does, not the shell's usual 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
         self.servers.append(server)
 
     async def _listen_here(self) -> None:
-        """Listen on the Unix socket as well, without TLS: nobody else reads along there."""
+        """Listen on the Unix socket as well, without TLS: no other user can read its traffic."""
         bound = bind_unix(self._data)
         if bound is None:
             return
@@ -273,7 +273,7 @@ class _Server(uvicorn.Server):
         self._socket = SOCKET_FILE
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what a server does ten times a second; write the address where that failed."""
+        """Run the server's periodic work; retry writing the address file."""
         if not self._is_told and counter % _TICKS == 0:
             self._write_address()
         return await super().on_tick(counter)

@@ -1,1 +1,1 @@
-"""Several collectors on one PostgreSQL: which of them does what only one may do."""
+"""Coordination of several collectors on one PostgreSQL."""

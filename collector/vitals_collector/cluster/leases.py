@@ -1,9 +1,9 @@
-"""Leases: of several collectors on one PostgreSQL, one holds a name, and another follows it.
+"""Leases: one of several collectors on one PostgreSQL holds a name, and another one follows it.
 
-The database's clock says when a lease ends, so no machine's clock needs to be right. A holder that
-could not renew stops some seconds before that, by its own monotonic clock, counted from before it
-asked. One that was stopped in the middle of a transaction is held up by ``fence``. On SQLite there
-is one collector on a store: it holds everything, and no row is written.
+The database's clock decides when a lease expires, so no machine's clock needs to be right. A holder
+that could not renew stops some seconds before that, by its own monotonic clock, counted from before
+its request. One that was paused in the middle of a transaction is stopped by ``fence``. On SQLite
+there is one collector per store: it holds everything, and no row is written.
 
 A collector that takes over the lease of a killed process waits until it expires, unless both have
 the same location: the lock of a data directory, which one process holds at a time. Then the former
@@ -30,20 +30,20 @@ from vitals_collector.storage.store import LOCKED, Store, insert
 PAGER = "pager"
 """The lease of the collector that delivers alerts, of all runs."""
 UPKEEP = "upkeep"
-"""The lease of the collector that merges, thins and removes what is stored."""
+"""The lease of the collector that maintains the store."""
 RUN = "run/"
-"""How the name of a run's lease begins."""
+"""Prefix of the name of a run's lease."""
 _FENCE = "fence/"
-"""How the name of the row begins that has a run's epoch alone: it changes with the owner, and not
-when the lease is renewed, which would be in the way of commits."""
+"""Prefix of the name of the row that has only a run's epoch: it changes with the owner, and not
+with a renewal, which would conflict with commits."""
 LEASE_SECONDS = 9.0
-"""How long a holder that died keeps others waiting, at most."""
+"""Maximum time for which a dead holder blocks others."""
 MARGIN_SECONDS = 2.0
 """A holder that could not renew stops so long before its lease ends."""
 _LOOK_SECONDS = 2.0
 IDLE_SECONDS = 3
-"""After which the database ends a fenced transaction whose process was stopped: before the lease
-ends, so that nobody waits for it."""
+"""After which the database ends a fenced transaction whose process was paused: before the lease
+expires, so that no one waits for it."""
 _LOG = logging.getLogger("vitals.collector.leases")
 
 NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInteger)
@@ -53,14 +53,14 @@ NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInt
 class Lease:
     """One name, held by one collector at a time.
 
-    Thread-safe; ``renew_or_acquire`` takes and renews it.
+    Thread-safe; ``renew_or_acquire`` acquires and renews it.
 
     Args:
-        store: whose database the collectors share.
-        name: what is held.
-        clock: its monotonic clock says when to stop.
-        is_shared: there may be other collectors; else all is held, always.
-        process_place: names what this process alone holds while it lives; "" where nothing does.
+        store: store whose database the collectors share.
+        name: name of the lease.
+        clock: its monotonic clock decides when to stop.
+        is_shared: there may be other collectors; otherwise the lease is always held.
+        process_place: names a resource that this process holds exclusively; "" without one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def epoch(self) -> int | None:
-        """Return the number of this collector's time as the holder; None while it is not."""
+        """Return the epoch of this collector's lease; None if it does not hold it."""
         if not self.is_shared:
             return 1
         until_ns, epoch = self._until_ns, self._epoch  # they are set the other way round
@@ -93,7 +93,7 @@ class Lease:
         """Renew the lease, or acquire it if it is free.
 
         Raises:
-            StorageError: the database refused; what is held is held until it ends.
+            StorageError: the database refused; a held lease stays until it expires.
         """
         if not self.is_shared:
             return
@@ -107,7 +107,7 @@ class Lease:
         if epoch is None or (is_held and self.epoch() is None):
             self._until_ns = 0
             return
-        self._epoch = epoch  # before the time is set, for that of an earlier one is over
+        self._epoch = epoch  # before the time is set, because that of an earlier epoch has passed
         self._until_ns = asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
 
     def fenced(self, epoch: int) -> AbstractContextManager[None]:
@@ -119,7 +119,7 @@ class Lease:
         return self._store.checked(self._check(epoch))
 
     def start(self) -> None:
-        """Ask for the lease once, then renew it in a thread."""
+        """Try to acquire the lease once, then renew it in a thread."""
         if not self.is_shared:
             return
         self._look_and_tell()
@@ -127,7 +127,7 @@ class Lease:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and let the lease go: the next collector need not wait for its end."""
+        """Stop the thread and release the lease, so that the next collector need not wait."""
         self._stopping.set()
         if self._thread is None:
             return
@@ -167,21 +167,21 @@ class Lease:
 def acquire(
     connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
 ) -> dict[str, int]:
-    """Renew the holder's leases, or take those that have ended or whose process has.
+    """Renew the holder's leases, or acquire those that have expired or whose process has ended.
 
     Args:
         connection: inside a transaction.
-        names: what is to be held.
-        holder: who asks.
+        names: names of the leases.
+        holder: identity of this collector.
         is_held: the holder never stopped to act as one: the epoch stays.
 
     Returns:
-        The epoch of each that is held; none of what another collector holds.
+        The epoch of each held lease; none of another collector's.
     """
     _bound(connection)
     rows = [
         {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
-        for name in sorted(names)  # in order, so that two do not wait for each other
+        for name in sorted(names)  # in order, to avoid deadlocks
     ]
     statement = insert(connection, leases).values(rows)
     is_mine = leases.c.holder == holder
@@ -230,7 +230,7 @@ def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[s
 
 
 def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Return who had each of the leases last."""
+    """Return the last holder of each of the leases."""
     query = select(leases.c.name, leases.c.holder).where(leases.c.name.in_(names))
     return {row.name: row.holder for row in connection.execute(query)}
 
@@ -246,7 +246,7 @@ def release(connection: Connection, names: Collection[str], holder: str) -> None
 
 
 def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
-    """Let nobody take the lease before this transaction ends.
+    """Lock the lease until the end of this transaction.
 
     Raises:
         StorageError: another collector is the holder, or was since.
@@ -260,7 +260,7 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
 
 
 def held_names(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
-    """Return the leases that the holder has, by these numbers; nobody takes them meanwhile.
+    """Return the leases that the holder has with these epochs, locked against other holders.
 
     That is until this transaction ends.
     """
@@ -268,13 +268,13 @@ def held_names(connection: Connection, epochs: Mapping[str, int], holder: str) -
     query = select(leases.c.name, leases.c.epoch).where(
         leases.c.name.in_(epochs), leases.c.holder == holder
     )
-    # In the order of ``acquire``, so that two do not wait for each other.
+    # In the order of ``acquire``, to avoid deadlocks.
     rows = connection.execute(query.order_by(leases.c.name).with_for_update(read=True))
     return {row.name for row in rows if row.epoch == epochs[row.name]}
 
 
 def _bound(connection: Connection) -> None:
-    """Let a process that is stopped in this transaction not keep others from leases for long."""
+    """Limit how long a paused process can block leases in this transaction."""
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
 
@@ -325,7 +325,7 @@ def fence(connection: Connection) -> None:
 
 
 def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
-    """Refuse what is committed under other epochs of the runs, once this transaction has ended."""
+    """Refuse commits under other epochs of the runs, once this transaction has ended."""
     rows = [
         {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
         for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire``

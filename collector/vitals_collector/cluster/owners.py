@@ -1,4 +1,4 @@
-"""Which collector takes which run's rows: of several on one store, each run has one owner.
+"""Run owners: each run has one owner among several collectors on one store.
 
 A run without an owner is acquired by the first collector that receives its rows; agents of a run
 with another owner are redirected. A dead owner is replaced once its lease has expired; a later
@@ -37,9 +37,9 @@ _IDLE_SECONDS = 600.0
 """Release a run after this time without rows."""
 _NAMES_AT_ONCE = 1_000
 _ENDED_SECONDS = 60.0
-"""How long after its lease a run is taken over with another: what stopped long ago stays."""
+"""Time after its lease in which a run is taken over together with another: older ones stay."""
 _ELSEWHERE_SECONDS = 1.0
-"""How long a run of another collector is thought to be its; agents ask often meanwhile."""
+"""How long a run counts as another collector's; agents ask often in the meantime."""
 _LOG = logging.getLogger("vitals.collector.owners")
 
 
@@ -55,12 +55,12 @@ class RunOwners:
 
     Args:
         store: with a lake, and the database that the collectors share.
-        clock: its monotonic clock says when a lease is over.
-        url: this collector's address, as agents know it; "" if it is not known.
-        process_place: names what this process alone holds while it lives; "" where nothing does.
+        clock: its monotonic clock decides when a lease has expired.
+        url: this collector's URL for agents; "" if it is not known.
+        process_place: names a resource that this process holds exclusively; "" without one.
 
     Raises:
-        StorageError: the database does not let former owners be refused.
+        StorageError: the database does not support refusing former owners.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RunOwners:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and let all runs go: their next owners need not wait."""
+        """Stop the thread and release all runs: their next owners need not wait."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -94,17 +94,17 @@ class RunOwners:
             self._release(list(self._owned))
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Own the runs that nobody else does; return for each of the others where it belongs."""
+        """Acquire the runs without an owner; return the owners of the others."""
         unowned, elsewhere = self._sorted(run_ids)
         if unowned:
             with self._taking:
-                unowned, elsewhere = self._sorted(run_ids)  # another thread may have taken some
+                unowned, elsewhere = self._sorted(run_ids)  # another thread may have acquired some
                 if unowned:
                     elsewhere |= self._acquire(unowned)
         return elsewhere
 
     def _sorted(self, run_ids: Collection[str]) -> tuple[list[str], dict[str, NotOwnerError]]:
-        """Return which of the runs are to be taken, and for those of others where they belong."""
+        """Return which of the runs are to be acquired, and the owners of the others."""
         unowned, elsewhere = list[str](), dict[str, NotOwnerError]()
         with self._lock:
             now_ns = self._clock.monotonic_ns()
@@ -146,7 +146,7 @@ class RunOwners:
                     owned[names[name]] = _Owned(epoch, _until(asked_ns), now_ns)
             _LOG.info("runs_owned num=%d first=%s", len(epochs), min(epochs))
         with self._lock:
-            # Runs that ended elsewhere are not asked for again, and would stay.
+            # Runs that ended elsewhere are not requested again, and would stay.
             current = {run: other for run, other in self._elsewhere.items() if other[1] > now_ns}
             until_ns = now_ns + int(_ELSEWHERE_SECONDS * 1e9)
             self._elsewhere = current | {run: (e, until_ns) for run, e in elsewhere.items()}
@@ -169,7 +169,7 @@ class RunOwners:
         return {name.removeprefix(RUN) for name in held_names(connection, epochs, self._holder)}
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return the runs that other collectors own, with what those last reported."""
+        """Return the runs of other collectors, with their last reports."""
         return owned_elsewhere(connection, self._holder)
 
     def _run(self) -> None:
@@ -184,10 +184,10 @@ class RunOwners:
         """Renew the leases of owned runs, and release runs without rows for long.
 
         Raises:
-            StorageError: the database refused; what is owned is until its lease ends.
+            StorageError: the database refused; owned runs stay owned until their leases expire.
         """
         now_ns = self._clock.monotonic_ns()
-        if self._taking.acquire(blocking=False):  # else the next time
+        if self._taking.acquire(blocking=False):  # otherwise the next time
             try:
                 self._release_idle(now_ns - int(_IDLE_SECONDS * 1e9))
             finally:

@@ -1,7 +1,7 @@
 """Reports of run owners in the database, and their reading by the pager.
 
-An owner's report is one row for each run, in the owner's words: bytes, here. It counts while the
-lease does under which it was written: the pager takes none of a former owner.
+An owner's report is one row for each run, as bytes in the owner's format. It is valid as long as
+the lease under which it was written: the pager ignores those of a former owner.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _REPORT = "report/"
 
 
 def owned_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]:
-    """Return the runs that others than the holder, or its former process, own now: one query."""
+    """Return the runs of owners other than the holder, or its former process: one query."""
     report = engine_state.c.name == literal(_REPORT) + func.substr(leases.c.name, len(RUN) + 1)
     query = (
         select(leases.c.name, leases.c.epoch, engine_state.c.body)
@@ -34,7 +34,7 @@ def owned_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]
 
 
 def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
-    """Write down what is reported of runs."""
+    """Write the reports of runs."""
     statement = insert(connection, engine_state)
     connection.execute(
         statement.on_conflict_do_update(
@@ -45,7 +45,7 @@ def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
 
 
 def forget_reports(connection: Connection, run_ids: Iterable[str]) -> None:
-    """Remove what was reported of runs."""
+    """Delete the reports of runs."""
     names = [_REPORT + run_id for run_id in run_ids]
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 

@@ -1,4 +1,4 @@
-"""Turns what was stored into alerts: decisions and findings once, runs' states as they change.
+"""Raises alerts from stored events: decisions and findings once, runs' states as they change.
 
 Decisions of the policy inside the job and findings of its detectors arrive as events. Findings that
 need the steps of all ranks or samples of nodes come from ``live_monitor`` and are stored in the
@@ -71,21 +71,21 @@ from vitals_collector.storage.store import SteadyClock, Store
 _AT_ONCE = 500
 _NAMES_AT_ONCE = 10_000
 _MAX_LOGGED = 100
-"""Errors of our own that are logged whole; those beyond are only counted."""
+"""Internal errors that are logged with a traceback; later ones are only counted."""
 _Record = TypeVar("_Record")
 _AWAITED = (DecisionMade, FindingRaised)
 """Events that may raise alerts."""
 _NOTED = CheckpointChanged | NamesDefined | RanksStill | TrainingPaused
 """Events that change how a run is watched."""
 _MOST_CAME = 8
-"""Commits that wait for a look: each is some MB at most, and what is sorted has a bound."""
+"""Commits that wait to be sorted: each has at most some MB."""
 _PAUSE_SECONDS = 0.2
-"""Time between two looks at rows that just arrived: those of a large run arrive all the time."""
+"""Pause between two polls for new rows: those of a large run arrive all the time."""
 _RESEND_SECONDS = 60.0
 """Interval at which a change that no notifier has settled is delivered again: after a silence ends
 or this process starts."""
 _LEFT_SECONDS = 10.0
-"""After which the pager owns what an owner that is gone left unwatched, where no other did."""
+"""After which the pager acquires runs without an owner."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -96,7 +96,7 @@ Writer = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine looks at runs."""
+    """Settings of the engine."""
 
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
@@ -105,7 +105,7 @@ class EngineConfig:
 
 
 class AlertEngine:
-    """Reads the store after ingests and at intervals; writes alerts. ``poll`` is one look."""
+    """Reads the store after ingests and at intervals; writes alerts. ``poll`` runs one pass."""
 
     def __init__(
         self,
@@ -122,32 +122,32 @@ class AlertEngine:
         self._inbox = inbox
         self._lease = lease or Lease(store, PAGER, clock=clock, is_shared=False)
         self._epoch: int | None = None
-        """The time as the pager to which what is remembered of others belongs."""
+        """Epoch of the pager's lease to which the cached state of other owners belongs."""
         self._clock, self._steady = clock, SteadyClock(clock)
         self._dispatcher = dispatcher
         self._config = config or EngineConfig()
         self._up_since_unix_ns = up_since_unix_ns
         self._lock = threading.Lock()
         self._came: deque[Sequence[tuple[Batch, Sequence[EventRow]]]] = deque()
-        """Committed, and not looked at yet."""
+        """Committed, and not sorted yet."""
         self._dirty: set[Writer] = set()
         self._watching = LiveMonitor(store)
         self._runs = RunStatusCache(is_shared=self._lease.is_shared)
         self._owned: Mapping[str, int] | None = None
-        """The own runs at the last look; None: all."""
+        """The owned runs at the last poll; None: all."""
         self._reporter = Reporter(store)
         self._others: dict[str, RunReport] = {}
-        """What other owners report of their runs."""
+        """Reports of other owners about their runs."""
         self._elsewhere: set[str] = set()
-        """The runs that others own."""
+        """The runs of other owners."""
         self._ownerless_since: dict[str, int] | None = None
-        """Runs that nobody owns, by when that was seen, until it is known that nobody need; None:
-        nobody has looked since this collector pages."""
+        """Runs without an owner, by when that was noticed, until they are settled; None: not
+        checked since this collector became the pager."""
         self._settled: set[str] = set()
-        """Runs that nobody need own: they ended, and are watched to their end."""
+        """Runs that need no owner: they ended, and are fully processed."""
         self._wake = threading.Event()
         self._urgent = threading.Event()
-        """Set with ``_wake`` where people may be waiting for what came."""
+        """Set with ``_wake`` for events that may raise alerts."""
         self._stopping = threading.Event()
         self._has_more = False
         self._thread: threading.Thread | None = None
@@ -158,25 +158,25 @@ class AlertEngine:
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
-        """Note who wrote what, and have it looked at soon; reads and writes nothing."""
-        # Called by the threads that commit, before agents have their answers: all work is left to
-        # the engine's own.
+        """Record new rows for the next poll; reads and writes nothing."""
+        # Called by the committing threads before agents get their responses: all work is left to
+        # the engine's own thread.
         self._came.append(new)
-        if len(self._came) > _MOST_CAME:  # it does not look: what is kept has a bound there
+        if len(self._came) > _MOST_CAME:  # the engine is busy: the sorted rows are bounded
             self._take_in()
         if any(isinstance(row.event, _AWAITED) for _, events in new for row in events):
             self._urgent.set()
         self._wake.set()
 
     def _take_in(self) -> None:
-        """Sort what was committed by whom it is for."""
+        """Sort committed rows by their consumer."""
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
         noted: set[str] = set()
         dirty: set[Writer] = set()
         while self._came:
-            with suppress(IndexError):  # another thread took it
+            with suppress(IndexError):  # another thread popped it
                 for batch, events in self._came.popleft():
                     identity = batch.header.identity
                     run_ids.add(identity.run_id)
@@ -206,7 +206,7 @@ class AlertEngine:
         delivered in time expire.
 
         Args:
-            only_new: look only at what arrived since the last look, which costs little.
+            only_new: process only what arrived since the last poll, which costs little.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -240,7 +240,7 @@ class AlertEngine:
                 self._dirty |= dirty
 
     def _follow_owned(self, *, is_pager: bool) -> None:
-        """Take over runs that are new to this collector, where others stored that they were."""
+        """Load the stored state of runs that this collector has acquired."""
         owned = self._store.claims.owned()
         if owned is not None:
             before = self._owned or {}
@@ -261,7 +261,7 @@ class AlertEngine:
         return self._epoch is not None and self._lease.epoch() == self._epoch
 
     def _become_pager(self, epoch: int) -> None:
-        """Become the one that delivers, from what is stored: as after a restart."""
+        """Become the pager, from what is stored: as after a restart."""
         # other pagers did so in the meantime: the cached state is outdated
         if self._epoch is not None:
             self._runs = RunStatusCache(is_shared=self._lease.is_shared)
@@ -357,7 +357,7 @@ class AlertEngine:
     def _report(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
-        """Say how own runs are, to the collector that tells people."""
+        """Report owned runs to the pager."""
         with_words = [run_id for run_id, _ in dirty]
         runs = [self._run_now(run) for run in present if self._is_own(run.run_id)]
         self._reporter.report(self._owned or {}, with_words, runs, only_new=only_new)
@@ -367,7 +367,7 @@ class AlertEngine:
     def _tell(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
-        """Raise what was found, and bring all alerts to where the runs' present puts them."""
+        """Raise alerts for findings, and update all alerts from the runs' current states."""
         others = [run.now for run_id, run in self._others.items() if not self._is_own(run_id)]
         finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
         finished |= {run.run_id for run in others if run.state == "finished"}
@@ -390,7 +390,7 @@ class AlertEngine:
             self._claim_orphaned_runs()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
-        """Have the watchers look; return the runs of which they found something new."""
+        """Run the fleet detectors; return the runs with new findings."""
         running = self._runs.running
         polled = self._watching.poll(
             now_ns=self._clock.monotonic_ns(),
@@ -403,7 +403,7 @@ class AlertEngine:
 
     @property
     def watching(self) -> LiveMonitor:
-        """What looks at the steps of all ranks."""
+        """The monitor of the steps of all ranks."""
         return self._watching
 
     def start(self) -> None:
@@ -412,7 +412,7 @@ class AlertEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after its present look."""
+        """Stop the thread after its current poll."""
         self._stopping.set()
         self._urgent.set()
         self._wake.set()
@@ -437,7 +437,7 @@ class AlertEngine:
                 self._stopping.wait(self._config.interval_seconds)
                 continue
             if not self._has_more:
-                # Not at every commit: a thousand agents commit all the time, and one look costs the
+                # Not at every commit: a thousand agents commit all the time, and one poll costs the
                 # same for one row and for a thousand.
                 self._urgent.wait(_PAUSE_SECONDS)
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
@@ -455,7 +455,7 @@ class AlertEngine:
     # --------------------------------------------------------------------------------- decisions
 
     def _mark_unread(self, run_ids: Collection[str] | None = None) -> None:
-        """Mark writers, of all runs or of some, whose words were stored and not consumed."""
+        """Mark writers, of all runs or of some, with stored events that were not consumed."""
         if run_ids is not None and not run_ids:
             return
         queries = {
@@ -511,7 +511,7 @@ class AlertEngine:
     def _readable(
         self, rows: Iterable[Any], decode: Callable[[bytes], _Record]
     ) -> Iterator[tuple[Any, _Record]]:
-        """Yield the rows whose record this version can read; the others keep nobody silent.
+        """Yield the rows whose record this version can read; the others are skipped.
 
         A newer collector on the same database may store what an older one, which pages, cannot.
         """
@@ -526,10 +526,10 @@ class AlertEngine:
     def _consume_findings(
         self, writers: Sequence[Writer], finished: Collection[str]
     ) -> frozenset[str]:
-        """Raise what findings tell by themselves; a finished run has nothing to fire.
+        """Raise the alerts of findings; a finished run raises none.
 
-        Those of all writers together: of an alert that several ranks raise, all are named at once.
-        Returns the fingerprints of alerts that began to fire.
+        Findings of all writers together: an alert that several ranks raise names all of them.
+        Returns the fingerprints of alerts that started to fire.
         """
         fired: frozenset[str] = frozenset()
         while writers:
@@ -577,7 +577,7 @@ class AlertEngine:
             for time_unix_ns, finding in timed_findings
             if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
             for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
-            if alert.point  # the others hold as long as the watchers say so
+            if alert.point  # the others last as long as the detectors report them
         ]
         return len(rows), rows[-1].seq if rows else -1, occurrences
 
@@ -610,7 +610,7 @@ class AlertEngine:
         return refreshed
 
     def _run_now(self, run: RunStatus) -> RunNow:
-        """Return what the inbox needs to know of an own run."""
+        """Return the state of an owned run for the inbox."""
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
@@ -618,7 +618,7 @@ class AlertEngine:
         lasting = set[str]()
         absences = self._alerts_for_absent(run, run.absent)
         conditions += absences
-        # This collector has just started: what was silent before may speak yet, or not.
+        # This collector has just started: what was silent before may report again, or not.
         unheard = self._alerts_for_absent(run, run.unheard)
         lasting.update(alert.fingerprint for alert in unheard)
         if run.state == "running":
@@ -653,11 +653,11 @@ class AlertEngine:
         )
 
     def _with_lasting(self, run: RunNow, fired: frozenset[str]) -> RunNow:
-        """Add to a run's present what this collector alone knows, which raises alerts."""
+        """Add a run's lasting conditions that only this collector knows."""
         lasting, conditions = run.lasting | fired, run.conditions
         if run.state == "running":
             self._gone[run.run_id] = {alert.fingerprint for alert in conditions} | lasting
-        elif run.state == "lost":  # what was gone is not back for all the rest being gone as well
+        elif run.state == "lost":  # a lost part is still lost when everything else is
             lasting |= self._gone.get(run.run_id, set())
         else:
             self._gone.pop(run.run_id, None)
@@ -708,7 +708,7 @@ class AlertEngine:
         if self._dispatcher is None:
             return
         if not self._dispatcher.is_pager():
-            self._resend_ns = None  # at once when it becomes this one's turn
+            self._resend_ns = None  # at once when it becomes the pager
             return
         if self._resend_ns is not None and now < self._resend_ns:
             return
@@ -721,7 +721,7 @@ class AlertEngine:
 
 
 class Acting(NamedTuple):
-    """The parts that act, wired to each other; close them before the store."""
+    """The running parts, connected to each other; close them before the store."""
 
     inbox: Inbox
     engine: AlertEngine
@@ -758,15 +758,15 @@ def assemble(
     """Return inbox, engine and dispatcher over one store; nothing runs yet.
 
     Args:
-        store: what they read and write.
-        notifiers: where alerts go.
-        clock: when "now" is.
-        config: how the engine looks at runs.
+        store: store that they read and write.
+        notifiers: destinations of alerts.
+        clock: current time.
+        config: settings of the engine.
         inbox_config: when alerts fire and resolve.
         up_since_unix_ns: since when rows could be received.
         is_shared: other collectors may use the store: one of them watches and delivers.
-        host_port: names what this process alone holds while it lives (``cluster.leases``).
-        is_pager: whether this collector delivers; None: while it watches.
+        host_port: a resource that this process holds exclusively (``cluster.leases``).
+        is_pager: whether this collector delivers; None: decided by its lease.
     """
     lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, process_place=host_port)
     notifiers = list(notifiers)
@@ -817,7 +817,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:
-    """Return what a writer's policy decided, by the step it is about."""
+    """Return the actions of a writer's decisions, by the step of their subject."""
     query = select(decisions.c.step, decisions.c.action).where(
         decisions.c.run_id == writer[0],
         decisions.c.incarnation == writer[1],

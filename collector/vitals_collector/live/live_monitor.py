@@ -1,4 +1,4 @@
-"""Has the watchers look at every run's merged steps, and stores what they tell as findings.
+"""Runs the fleet detectors on every run's merged steps, and stores their findings.
 
 Fleet detectors only report: actions are decided inside the job. Their findings are stored with
 those of the ranks, under an incarnation of the collector, and raise alerts like these.
@@ -64,7 +64,7 @@ _ASIDE = "watching-aside/"
 
 
 def state_name(run_id: str) -> str:
-    """Return the name under which a run's state is kept in ``engine_state``."""
+    """Return the name of a run's state in ``engine_state``."""
     return f"watching/{run_id}"
 
 
@@ -86,16 +86,16 @@ class _Onsets(msgspec.Struct):
 
 
 class WatchedOnsets(NamedTuple):
-    """When a run's series left their course, as it was seen live."""
+    """Onsets of a run's series, detected live."""
 
     onsets: tuple[Onset, ...]
     from_key: Key
-    """Before it, or before a restart of the collector, nobody could tell."""
+    """Before it, or before a restart of the collector, onsets are unknown."""
     to_key: Key
 
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
-    """Return a run's onsets as they were seen live; None: nobody looked."""
+    """Return a run's onsets as detected live; None: the run was not watched."""
     query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
     body = connection.execute(query).scalar()
     if body is None:
@@ -122,9 +122,9 @@ def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
 
 
 def unread_runs(connection: Connection, of: Collection[str] | None = None) -> list[str]:
-    """Return the runs, of all or of some, of which more is stored than the watchers are done with.
+    """Return the runs, of all or of some, with stored rows that the detectors have not processed.
 
-    The newest sample of a host always waits for the next one of its node.
+    The latest sample of a host always waits for the next one of its node.
     """
     table = streams.c
     query = select(table.run_id, table.incarnation, table.stream, table.last_seq)
@@ -176,7 +176,7 @@ _SAVED_STATES = ("verified", "healthy", "retired")
 
 
 class TimedFinding(NamedTuple):
-    """A finding, and where it belongs."""
+    """A finding with its attempt, step and time."""
 
     finding: Finding
     attempt: int
@@ -195,13 +195,13 @@ class RunWatchState(msgspec.Struct, kw_only=True):
     checkpoint: Key = BEFORE_ALL
     """The latest checkpoint that the detectors have processed."""
     last: tuple[int, int, int] = (0, -1, 0)
-    """Attempt, step and time of the newest merged step."""
+    """Attempt, step and time of the latest merged step."""
     open: list[Finding] = []
     """Reported conditions that still apply: a stalled step, an overdue checkpoint."""
     onsets: list[Onset] | None = None
-    """When series left their course, as it was seen then; None: nobody looked."""
+    """Onsets of series, as detected then; None: the run was not watched."""
     judged_from: Key = (2**63 - 1, 0)
-    """From where on this process could tell."""
+    """First step from which this process could detect onsets."""
     lasting: list[Finding] = []
     """Findings whose condition lasts: a straggler, a drop of throughput."""
 
@@ -210,7 +210,7 @@ class RunWatchState(msgspec.Struct, kw_only=True):
 
 
 FORGET_NS = 8_000_000_000
-"""A node that said nothing for longer than that may move again, or be gone."""
+"""A node that is silent for longer may be running again, or lost."""
 _decode_still = msgspec.msgpack.Decoder(RanksStill).decode
 
 
@@ -232,7 +232,7 @@ class StillNodes:
     _follower: HangFollower = field(default_factory=HangFollower)
 
     def load_events(self, connection: Connection, run_id: str, now_ns: int) -> None:
-        """Take in what came since the last look."""
+        """Read events since the last poll."""
         conditions = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
         last = select(events.c.incarnation, func.max(events.c.seq)).where(*conditions)
         for incarnation, seq in connection.execute(last.group_by(events.c.incarnation)).all():
@@ -245,7 +245,7 @@ class StillNodes:
             try:
                 event = _decode_still(connection.execute(query).scalar() or b"")
             except UNREADABLE:
-                continue  # a newer agent's: it judges its own node, at least
+                continue  # of a later agent version: it at least judges its own node
             self._words[incarnation] = _Word(seq, now_ns, event)
 
     def findings_due(self, now_ns: int) -> tuple[Finding, ...]:
@@ -291,9 +291,9 @@ class FollowedRun:
     steps: StepMerger
     hosts: NodeMerger = field(default_factory=NodeMerger)
     heard_ns: int | None = None
-    """When this process last saw a new step, or first looked; by the clock of ``advance``."""
+    """When this process last saw a new step, or first polled; by the clock of ``advance``."""
     has_changed: bool = False
-    """Whether anything was taken in since this was stored."""
+    """Whether anything was added since this was stored."""
     _fresh: TailReader = field(init=False)
     _looked_ns: int | None = None
     _saves: list[tuple[Key, int]] = field(default_factory=list)
@@ -313,9 +313,9 @@ class FollowedRun:
     # -------------------------------------------------------------------------------- reading
 
     def add_committed(self, taken: CommittedRows, now_ns: int) -> int:
-        """Take in rows that were just committed; return how many."""
+        """Add rows that were just committed; return their number."""
         fresh = self._fresh
-        # Where others are behind, rows that wait for them would be more and more.
+        # If some writers are behind, rows that wait for them would accumulate.
         is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
         num = self._take_all(fresh.add_committed(taken.batches, is_full=is_full), now_ns)
         self.steps.world_size = fresh.world_size
@@ -329,16 +329,15 @@ class FollowedRun:
     def read_stored(
         self, moment: ReadSnapshot, budget: int, now_ns: int, *, has_more: bool = True
     ) -> int:
-        """Read about ``budget`` rows that were not taken; return how many.
+        """Read about ``budget`` missing rows; return their number.
 
-        Those that are behind are read first, so that a rank's rows which are stored are never
-        taken for late.
+        Writers that are behind are read first, so that a rank's stored rows never count as late.
 
         Args:
-            moment: of the store, after what was taken was committed.
-            budget: how many to read from the store, about.
+            moment: snapshot of the store, taken after the added rows were committed.
+            budget: approximate number of rows to read.
             now_ns: the clock of ``advance``.
-            has_more: whether the store may have more than was ever taken.
+            has_more: whether the store may have rows that were never added.
         """
         fresh = self._fresh
         if has_more or self._is_due(now_ns):
@@ -466,7 +465,7 @@ class FollowedRun:
             self.heard_ns = now_ns
         gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
         merged = self.steps.take_ready(now_ns, gate=gate)
-        # Those of later steps stay where they are until these steps are here.
+        # Those of later steps stay queued until their steps are merged.
         rounds = deque(self.hosts.take_ready(self._host_gates()) if gate is None else ())
         records: list[TimedFinding] = []
         for step in merged:
@@ -498,7 +497,7 @@ class FollowedRun:
         self.saved.lasting = [finding for finding in lasting.values() if finding.detector in on]
 
     def take_unmerged(self) -> int:
-        """Return how many rows of ranks steps were merged without, since it was last taken."""
+        """Return the number of ranks' rows missing in merged steps, since the last call."""
         before, self._num_unmerged = self._num_unmerged, self.steps.num_missing
         return self._num_unmerged - before
 
@@ -526,7 +525,7 @@ class FollowedRun:
         return self._timed(self.watchers.update_node(sample), host_round.time_unix_ns)
 
     def _idle(self, now_ns: int) -> list[TimedFinding]:
-        """Ask how long nothing came: by this collector's clock, carried on from the run's own."""
+        """Check how long no row arrived, by this collector's clock."""
         at = self._now_of_run(now_ns)
         return self._timed(self.watchers.idle(at), at)
 
@@ -535,7 +534,7 @@ class FollowedRun:
         return self.saved.last[2] + max(0, now_ns - heard_ns)
 
     def _save_until(self, key: Key) -> None:
-        """Tell the watchers of the checkpoints up to a step, in the order of the steps."""
+        """Pass the checkpoints up to a step to the detectors, in step order."""
         while self._saves and self._saves[0][0] <= key:
             self.saved.checkpoint, step = self._saves.pop(0)
             self.watchers.saved(step)
@@ -601,7 +600,7 @@ def open_run(
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
 _PAUSE_SECONDS = 10.0
-"""How long a run is left alone after watching it met an error of our own; doubled each time."""
+"""First pause after watching a run met an internal error; doubled each time."""
 _LONGEST_PAUSE_SECONDS = 600.0
 """The longest of these pauses; when a run reaches it, watching is suspended: its old rows are
 rolled up although no detector has processed them. Retries continue."""
@@ -609,7 +608,7 @@ rolled up although no detector has processed them. Retries continue."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveMonitorConfig:
-    """How runs are watched."""
+    """Settings of live monitoring."""
 
     rows_at_once: int = 50_000
     """Rows per poll, so that a collector that has to catch up still reports a halt at once."""
@@ -620,7 +619,7 @@ class LiveMonitorConfig:
     save_bytes_a_second: int = 1 << 16
     """A large memory, of thousands of ranks, is stored so much less often."""
     watch: FleetConfig = field(default_factory=FleetConfig)
-    """The watchers' own settings."""
+    """Settings of the fleet detectors."""
 
 
 class Polled(NamedTuple):
@@ -629,18 +628,18 @@ class Polled(NamedTuple):
     runs_with_findings: frozenset[str]
     """Runs with new findings."""
     has_more: bool
-    """Rows are left: look again at once."""
+    """Rows remain: poll again at once."""
 
 
 class _Pause(NamedTuple):
-    """A run is left alone for a while."""
+    """Pause of a run."""
 
     until_ns: int
     seconds: float
 
 
 class _StateToStore(NamedTuple):
-    """What is to be stored of a run."""
+    """State of a run to store."""
 
     followed: FollowedRun
     saved: RunWatchState
@@ -719,7 +718,7 @@ class LiveMonitor:
         Args:
             now_ns: a monotonic clock.
             running: runs that are running.
-            only_new: look only at those that have new rows.
+            only_new: process only runs with new rows.
             owned: runs to process, among those given to ``take_over``; None: all.
 
         Raises:
@@ -777,7 +776,7 @@ class LiveMonitor:
             self.note(run_id)
 
     def _queue(self, running: Collection[str], *, only_new: bool) -> list[str]:
-        """Return the runs to look at; those that have new rows come first."""
+        """Return the runs to process; those with new rows come first."""
         queue = [*self._live.waiting()]
         queue += [
             followed.run_id
@@ -795,7 +794,7 @@ class LiveMonitor:
     def _watch(
         self, run_id: str, budget: int, now_ns: int, is_running: bool
     ) -> tuple[int, list[_StateToStore]]:
-        """Look at one run; return how many rows were read, and what is to be stored of it."""
+        """Process one run; return the number of rows read, and the state to store."""
         states: list[_StateToStore] = []
         taken = self._live.pop(run_id)  # before the store is opened: it must have these
         try:
@@ -844,7 +843,7 @@ class LiveMonitor:
         self._save_ns.pop(run_id, None)
 
     def _leave_alone(self, run_id: str, now_ns: int) -> None:
-        """Pause a run whose watching met an error of our own, which is being handled."""
+        """Pause a run after an internal error, in its exception handler."""
         self._forget(run_id)
         seconds = self._pause(run_id, now_ns)
         self._store.counters.fail("watching")
@@ -853,7 +852,7 @@ class LiveMonitor:
             self._set_suspended(run_id, is_aside=True)
 
     def _pause(self, run_id: str, now_ns: int) -> float:
-        """Leave a run alone for longer each time; return for how many seconds."""
+        """Pause a run, longer each time; return the seconds."""
         before = self._pauses.get(run_id)
         seconds = _PAUSE_SECONDS if before is None else 2 * before.seconds
         seconds = min(seconds, _LONGEST_PAUSE_SECONDS)
@@ -876,11 +875,11 @@ class LiveMonitor:
     def _keep(self, states: Sequence[_StateToStore], now_ns: int) -> None:
         """Store findings and memory of runs, of each in one transaction: that of all, if it can.
 
-        What is synced to the disk costs the same for one run and for hundreds.
+        A sync to disk costs the same for one run and for hundreds.
         """
         try:
             stored_runs = self._store_all(states)
-        except Exception as error:  # what is wrong with one run is its own
+        except Exception as error:  # an error in one run must not affect others
             if len(states) > 1:
                 for of_run in states:
                     self._keep([of_run], now_ns)
@@ -901,7 +900,7 @@ class LiveMonitor:
                 self._forget(followed.run_id)
 
     def _store_all(self, states: Sequence[_StateToStore]) -> Collection[str]:
-        """Store what is kept of runs; return those that were still to be followed here."""
+        """Store the states of runs; return the runs that are still owned here."""
         if not states:
             return ()
         with self._store.write() as connection:

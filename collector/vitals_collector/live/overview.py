@@ -17,7 +17,7 @@ from vitals_collector.live.run_status import Liveness, SourceState, health, last
 from vitals_collector.storage.schema import alerts, attempts, decisions, findings, runs, sources
 
 RECENT_STEPS = 50
-"""An action this many steps back still makes a run ``acting``."""
+"""Steps for which an action makes a run ``acting``."""
 _LAST_STEPS = 5
 """A run that ended so few steps after a step was skipped ended in trouble."""
 _NONFINITE_STATE, _UNGUARDED = "nonfinite_state", "unguarded"
@@ -33,7 +33,7 @@ _info = msgspec.msgpack.Decoder(RunInfo).decode
 def summaries(
     connection: Connection, when: Liveness, run_id: str | None = None
 ) -> tuple[RunSummary, ...]:
-    """Return the line of every run, or of one; the newest run first."""
+    """Return the summary of every run, or of one; the latest run first."""
     shown = select(runs).where(~is_being_removed())
     rows = connection.execute(
         _of(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
@@ -49,7 +49,7 @@ def summaries(
 def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
     """Return how many updates were not applied, by run and cause.
 
-    A step has one entry: where that is a rollback or a halt, it says so itself.
+    A step has one entry: if that is a rollback or a halt, it has its own entry.
     """
     columns = decisions.c
     query = select(columns.run_id, columns.cause).where(
@@ -80,7 +80,7 @@ def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int
     batches = Counter[str]()
     for run_id, body in connection.execute(query):
         if not body:
-            continue  # damaged: what it was is not known
+            continue  # damaged: its content is unknown
         decision = _decision(body)
         if is_skip(decision):
             lost[run_id].add((decision.attempt, decision.step))
@@ -95,12 +95,12 @@ def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int
 
 
 def info_of(row: Row[Any]) -> RunInfo:
-    """Return the attributes of a row of ``runs``; the defaults, where none came yet."""
+    """Return the attributes of a row of ``runs``; the defaults if none arrived yet."""
     return _info(row.info) if row.info else RunInfo(mode="", world_size=row.world_size)
 
 
 class _Counts:
-    """How many of what each run has."""
+    """Counts by run."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
         self.rollbacks = _counted(
@@ -129,7 +129,7 @@ class _Counts:
             alerts.c.state == "firing", alerts.c.name.in_(ABSENCE_ALERTS)
         )
         self.missing: dict[str, list[str]] = defaultdict(list)
-        """By run, the nodes, agents and ranks that are gone."""
+        """By run, the lost nodes, agents and ranks."""
         for of, labels in connection.execute(absences):
             self.missing[of].append(msgspec.json.decode(labels, type=dict[str, str])["cause"])
         damaged = _of(
@@ -230,7 +230,7 @@ def _summary(
 def _is_recently(
     kind: str, steps: int, run_id: str, head: Row[Any] | None, counts: _Counts
 ) -> bool:
-    """Return whether such a finding of the newest attempt is at most ``steps`` old: it recurs."""
+    """Return whether such a finding of the latest attempt is at most ``steps`` old: it recurs."""
     if head is None:
         return False
     told_at = counts.damaged.get((run_id, head.last_attempt, kind))
@@ -243,7 +243,7 @@ def _float(stored: float | str | None) -> float | None:
 
 
 def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
-    """Return rank 0's incarnation with the newest step: it speaks for the run."""
+    """Return rank 0's incarnation with the latest step, which represents the run."""
     heads = [source for source in of_run if source.source == "rank:0" and source.last_step >= 0]
     return max(heads, key=lambda source: source.last_step_unix_ns, default=None)
 

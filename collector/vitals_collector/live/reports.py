@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(RunReport).decode
 
 
 class Reporter:
-    """Writes down what is reported of own runs, where it has changed."""
+    """Writes reports of owned runs if they have changed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -88,7 +88,7 @@ class Reporter:
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
 
     def withdraw(self, run_ids: Collection[str]) -> None:
-        """Report nothing more of own runs: this collector is the one that reports are for.
+        """Stop reporting owned runs: this collector is the pager itself.
 
         Raises:
             StorageError: the store refused; call again.

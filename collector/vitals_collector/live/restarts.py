@@ -22,10 +22,10 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 
 
 class Restart(NamedTuple):
-    """One start of a run that had made steps before."""
+    """One restart of a run."""
 
     attempt: int
-    """The one that it began."""
+    """The attempt that it started."""
     step: int
     """The first step of it."""
     before: int
@@ -80,7 +80,7 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
 
 
 def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
-    """Return the attempts that rollbacks began."""
+    """Return the attempts that rollbacks started."""
     columns = decisions.c
     bodies = connection.execute(
         select(columns.body).where(

@@ -23,7 +23,7 @@ from vitals_collector.live.step_join import MOST_RANKS
 from vitals_collector.storage.schema import decisions, events, findings, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
-"""How a run can end by its own word, the one that explains most first."""
+"""Reported ends of a run, the most informative first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Liveness:
     lost_after_seconds: float = 60.0
     """Neither a rank's row nor its agent's for longer than this: the run is lost."""
     is_reading_in: bool = False
-    """A folder is being read for the first time: its runs' last words may be yet to come."""
+    """A directory is being imported: the last events of its runs may be missing."""
 
 
 GUEST = "otlp."
@@ -45,7 +45,7 @@ does not show that the run is alive."""
 
 
 class SourceState(NamedTuple):
-    """What is known of one incarnation of a source."""
+    """State of one incarnation of a source."""
 
     source: str
     started_unix_ns: int
@@ -109,9 +109,9 @@ def last_seen(sources: Iterable[SourceState]) -> int:
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     """Return the run's state from the latest incarnation of each source.
 
-    A run that said goodbye is what it said. One whose agents say that all its processes are gone is
-    lost at once: an agent says so after the last row of the rank. A silent one is lost only when
-    its agents are silent as well: a rank in a long evaluation is silent and fine.
+    A run that reported its end has that state. One whose agents report that all its processes have
+    ended is lost at once: an agent reports it after the last row of the rank. A silent one is lost
+    only when its agents are silent as well: a rank in a long evaluation is silent and healthy.
     """
     newest = _latest(sources)
     head = newest.get("rank:0")
@@ -128,7 +128,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
         return "running"
     is_gone = bool(ranks) and all(source.alive == 0 or source.ended_state for source in ranks)
     if is_gone or all(_is_silent(source, when) for source in (*ranks, *agents)):
-        # Where rank 0 was killed before it could speak, another rank may have said why.
+        # If rank 0 was killed before it could report, another rank may have reported why.
         return "failed" if "failed" in ended else "lost"
     return "running"
 
@@ -177,8 +177,8 @@ def health(
 
 
 def _is_silent(source: SourceState, when: Liveness) -> bool:
-    # The sender's clock may be wrong and a spool may be late: what this collector's own clock said
-    # at the last arrival counts, where rows arrive at all and are not read from a folder.
+    # The sender's clock may be wrong and a spool may be late: this collector's own clock at the
+    # last arrival counts, unless the rows are read from a directory.
     heard = source.last_seen_unix_ns
     if source.last_received_unix_ns:
         heard = max(source.last_received_unix_ns, when.up_since_unix_ns)
@@ -197,8 +197,8 @@ def _is_silent(source: SourceState, when: Liveness) -> bool:
 
 
 _MARGIN = 0.25
-"""How much later than the silent rank the others must have passed a step, in parts of the limit:
-rows on their way when a node dies arrive a few seconds after those of the others."""
+"""How much later than the silent rank the others must have completed a step, as a share of the
+limit: rows in transit when a node dies arrive a few seconds after those of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +206,9 @@ class Absent:
     """Lost or silent parts of a run."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks whose process is gone without a goodbye, on nodes that speak."""
+    """Ranks whose process ended unexpectedly, on nodes that report."""
     nodes: tuple[str, ...] = ()
-    """Nodes of which nothing is heard, while no step passed without them."""
+    """Silent nodes, while no step was completed without them."""
     agents: tuple[str, ...] = ()
     """Nodes whose agent is silent, although their ranks are running."""
     never_heard: tuple[int, ...] = ()
@@ -225,7 +225,7 @@ class _Heard(NamedTuple):
     source: SourceState
     last_ns: int
     step_ns: int
-    """When its newest step arrived."""
+    """When its latest step arrived."""
 
 
 def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
@@ -265,7 +265,7 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
 
 
 def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absent:
-    """Return the nodes of a failed run that fell silent before the first rank said that it failed.
+    """Return nodes of a failed run that became silent before a rank reported the failure.
 
     This explains the failure: connections to a dead machine break. A node that reported later was
     ended by its launcher, because the others had failed.
@@ -278,19 +278,19 @@ def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absen
 
 
 def _launched(source: SourceState) -> int:
-    """Return when it started by the collector's clock; later where its rows or clock are late."""
+    """Return when it started by the collector's clock; later if its rows or clock are late."""
     return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
 
 
 def _relaunched(sources: Sequence[SourceState], ranks: Sequence[_Heard]) -> int:
-    """Return when the newest of the ranks started that had started before; 0 where none had."""
+    """Return when the latest of the restarted ranks started; 0 if none was restarted."""
     num_starts = Counter(source.source for source in sources)
     again = (rank.source for rank in ranks if num_starts[rank.source.source] > 1)
     return max(map(_launched, again), default=0)
 
 
 def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
-    """Return the ranks that have not passed the newest step of the others; none where all have."""
+    """Return the ranks that have not reached the latest step of the others; none if all have."""
     newest = _latest(sources)
     head = newest.get("rank:0")
     steps = {
@@ -329,10 +329,10 @@ def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, 
 
 
 def _is_passed(silent: Sequence[_Heard], step_times: Mapping[int, int], when: Liveness) -> bool:
-    """Say whether others passed steps after these fell silent: steps need every rank.
+    """Return whether others completed steps after these became silent: steps need every rank.
 
-    ``step_times`` has of each rank's newest step when it last arrived: those are few, and ranks and
-    nodes that are silent may be thousands.
+    ``step_times`` has the arrival times of each rank's latest step: those are few, while silent
+    ranks and nodes may be thousands.
     """
     step = max(rank.source.last_step for rank in silent)
     heard = max(rank.source.last_received_unix_ns for rank in silent)
@@ -341,7 +341,7 @@ def _is_passed(silent: Sequence[_Heard], step_times: Mapping[int, int], when: Li
 
 
 def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> tuple[int, ...]:
-    # Where only rank 0 reports, the others are not monitored at all.
+    # If only rank 0 reports, the others are not monitored at all.
     if not is_due or len(present) < 2:
         return ()
     expected = range(min(head.world_size, MOST_RANKS))
@@ -364,12 +364,12 @@ class RunStatus:
     run_id: str
     state: RunState
     reason: str = ""
-    """Why it ended as it did, where that is known."""
+    """Reason of its end, if known."""
     last_step: int = -1
     step: int = -1
     """The step that the state is about."""
     last_trouble: int = -1
-    """The step of its newest skip or rollback."""
+    """The step of its latest skip or rollback."""
     last_seen_unix_ns: int = 0
     """When it last reported, by its own clocks."""
     ended_unix_ns: int = 0
@@ -379,7 +379,7 @@ class RunStatus:
     unheard: Absent = NOBODY
     """Parts that would be lost if this collector had been running all the time: not known yet."""
     is_unheard: bool = False
-    """The run would be lost, had this collector been there all the time: nobody knows yet."""
+    """The run would be lost if this collector had been running all the time: not known yet."""
     behind: tuple[int, ...] = ()
     """Ranks of a running run that have not reached the latest step."""
     hang: str = ""
@@ -393,7 +393,7 @@ class _Decided(NamedTuple):
 
 
 class RunStatusCache:
-    """What runs are doing. ``touch`` is for any thread.
+    """States of runs. ``touch`` is thread-safe.
 
     Args:
         is_shared: other collectors may have received data of a run before this one first checked
@@ -410,15 +410,15 @@ class RunStatusCache:
         self._statuses: dict[str, RunStatus] = {}
         self._decided: dict[str, _Decided] = {}
         self._moved: dict[str, dict[str, tuple[int, int]]] = {}
-        """By run and incarnation of a folder: its last word by its own clock, and when that was
-        first seen by ours."""
+        """By run and incarnation of a directory: its last report by its own clock, and when this
+        process first saw it."""
         self._rest_until: dict[str, int] = {}
         """Until when large runs are not checked again, by this process's clock."""
         self._failed_at: dict[str, int] = {}
-        """When runs were first seen to have failed, by our clock: who was gone shows later."""
+        """When runs were first seen to have failed, by our clock: lost parts show later."""
 
     def touch(self, run_ids: Iterable[str], *, at_once: bool) -> None:
-        """Remember that something of these runs came; ``at_once``: what may change their state."""
+        """Record new data of these runs; ``at_once``: data that may change their state."""
         with self._lock:
             for run_id in run_ids:
                 self._touched[run_id] = at_once or self._touched.get(run_id, False)
@@ -429,7 +429,7 @@ class RunStatusCache:
         return {status.run_id for status in self._statuses.values() if status.state == "running"}
 
     def statuses(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
-        """Return what was last seen of some runs, or of all."""
+        """Return the latest states of some runs, or of all."""
         if run_ids is None:
             return list(self._statuses.values())
         return [self._statuses[run_id] for run_id in run_ids if run_id in self._statuses]
@@ -455,7 +455,7 @@ class RunStatusCache:
         """Refresh the states of runs and return the refreshed runs.
 
         Args:
-            connection: of a ``Store.read``.
+            connection: of a ``Store.read_transaction``.
             when: when a silent run counts as lost.
             only_new: refresh only runs with urgent news, otherwise all that may change.
             of: only these runs; None: all.
@@ -580,7 +580,7 @@ _LONGEST_REST = 1 / 6
 def _rest_ns(num_sources: int, when: Liveness) -> int:
     """Return how long a running run is not checked again, unless its state may change.
 
-    4,096 ranks are 50 ms of work: so it is a millisecond for each source where there are many.
+    4,096 ranks are 50 ms of work: so large runs rest one millisecond per source.
     """
     if num_sources < _FEW:
         return 0
@@ -588,7 +588,7 @@ def _rest_ns(num_sources: int, when: Liveness) -> int:
 
 
 def _received(source: SourceState, when: Liveness) -> SourceState:
-    """Return the source; what arrived far in the future was received before a clock was set back.
+    """Return the source; an arrival in the future was received before a clock was set back.
 
     Its silence counts from when this collector started.
     """
@@ -624,7 +624,7 @@ def _status_of(
         ),
     )
     if decided.halt is not None:
-        # The rank may have died before it could say goodbye; its last decision says it for it.
+        # The rank may have died before it could report its end; then its last decision shows it.
         halt = decided.halt
         return replace(
             status,
@@ -647,7 +647,7 @@ def _status_of(
 
 
 def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: int) -> str:
-    """Return what the first rank that failed said, else what an agent said of one that is gone."""
+    """Return the reason of the first failed rank, otherwise an agent's reason for a lost one."""
     if state == "failed":
         query = (
             select(sources.c.source, sources.c.ended_reason, sources.c.ended_unix_ns)
@@ -707,7 +707,7 @@ def _killed(connection: Connection, run_id: str, started_unix_ns: int, failed_un
 
 
 def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
-    """Return the newest hang of a run, where no step was made since; "" where there is none."""
+    """Return the latest hang of a run, if no step followed; "" if there is none."""
     table = findings.c
     query = (
         select(table.body)
@@ -725,7 +725,7 @@ def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
 
 
 def _replaced(connection: Connection, run_id: str) -> set[str]:
-    """Return the processes of ranks that were started again since, as an agent calls them."""
+    """Return the processes of ranks that were restarted since, as an agent names them."""
     columns = [sources.c[name] for name in _PROCESS]
     ranks = connection.execute(
         select(*columns).where(sources.c.run_id == run_id, sources.c.source.startswith("rank:"))
@@ -764,11 +764,11 @@ _TOLD_NS = 2_000_000_000
 """An agent may report the end of a process this late; other ranks' failures are reported at
 once."""
 _GONE = " [rank_gone]"
-"""How a line about an agent's note of that code ends."""
+"""Suffix of a line about an agent's note of that code."""
 
 
 def _decided(connection: Connection, run_id: str) -> _Decided:
-    """Return a run's newest trouble, and the halt that its newest start of rank 0 decided."""
+    """Return a run's latest problem, and the halt that its latest start of rank 0 decided."""
     condition = decisions.c.run_id == run_id
     trouble = (
         select(decisions.c.step)

@@ -1,4 +1,4 @@
-"""Joins rows that belong together: of all ranks to a step, of a node's GPUs to a sample. Pure.
+"""Joins rows: of all ranks to a step, of a node's GPUs to a sample. Pure.
 
 Ranks' rows arrive in batches, each rank's in order, but not in step with the others'. A step is
 merged as soon as every awaited rank has passed it. A rank that is late is awaited for a limited
@@ -27,7 +27,7 @@ Column = tuple[npt.NDArray[Any], Mask]
 """Values, and which of them were measured."""
 
 RUN_COLUMNS = tuple(m.column for m in STEP_METRICS if m.scope == "run")
-"""Columns of rank 0, and ``learning_rate.N`` where it has several parameter groups."""
+"""Columns of rank 0, and ``learning_rate.N`` if it has several parameter groups."""
 RANK_COLUMNS = (
     "rank_loss",
     "step_duration_seconds",
@@ -47,7 +47,7 @@ RANK_COLUMNS = (
     "memory_allocated_bytes",
     "memory_peak_bytes",
 )
-"""Columns of every rank that a watcher looks at; a test holds the watchers to them."""
+"""Columns of every rank that a fleet detector uses; a test compares them with the detectors."""
 LAYER_COLUMNS = tuple(m.column for m in LAYER_METRICS)
 
 _CELLS_AT_ONCE = 1 << 20
@@ -60,7 +60,7 @@ class RowWriters(NamedTuple):
     rank: Ints
     world_size: Ints
     writer: Ints
-    """A number of the reader's own for each writer's stream."""
+    """The reader's number for each writer's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class WriterRows:
         return len(self.seq)
 
     def take(self, which: Mask) -> "WriterRows":
-        """Return the chosen rows; these themselves where that is all of them."""
+        """Return the selected rows; the object itself if all are selected."""
         if which.all():
             return self
         return WriterRows(
@@ -227,7 +227,7 @@ def _merge_block(
 
 
 def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
-    """Yield what rank 0 measured for all, of each of its rows; what is missing is absent."""
+    """Yield rank 0's measurements of the run per row; missing ones are absent."""
     run_columns = {name: c for name, c in rows.columns.items() if name not in RANK_COLUMNS}
     if len(root) == 1:  # the usual case; an array per number would dominate the cost
         at = int(root[0])
@@ -252,7 +252,7 @@ def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
 
 
 def _with_gaps(values: npt.NDArray[np.float64], valid: Mask) -> list[list[float | None]]:
-    """Return a list for each step, with None where a rank has no value."""
+    """Return a list for each step, with None if a rank has no value."""
     lists: list[list[float | None]] = values.tolist()
     for i in np.flatnonzero(~valid.all(axis=1)).tolist():
         pairs = zip(lists[i], valid[i].tolist(), strict=True)
@@ -294,7 +294,7 @@ class MergeConfig:
     """How long to wait for a rank."""
 
     patience_seconds: float = 20.0
-    """Agents ship every second or two; one that is further behind is not waited for."""
+    """Agents send every second or two; one that is further behind is not awaited."""
     most_rows: int = 1 << 16
     """Rows of ranks that may be held; beyond, the oldest steps are merged as they are."""
     least_steps: int = 50
@@ -313,7 +313,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Cadence:
-    """At which steps layers are written: not before ``last + gap`` again, as far as is known."""
+    """Steps at which layers are written: not before ``last + gap`` again, as far as known."""
 
     attempt: int
     last: int
@@ -344,7 +344,7 @@ class _Positions:
         # The latest key of each rank by one sort: a loop over thousands of ranks would cost more
         # than all other work on their rows.
         ranks, attempt, step = rows.origin.rank, rows.attempt, rows.step
-        if not (ranks[1:] > ranks[:-1]).all():  # else each has one row, in their order
+        if not (ranks[1:] > ranks[:-1]).all():  # otherwise each has one row, in their order
             order = np.lexsort((step, attempt, ranks))
             ranks = ranks[order]
             newest = order[np.flatnonzero(np.append(ranks[1:] != ranks[:-1], True))]
@@ -365,7 +365,7 @@ class _Positions:
         return attempt, int(keys[keys[:, 0] == attempt, 1].min())
 
     def overtake(self, num: int, merged: Key) -> None:
-        """Wait no more for those of the first ``num`` that have not come to what is merged."""
+        """Stop waiting for those of the first ``num`` ranks that are behind the merged steps."""
         self.reach(num)
         self.absent[:num] |= _is_after(np.array([merged]), self.keys[:num])
 
@@ -393,7 +393,7 @@ class StepMerger:
     num_missing: int = 0
     """Values of ranks that were not there when their step was merged."""
     num_late: int = 0
-    """Rows that came after their step had been merged: they are not looked at."""
+    """Rows that arrived after their step had been merged: they are ignored."""
     num_held: int = 0
     """Rows of ranks that wait."""
     _held: list[_Held] = field(default_factory=list)
@@ -427,7 +427,7 @@ class StepMerger:
         return number
 
     def add(self, rows: WriterRows, now_ns: int) -> None:
-        """Take rows of ranks' steps in; those of one writer come in their order."""
+        """Add rows of ranks' steps; those of one writer in order."""
         self._note(rows)
         rows = rows.take(rows.origin.rank < MOST_RANKS)
         if not len(rows):
@@ -437,7 +437,7 @@ class StepMerger:
         self.num_held += self._hold(_Held(now_ns, rows))
 
     def add_layers(self, part: LayerPart, now_ns: int) -> None:
-        """Take rows of layers in."""
+        """Add rows of layers."""
         rows = part.rows
         if not len(rows):
             return
@@ -548,7 +548,7 @@ class StepMerger:
         return dict(zip(self._numbers, done[: len(self._numbers)].tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must outlive a restart, as JSON types; the rows held are read again."""
+        """Return the state that a restart needs, as JSON types; held rows are read again."""
         cadence = self._cadence
         return {
             "merged": list(self.merged),
@@ -586,14 +586,14 @@ GPU_COLUMNS = (
     "ecc_uncorrected_errors",
     "last_xid",
 )
-"""Columns of a GPU that a watcher looks at, and none of the node's own; a test holds the watchers
-to them. A GPU that answers none of these is gone."""
+"""Columns of a GPU that a fleet detector uses, none of the node's own; a test compares them with
+the detectors. A GPU without any of these values is lost."""
 _MOST_SAMPLES = 4_096
 """Rows of GPUs that wait for the node's own row; beyond, the oldest are dropped and counted."""
 
 
 class HostRow(NamedTuple):
-    """One row of a node or of one of its GPUs: what watchers look at in it."""
+    """One row of a node or of one of its GPUs: the values that detectors use."""
 
     seq: int
     monotonic_ns: int
@@ -624,9 +624,9 @@ class _Node:
 class NodeMerger:
     """Joins the rows of a node's GPUs to the node's own.
 
-    An agent writes its node's row first in each round, then those of the GPUs: what it wrote from
-    one row of the node to before the next belongs together, by its monotonic clock. So the newest
-    round comes out when the next begins; a GPU whose row has not arrived yet would seem lost.
+    An agent writes its node's row first in each round, then those of the GPUs: rows between two
+    rows of the node belong together, by its monotonic clock. So the latest round is complete when
+    the next starts; otherwise a GPU whose row has not arrived yet would seem lost.
     """
 
     def __init__(self) -> None:
@@ -635,7 +635,7 @@ class NodeMerger:
         self._read: dict[Writer, int] = {}
 
     def add(self, writer: Writer, node: str, uuid: str, rows: Iterable[HostRow]) -> None:
-        """Take rows in, the node's own where ``uuid`` is empty; those of a writer in order."""
+        """Add rows, the node's own if ``uuid`` is empty; those of a writer in order."""
         node_rows = self._nodes.setdefault(node, _Node())
         for row in rows:
             self._read[writer] = row.seq
@@ -653,8 +653,8 @@ class NodeMerger:
         """Return and drop the complete rounds of samples, by time.
 
         Args:
-            gates: of a node that has rows which were not added yet, the monotonic time up to which
-                all have been.
+            gates: for a node with rows that were not added yet, the monotonic time up to which all
+                have been.
         """
         rounds: list[NodeSamples] = []
         for node, node_rows in self._nodes.items():
@@ -666,7 +666,7 @@ class NodeMerger:
         return sorted(rounds, key=lambda host_round: host_round.time_unix_ns)
 
     def take_dropped(self) -> int:
-        """Return how many rows of GPUs were dropped since it was last taken."""
+        """Return the number of dropped rows of GPUs since the last call."""
         num, self._num_dropped = self._num_dropped, 0
         return num
 
@@ -695,7 +695,7 @@ def _next_round(node: str, node_rows: _Node) -> NodeSamples:
 
 
 def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
-    """Decode rows of a node, of which the times matter, or of one of its GPUs."""
+    """Decode rows of a node, for their times, or of one of its GPUs."""
     columns = []
     for name in GPU_COLUMNS if schema.stream == "gpu" else ():
         values, valid = column_of(schema, rows, name)

@@ -1,8 +1,8 @@
-"""Gives a run's new rows: from memory where they were just committed, else from the store.
+"""Returns a run's new rows: from memory if they were just committed, otherwise from the store.
 
-What was just committed is kept in bounded memory until the watchers look, so that they need not ask
-the store. The store stays the truth: what does not fit is forgotten, and read there; a writer's
-rows are numbered, so whoever takes them sees the gap.
+Committed rows are held in bounded memory until the next poll, so that it need not read the store.
+The store remains authoritative: rows that do not fit are dropped, and read there; a writer's rows
+are numbered, so a reader notices the gap.
 
 Rows of many writers come as one block, because the cost is mostly per call. Each writer's rows come
 once and in order.
@@ -31,7 +31,7 @@ _BATCH_BYTES = 512
 
 
 class CommittedRows(NamedTuple):
-    """What was committed of a run since it was last taken, in this order."""
+    """Rows of a run that were committed since the last call, in this order."""
 
     batches: tuple[Batch, ...]
     has_more: bool
@@ -46,7 +46,7 @@ class _BufferedRows:
 
 
 class RecentRows:
-    """The newest rows of each run, in bounded memory. For any thread.
+    """The latest rows of each run, in bounded memory. Thread-safe.
 
     The oldest rows of the run with most rows are dropped, and counted.
     """
@@ -59,7 +59,7 @@ class RecentRows:
         self._runs: dict[str, _BufferedRows] = {}
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Keep batches that were committed."""
+        """Add batches that were committed."""
         with self._lock:
             for batch in batches:
                 run_id = batch.header.identity.run_id
@@ -74,7 +74,7 @@ class RecentRows:
                 self._drop(max(self._runs.values(), key=lambda buffered: buffered.num_bytes))
 
     def note(self, run_id: str) -> None:
-        """Remember that the store has rows of the run that were not given to ``add``."""
+        """Record that the store has rows of the run that were not given to ``add``."""
         with self._lock:
             self._runs.setdefault(run_id, _BufferedRows()).has_more = True
 
@@ -107,7 +107,7 @@ class RecentRows:
 STEPS = ("steps", "layers")
 HOSTS = ("node", "gpu")
 WATCHED = frozenset((*STEPS, *HOSTS))
-"""The streams whose rows are given out."""
+"""The streams whose rows are returned."""
 _WRITERS_AT_ONCE = 500
 _LEAST_WINDOW = 128
 """Rows of a writer that are read at once: a stored page may hold hundreds."""
@@ -124,7 +124,7 @@ class StreamProgress:
     world_size: int
     started_unix_ns: int
     number: int
-    """What rows of it name it by."""
+    """Number by which rows refer to it."""
     read_seq: int
     last_seq: int = -1
     position: Key = BEFORE_ALL
@@ -205,18 +205,18 @@ class TailReader:
     """Read position in a run's streams, and the rows to read next.
 
     Args:
-        run_id: of which run.
+        run_id: the run.
         done: by ``incarnation/stream``, the sequence number up to which nothing need be read.
-        number_of: gives a writer the number by which rows name it.
+        number_of: returns the number by which rows refer to a writer.
     """
 
     def __init__(
         self, run_id: str, done: Mapping[str, int], number_of: Callable[[Writer], int]
     ) -> None:
         self.names: dict[str, dict[int, str]] = {}
-        """By incarnation, what the numbers of its layers are called."""
+        """By incarnation, the names of its layers by number."""
         self.gpus: dict[int, str] = {}
-        """By rank, the UUID of the GPU that its newest start trains on."""
+        """By rank, the UUID of the GPU of its latest start."""
         self._placed: dict[int, int] = {}
         self._run_id = run_id
         self._done = done
@@ -230,11 +230,11 @@ class TailReader:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the newest start of rank 0, as far as it is known."""
+        """Number of ranks of the latest start of rank 0, as far as known."""
         return self._head[1] or self._largest
 
     def behind(self, kinds: Sequence[str]) -> list[StreamProgress]:
-        """Return the streams of these kinds of which the store has more than was given out."""
+        """Return the streams of these kinds with unread rows in the store."""
         return [stream for stream in self._behind.values() if stream.writer[1] in kinds]
 
     @property
@@ -247,8 +247,7 @@ class TailReader:
     def add_committed(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[RowBlock]:
         """Return the rows of batches that were just committed.
 
-        Where rows before them were not given out, both are left to the store; where ``is_full``,
-        all are.
+        If rows before them were not returned, both are left to the store; if ``is_full``, all are.
         """
         blocks, stream_of = _Blocks(), self._streams
         for batch in committed:
@@ -339,9 +338,9 @@ class TailReader:
     def read_stored(
         self, connection: Connection, numbers: NumbersReader, kinds: Sequence[str], budget: int
     ) -> list[RowBlock]:
-        """Return more rows of these kinds from the store, of the writers that are furthest behind.
+        """Return more rows of these kinds from the store, from the writers furthest behind.
 
-        That is about ``budget`` of them; none where there are none.
+        About ``budget`` rows; none if there are none.
         """
         self._learn_names(connection)
         blocks = _Blocks()
@@ -360,7 +359,7 @@ class TailReader:
         return []
 
     def _front(self, kinds: Sequence[str]) -> list[StreamProgress]:
-        """Return who is furthest behind, and who is hardly before them."""
+        """Return the writer that is furthest behind, and those close to it."""
         behind = self.behind(kinds)
         if behind and behind[0].writer[1] in STEPS:
             attempt, step = min(stream.position for stream in behind)
@@ -369,7 +368,7 @@ class TailReader:
         return behind[:_WRITERS_AT_ONCE]
 
     def _schema(self, numbers: NumbersReader, kind: str) -> Schema:
-        """Return what rows of the kind are given out as: no watcher looks at texts."""
+        """Return the schema of the kind's returned rows: no detector uses texts."""
         kinds = {c.name: c.kind for c in ROW_COLUMNS} | numbers.kinds(self._run_id, kind)
         columns = tuple(Column(name, kinds[name]) for name in kinds if kinds[name] != "S")
         return self._schemas.setdefault(columns, Schema(kind, columns))
@@ -427,7 +426,7 @@ class TailReader:
         stream.read_seq = int(remaining_seqs.min()) - 1 if len(remaining_seqs) else stream.last_seq
 
     def _learn_names(self, connection: Connection) -> None:
-        """Let layers wait for their names: they come in another stream."""
+        """Hold back layers without names, which come in another stream."""
         for stream in [*self._nameless.values(), *self.behind(("layers",))]:
             writer = stream.writer
             if not self.names.get(writer[0]):

@@ -1,7 +1,8 @@
 """Content of a lake: layout of rows in its tables, and a cache of its catalogue.
 
-One table a stream, whose columns only grow. A name that DuckDB could not tell from another one (it
-folds case), or that another type has taken, gets a column of its own whose name spells it in hex.
+One table per stream, whose columns only grow. A name that DuckDB could not distinguish from another
+one (it folds case), or that exists with another type, gets a separate column whose name contains it
+in hex.
 
 The catalogue of a run is read when it is first needed, so that a start costs the same with ten runs
 and with ten thousand. Changes by this process are always current; those of other collectors are
@@ -52,7 +53,7 @@ SORTED_BY = "run ASC, step // 64 ASC, rank ASC, step ASC"
 groups.
 """
 _SPELLED = "$hex$"
-"""In the name of a column's place, before the column's name in hex."""
+"""Part of a lake column's name, before the column's name in hex."""
 
 Places = dict[tuple[str, str], str]
 """By a column's name and type, the name of the table's column that holds it."""
@@ -67,7 +68,7 @@ class Part(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many they are."""
+        """Number of rows."""
         return self.end - self.start
 
 
@@ -80,7 +81,7 @@ def by_schema(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def places_for(schema: Schema, places: Places) -> Places:
-    """Return places for the columns that have none yet."""
+    """Return lake columns for the columns that have none yet."""
     added: Places = {}
     taken = {name.casefold() for name in (*KEYS, *places.values())}
     for column in schema.columns:
@@ -130,7 +131,7 @@ def _array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> pa.Arra
 
 
 def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    """Return each value so many times."""
+    """Return each value repeated ``counts`` times."""
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
@@ -141,12 +142,12 @@ def table_of(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
 
 
 def expression(name: str, places: Places) -> str:
-    """Return what gives a column by its name; what every row has comes before the stream's own."""
+    """Return the SQL expression of a column; columns of every row have precedence."""
     return quoted(name) if name in KEYS else own_expression(name, places)
 
 
 def own_expression(name: str, places: Places) -> str:
-    """Return what gives a column of the stream, however many places its types have made for it."""
+    """Return the SQL expression of the stream's column, over all lake columns of its types."""
     kinds = {kind: lake_column for (column, kind), lake_column in places.items() if column == name}
     if "S" in kinds:
         return quoted(kinds["S"])
@@ -158,7 +159,7 @@ def own_expression(name: str, places: Places) -> str:
 
 
 def to_column(values: pa.ChunkedArray) -> ColumnValues:
-    """Return a column of an answer."""
+    """Return a column of a result."""
     is_missing = np.zeros(len(values), np.bool_)
     if values.null_count:
         is_missing = values.is_null().to_numpy()
@@ -183,7 +184,7 @@ def number_for(run_id: str, taken: Iterable[int]) -> int:
 
 
 def quoted(name: str) -> str:
-    """Return a name as SQL takes it."""
+    """Return a name quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -192,7 +193,7 @@ def _spelled(column: RowColumn) -> str:
 
 
 def unspelled(lake_column: str) -> str:
-    """Return the name of the column that a place holds."""
+    """Return the column name of a lake column."""
     _, mark, rest = lake_column.partition(_SPELLED)
     return bytes.fromhex(rest).decode() if mark else lake_column
 
@@ -209,7 +210,7 @@ NUMBERED = "numbered"
 """Counts assignments of run numbers: one row, changed each time, so that one of two concurrent
 assignments fails instead of using the same number."""
 LEVELLED = "levelled"
-"""Which rows of which writers became levels or were thinned, by windows: they are not missing."""
+"""Windows of writers' rows that were rolled up or downsampled: these rows are not missing."""
 OUTLINES = "outlines"
 """Statistics that replace rows in overviews (``chunk_stats``)."""
 MARK_COLUMNS = ("run", "incarnation", "source", "stream", "seq")
@@ -232,10 +233,10 @@ _INLINED = (CHECKSUMS, RUNS, KINDS, HOLES, NUMBERED)
 """These are stored in the catalogue itself; 4,096 marks there would cost 90 ms more."""
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
-"""How long nobody is thought to have taken over a run that this process writes."""
+"""Time for which this process assumes that it is still the only writer of a run."""
 _ALONE_SECONDS = 60.0
-"""How long nobody is thought to have maintained, from the command line, a lake that has one writer:
-to look costs four times the overview that is asked for."""
+"""Time for which a lake with one writer is assumed not to be maintained from the command line: a
+check costs four times as much as an overview."""
 _IDLE_SECONDS = 3_600.0
 _HOLES_SECONDS = 60.0
 
@@ -250,7 +251,7 @@ R = TypeVar("R")
 def locked(
     method: Callable[Concatenate["Catalogue", P], R],
 ) -> Callable[Concatenate["Catalogue", P], R]:
-    """Let one thread at a time call the method."""
+    """Serialize calls of the method."""
 
     @wraps(method)
     def call(self: "Catalogue", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -261,22 +262,22 @@ def locked(
 
 
 class RunState:
-    """What is remembered of one run."""
+    """Cached state of one run."""
 
     def __init__(self, now: float) -> None:
         self.read_at = self.used_at = self.holes_read_at = now
         self.is_mine = False
-        """Whether this process has written it since it was read: nobody else does then."""
+        """Whether this process has written it since it was read: then it is the only writer."""
         self.marks: dict[Writer, int] = {}
         self.holes: dict[Writer, list[tuple[int, int]]] = {}
-        """Numbers below the mark that are missing: a first one, and the one behind the last."""
+        """Missing numbers below the mark: a first one, and the one after the last."""
         self.sources: dict[Writer, str] = {}
         """Sources of the writers; missing if their rows were deleted."""
         self.kinds: dict[str, dict[str, set[str]]] = defaultdict(dict)
         """By stream and column."""
 
     def types(self, stream: str) -> dict[str, str]:
-        """Return the columns of a stream, each with its type; none where its rows were removed."""
+        """Return the columns of a stream, each with its type; none if its rows were removed."""
         if not any(source for (_, key), source in self.sources.items() if key == stream):
             return {}
         return {name: common_type(kinds) for name, kinds in self.kinds[stream].items()}
@@ -291,7 +292,7 @@ class RunState:
 
 
 def name_key(name: str) -> int:
-    """Return what a column's name is among outlines: other numbers than these are skipped in files.
+    """Return the key of a column's name in chunk statistics: other keys are skipped in files.
 
     64 bits: two names of one run practically never collide.
     """
@@ -299,7 +300,7 @@ def name_key(name: str) -> int:
 
 
 def newest_marks(runs: Iterable[int]) -> str:
-    """Return the question for each writer's newest mark."""
+    """Return the query for each writer's latest mark."""
     listed = ", ".join(map(str, runs))
     columns = ", ".join(MARK_COLUMNS)
     return (
@@ -360,7 +361,7 @@ class Catalogue:
 
     @locked
     def forget(self) -> None:
-        """Read everything again when it is next asked for."""
+        """Drop the whole cache."""
         self._states.clear()
         self.look_again()
 
@@ -379,7 +380,7 @@ class Catalogue:
 
     @locked
     def number(self, run_id: str) -> int | None:
-        """Return the run's number; None where the lake has nothing of it."""
+        """Return the run's number; None if the lake has no rows of it."""
         if run_id not in self.runs:
             self.look_again()
         return self.runs.get(run_id)
@@ -402,24 +403,24 @@ class Catalogue:
         return numbers
 
     def write_numbers(self, numbers: Mapping[str, int]) -> None:
-        """Write runs' new numbers, in a transaction; refused where others did so meanwhile."""
+        """Write runs' new numbers in a transaction; fails after a concurrent change."""
         if numbers:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
             self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))
 
     def run(self, run_id: str, *, is_fresh: bool = False) -> RunState:
-        """Return what is known of a run; with ``is_fresh``, also what others wrote until now."""
+        """Return the state of a run; with ``is_fresh``, including all changes by others."""
         return self.states([run_id], is_fresh=is_fresh)[run_id]
 
     @locked
     def states(self, run_ids: Collection[str], *, is_fresh: bool = False) -> dict[str, RunState]:
-        """Return what is known of runs, having read together what is to be read.
+        """Return the states of runs, reading missing ones together.
 
-        A collector that takes over a hundred runs asks as often as one that takes over one.
+        A collector that takes over a hundred runs needs as many queries as for one.
 
         Args:
             run_ids: the runs; one that the lake does not have is known to have nothing.
-            is_fresh: what others wrote until now counts as well.
+            is_fresh: include all changes by others.
         """
         now = time.monotonic()
         due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
@@ -446,14 +447,14 @@ class Catalogue:
 
     @locked
     def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
-        """Return what is known of runs, and what damage took of them lately."""
+        """Return the states of runs with up-to-date holes."""
         states = self.states(run_ids)
         if self._is_shared:
             self._read_holes(states, time.monotonic())
         return states
 
     def _read_holes(self, states: Mapping[str, RunState], now: float) -> None:
-        """Read what damage took of the runs, where that is long ago: another may have found it."""
+        """Read the holes of the runs, unless read recently: another process may have added some."""
         before = now - _HOLES_SECONDS
         if all(state.holes_read_at > before for state in states.values()):
             return
@@ -488,7 +489,7 @@ class Catalogue:
 
     @locked
     def holes(self, run_id: str) -> dict[Writer, list[tuple[int, int]]]:
-        """Return what damage took of a run; another process may maintain the lake."""
+        """Return the holes of a run; another process may maintain the lake."""
         state = self.run(run_id)
         if self._is_shared:
             self._read_holes({run_id: state}, time.monotonic())
@@ -533,12 +534,12 @@ class Catalogue:
 
     @locked
     def columns(self, run_id: str, stream: str) -> Places:
-        """Return the places of the columns that the run's rows of the stream have."""
+        """Return the lake columns of the run's rows in the stream."""
         return self.places_of(self.run(run_id, is_fresh=True), stream)
 
     @locked
     def places_of(self, state: RunState, stream: str) -> Places:
-        """Return the places of the columns that a run's rows of the stream had in that state."""
+        """Return the lake columns of a run's rows in the stream, in that state."""
         columns = {
             (name, kind) for name, of_name in state.kinds[stream].items() for kind in of_name
         }
@@ -548,7 +549,7 @@ class Catalogue:
 
     @locked
     def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the run's stream."""
+        """Return the writers of rows in the run's stream."""
         sources = self.run(run_id, is_fresh=True).sources
         return sorted({source for (_, key), source in sources.items() if key == stream})
 

@@ -57,15 +57,15 @@ class FileStore(Protocol):
     """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
 
     root: str
-    """As DuckLake takes it."""
+    """Location in DuckLake's format."""
     extensions: tuple[str, ...]
     """Those of DuckDB that it needs."""
 
     def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Let a connection read and write there."""
+        """Give a connection access to the files."""
 
     def prepare(self) -> None:
-        """Have everything there that has to be, and know what is."""
+        """Create what is missing, and list the files."""
 
     def on_transaction_start(self) -> None:
         """Prepare for a transaction."""
@@ -80,13 +80,13 @@ class FileStore(Protocol):
         """
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None where it is not there or its disk cannot read it."""
+        """Return a file's checksum; None if it is missing or unreadable."""
 
     def state(self, table: str) -> int | None:
-        """Return a number that is another one after the table's files changed; None: no files."""
+        """Return a number that changes with the table's files; None: no files."""
 
     def paths(self, table: str) -> set[str]:
-        """Return the table's files, also those that are gone soon or not committed yet."""
+        """Return the table's files, including those to be deleted or not committed yet."""
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Store checksums in separate files next to the data files."""
@@ -95,14 +95,14 @@ class FileStore(Protocol):
         """Return the checksums that were set aside."""
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Remove such checksums."""
+        """Delete these checksums."""
 
 
 _RESTORE = "stop the collector, restore the directory or a backup, and start it again"
 
 
 class LocalFileStore:
-    """A folder: what is written there is synced, file by file and name by name."""
+    """Files in a directory, with synced contents and names."""
 
     def __init__(self, folder: Path) -> None:
         self.root = f"{folder / 'data'}/"
@@ -112,14 +112,14 @@ class LocalFileStore:
         self._inode = 0
 
     def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Keep no files in memory: the system's own cache has them, and gives its room back."""
+        """Cache no files in memory: the system's own cache has them, and frees them if needed."""
         connection.execute("SET enable_external_file_cache = false")
 
     def prepare(self) -> None:
-        """Make the folders, this user's alone in whatever folder, and take what is there as synced.
+        """Create the directories for this user only, and treat existing files as synced.
 
         Raises:
-            InsecurePathError: another user made one of them.
+            InsecurePathError: another user created one of them.
         """
         for folder in (self._tables.parent, self._tables, self._aside):
             ensure_own_dir(folder, read=0)
@@ -149,7 +149,7 @@ class LocalFileStore:
         return any(self._synced.values())
 
     def on_transaction_start(self) -> None:
-        """Do nothing: what was there is known."""
+        """Do nothing: existing files are known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
         """Return the new files, synced; those of another collector may be among them."""
@@ -167,7 +167,7 @@ class LocalFileStore:
         return paths
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None where it is not there or cannot be read."""
+        """Return a file's checksum; None if it is missing or unreadable."""
         crc = 0
         try:
             with (self._tables / path).open("rb") as file:
@@ -178,7 +178,7 @@ class LocalFileStore:
         return crc
 
     def state(self, table: str) -> int | None:
-        """Return when the table's folder changed."""
+        """Return the change time of the table's directory."""
         try:
             return (self._tables / table).stat().st_mtime_ns
         except FileNotFoundError:
@@ -189,7 +189,7 @@ class LocalFileStore:
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Keep each checksum in a file of its own."""
+        """Store each checksum in a separate file."""
         for path, crc in checksums:
             file = self._aside / path.replace("/", _SLASH)
             file.write_text(str(crc))
@@ -200,28 +200,28 @@ class LocalFileStore:
         """Return the checksums in separate files."""
         checksums = []
         for file in self._aside.iterdir():
-            with suppress(OSError, ValueError):  # torn before its commit was made
+            with suppress(OSError, ValueError):  # torn before its commit
                 checksums.append((file.name.replace(_SLASH, "/"), int(file.read_text())))
         return checksums
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Remove such files."""
+        """Delete these files."""
         for path, _ in checksums:
             (self._aside / path.replace("/", _SLASH)).unlink(missing_ok=True)
 
 
 class S3FileStore:
-    """A bucket on S3, or a prefix in one: a file that was written there is whole, and kept."""
+    """Files in an S3 bucket, or under a prefix in one: a written file is complete and durable."""
 
     def __init__(self, url: str, ask: Ask) -> None:
-        """Take the place without looking at it.
+        """Parse the URL; send no request.
 
         Args:
             url: ``s3://BUCKET/PREFIX``.
-            ask: puts a question to DuckDB.
+            ask: runs a DuckDB query.
 
         Raises:
-            UsageError: it is no such address.
+            UsageError: the URL is invalid.
         """
         if not _BUCKET.fullmatch(url):
             raise UsageError(
@@ -234,7 +234,7 @@ class S3FileStore:
         self._began = (0.0, 0.0)
 
     def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection the keys of the environment, and room for what it has read.
+        """Give a connection the keys of the environment, and a cache for data that it reads.
 
         Raises:
             UsageError: they are not there.
@@ -258,7 +258,7 @@ class S3FileStore:
         self._ask(f"SELECT file FROM glob('{self.root}main/runs/*') LIMIT 1")
 
     def on_transaction_start(self) -> None:
-        """Note the time: the names of files begin with it."""
+        """Record the time: the names of files start with it."""
         self._began = time.time() * 1000, time.monotonic() * 1000
 
     def written(self, statements: Sequence[str]) -> list[str]:
@@ -280,10 +280,10 @@ class S3FileStore:
         return [path.removeprefix(f"{self.root}main/") for path in _texts(self._ask(globs))]
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None where it is not there, but its bucket is.
+        """Return a file's checksum; None if it is missing although its bucket exists.
 
         Raises:
-            StorageError: S3 did not answer, or not with the file.
+            StorageError: S3 did not respond, or not with the file.
         """
         try:
             read = self._ask("SELECT content FROM read_blob(?)", [f"{self.root}main/{path}"])
@@ -295,7 +295,7 @@ class S3FileStore:
         return zlib.crc32(read["content"][0].as_buffer())
 
     def state(self, table: str) -> int | None:
-        """Return the lake's newest state."""
+        """Return the lake's current snapshot."""
         newest = self._ask(f"SELECT max(snapshot_id) AS newest FROM {META}_snapshot")
         return int(newest["newest"][0].as_py())
 
@@ -305,7 +305,7 @@ class S3FileStore:
         return {f"{table}/{name}" for name in _texts(self._ask(kinds))}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Keep each checksum in an object of its own."""
+        """Store each checksum in a separate object."""
         for path, crc in checksums:
             self._ask(f"COPY (SELECT {crc}) TO '{self._of(path)}/crc' (FORMAT csv, HEADER false)")
 
@@ -318,7 +318,7 @@ class S3FileStore:
         ]
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Remove such objects: DuckDB does it before it writes a folder, here of nothing."""
+        """Delete these objects: DuckDB does it before it writes a directory, here an empty one."""
         for path, _ in checksums:
             self._ask(
                 f"COPY (SELECT 0 AS crc, 0 AS part WHERE false) TO '{self._of(path)}'"
@@ -400,7 +400,7 @@ def known_bucket(catalogue: Path) -> str:
         with closing(sqlite3.connect(f"{catalogue.as_uri()}?mode=ro", uri=True)) as connection:
             query = "SELECT value FROM ducklake_metadata WHERE key = 'data_path'"
             (root,) = connection.execute(query).fetchone() or ("",)
-    except sqlite3.Error:  # DuckDB says what is the matter with it
+    except sqlite3.Error:  # DuckDB reports the error
         return ""
     return bucket_of(str(root))
 
@@ -411,7 +411,7 @@ def bucket_of(root: str) -> str:
 
 
 def sync_path(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
+    """Sync a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -449,20 +449,20 @@ class _Unchecked(NamedTuple):
 
 
 class Files:
-    """What is known of the files in the tables' folders. For any thread."""
+    """Checksums of the files in the tables' directories. Thread-safe."""
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
         """Know nothing yet.
 
         Args:
             file_store: store of the files, and of checksums that the lake does not have yet.
-            ask: puts a question to the lake.
+            ask: runs a query on the lake.
         """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
         """Guards the caches; not held while a file is read, so that commits continue."""
         self._reading = threading.Lock()
-        """Held by a question whose files are read: another that needs them waits for that."""
+        """Held while a query's files are verified: another query that needs them waits."""
         self._whole: set[str] = set()
         self._damaged: dict[str, _Unchecked] = {}
         self._unchecked: dict[str, _Unchecked] = {}
@@ -511,7 +511,7 @@ class Files:
                 self._check(files)
         with self._lock:
             damaged = needed(self._damaged)
-            if damaged:  # another collector may have taken them out
+            if damaged:  # another collector may have removed them
                 live = {path for path, is_live, _ in self._listed(table) if is_live}
                 for path in set(damaged) - live:
                     del self._damaged[path]
@@ -554,14 +554,14 @@ class Files:
         return {*stored, *(path for path, _ in self._place.deferred_checksums())}
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Take files as gone."""
+        """Drop files from the cache."""
         with self._lock:
             for path in paths:
                 self._damaged.pop(path, None)
                 self._dead.add(path)
 
     def _discover_files(self, table: str) -> None:
-        """Learn of files that came since the last look."""
+        """Find files that were added since the last listing."""
         state = self._place.state(table)
         if state is None or state == self._seen_at.get(table):
             return
@@ -578,7 +578,7 @@ class Files:
                         self._dead.add(path)
         for file_sets in (self._whole, self._dead):
             file_sets -= {path for path in file_sets if path.startswith(f"{table}/")} - there
-        if not new:  # else another collector is about to commit one
+        if not new:  # otherwise another collector is about to commit one
             self._seen_at[table] = state
 
     def _listed(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
@@ -625,7 +625,7 @@ class Files:
 _INLINED_ROWS = 2_000
 """More rows are stored in a file, which is faster."""
 _PASSWORD = re.compile(r"password=.*")
-"""To the end of the line: it is the last of the words for libpq, and may have spaces and quotes."""
+"""To the end of the line: it is the last parameter for libpq, and may contain spaces and quotes."""
 _TAKEN = re.compile(TAKEN + r"\w+")
 _CLOSE_SECONDS = 10.0
 """So long the end waits for questions that were interrupted."""
@@ -730,7 +730,7 @@ class LakeEngine:
         self._place.check_place()
 
     def _has_rows(self) -> bool:
-        """Return whether the catalog lists files; before ``prepare``, which looks for them."""
+        """Return whether the catalog lists files; called before ``prepare``, which lists them."""
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _refuse_rows_of_another(self) -> None:
@@ -749,15 +749,15 @@ class LakeEngine:
             raise damaged_error("the lake", text)
 
     def give_back_memory(self) -> None:
-        """Return to the system what was needed for a moment.
+        """Return unused memory to the system.
 
-        DuckLake 1.5.5 remembers something of every commit, 20 to 200 KB, until its database is
-        closed: so another one is opened. The one before goes with the last question to it.
+        DuckLake 1.5.5 keeps 20 to 200 KB of every commit in memory until its database is closed: so
+        it is reopened. The previous one is closed with its last query.
         """
         if self._num_commits >= _MOST_COMMITS:
             with self.lock, translated():
-                # Never by close(): that closes the cursors too, in the middle of what another
-                # thread asks, which fails or ends the process. The last reference does it.
+                # Never by close(): that also closes cursors during another thread's query, which
+                # fails or ends the process. Dropping the last reference closes it.
                 self._let_go()
                 self._root = self._attached()
                 self._num_commits = 0
@@ -769,8 +769,8 @@ class LakeEngine:
     def close(self) -> None:
         """Finish the current operation and close the catalogue. Queries fail from now on.
 
-        A connection that is in use is never closed: that may end the process. Where a question does
-        not end in time, its connections are left to the end of the process.
+        A connection in use is never closed: that may end the process. If a query does not end in
+        time, its connections stay open until the process ends.
         """
         with self.lock:
             if self._all_answered():
@@ -802,7 +802,7 @@ class LakeEngine:
     def transaction(
         self, *, is_merge: bool = False, epochs: Mapping[str, int] | None = None
     ) -> Iterator[None]:
-        """Make one commit of what ``execute`` is given meanwhile, durable when it ends.
+        """Commit all ``execute`` calls in the block at once; durable at its end.
 
         A commit that merges files cannot store their checksums (DuckLake does not support it): they
         are in separate files until ``keep_checksums``.
@@ -814,7 +814,7 @@ class LakeEngine:
                 (``cluster.leases.fence``).
 
         Raises:
-            StorageError: nothing was changed, or (``is_unsure``) nobody knows.
+            StorageError: nothing was changed, or (``is_unsure``) the result is unknown.
         """
         with self.lock, translated():
             self._root.execute("BEGIN")
@@ -864,7 +864,7 @@ class LakeEngine:
         Raises:
             StorageError: DuckDB refused.
         """
-        with self.lock, translated():  # "rows" is found by its name
+        with self.lock, translated():  # DuckDB finds "rows" by its name
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
@@ -889,7 +889,7 @@ class LakeEngine:
     def keep_checksums(self) -> None:
         """Move the checksums of merged files into the lake.
 
-        Their own files stay until the next time: who copies the lake finds one or the other.
+        The separate files stay until the next call: a copy of the lake finds one or the other.
         """
         self._place.delete_deferred(self._kept_checksums)
         self._kept_checksums = self._place.deferred_checksums()
@@ -919,7 +919,7 @@ class LakeEngine:
     def ask(
         self, sql: str, values: Sequence[object] = (), tables: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
-        """Return a question's answer; ``tables`` can be read in it by their names.
+        """Return a query's result; ``tables`` can be used in it by their names.
 
         Raises:
             StorageError: DuckDB refused.
@@ -935,15 +935,15 @@ class LakeEngine:
 
     @contextmanager
     def _cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a way of its own to the lake, for one reader at a time.
+        """Yield a separate cursor of the lake, for one reader at a time.
 
-        They are kept: a new one costs a third of a small question.
+        They are reused: a new one costs a third of a small query.
         """
         with self._asking_one() as asking:
             root, asking.reader = self._root, self._reader()
             yield asking.reader
             if root is self._root:
-                self._readers.append((root, asking.reader))  # but for one that failed
+                self._readers.append((root, asking.reader))  # except for one that failed
 
     @contextmanager
     def _asking_one(self) -> Iterator[_Asking]:
@@ -962,7 +962,7 @@ class LakeEngine:
     def _reader(self) -> duckdb.DuckDBPyConnection:
         root, reader = self._root, None
         while self._readers and reader is None:
-            with suppress(IndexError):  # another thread took it
+            with suppress(IndexError):  # another thread popped it
                 of_root, cached = self._readers.pop()
                 reader = cached if of_root is root else None
         if reader is None:
@@ -987,14 +987,14 @@ def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckD
     options = "TYPE sqlite, BUSY_TIMEOUT 10000, JOURNAL_MODE 'WAL'"
     holder.execute(f"ATTACH '{escaped(str(catalogue))}' AS held ({options})")
     holder.execute("BEGIN")
-    # To begin opens nothing yet.
+    # BEGIN alone opens no file.
     holder.execute("SELECT * FROM sqlite_query('held', 'SELECT count(*) FROM sqlite_master')")
     holder.fetchall()
     return holder
 
 
 def extension(name: str) -> Path:
-    """Return the file of an extension, which comes as a package of DuckDB's own version.
+    """Return the file of an extension, which is a package with DuckDB's own version.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -1024,7 +1024,7 @@ def translated(catalogue: object = "the lake's catalogue") -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, OSError) as error:
-        # What could not be attached is named with all it was given.
+        # The error for a failed ATTACH contains all its parameters.
         text = without_keys(_PASSWORD.sub("password=***", str(error).strip()))
         if taken := _TAKEN.search(text):
             raise StorageError(

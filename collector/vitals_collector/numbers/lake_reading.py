@@ -1,7 +1,7 @@
-"""Rows and curves out of a lake: which rows, said in SQL, and few of them where few points do.
+"""Reads rows and curves from a lake: selects rows in SQL, and few of them for few points.
 
-Curves that differ in their column, their source or their key alone are asked for together: all are
-one question, and each is cut out of its answer.
+Curves that differ only in their column, source or key are read by one query, whose result is then
+split.
 
 Overviews use chunk statistics instead of most rows. Rows are read if they have no statistics yet,
 and for chunks that a bound or the end of a chart column cuts, that have too many non-finite values,
@@ -62,7 +62,7 @@ from vitals_collector.numbers.lake_engine import LakeEngine
 
 
 class Chosen(NamedTuple):
-    """Which rows of a stream's table are asked for."""
+    """Selection of rows of a stream's table."""
 
     run: int
     joins: str
@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
     tables: dict[str, pa.Table]
 
     def also(self, where: str, *values: object) -> "Chosen":
-        """Return those of which this holds as well."""
+        """Return the selection with a further condition."""
         return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
 
 
@@ -560,7 +560,7 @@ def _on_branch(
 
 
 def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
-    """Return the stretches whose rows are to be read: what overlaps is read or outlined together.
+    """Return the chunks whose rows have to be read: overlapping chunks are treated alike.
 
     Non-finite values follow their chunk (``_cut_out``).
     """
@@ -587,7 +587,7 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
 def _pending(
     catalogue: Catalogue, group: Group, last_seq_with_stats: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
-    """Return by writer the numbers of the rows that are not outlined yet."""
+    """Return by writer the numbers of rows without chunk statistics."""
     span = group.span
     return {
         incarnation: (last_seq_with_stats.get(incarnation, -1) + 1, mark + 1)
@@ -620,7 +620,7 @@ def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
 
 
 def _is_across(entries: _Entries, powers: Mapping[int, int | None], along: str) -> Mask:
-    """Return the stretches that the end of a column cuts."""
+    """Return the chunks that a column boundary cuts."""
     power = np.array([powers[i] or 0 for i in range(len(powers))], np.int64)[entries.curve]
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
     is_across: Mask = entries.is_kind(EXTREMES) & (first >> power != last >> power)
@@ -633,7 +633,7 @@ _Ranges = list[tuple[int, int]]
 def _cut_out(
     entries: _Entries, is_read: Mask, along: str, num_curves: int
 ) -> tuple[_Entries, list[_Ranges]]:
-    """Return what is drawn of the outlines, and of each curve where rows are read instead."""
+    """Return the statistics to draw, and for each curve the ranges to read as rows."""
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
     ranges: list[_Ranges] = [[] for _ in range(num_curves)]
     for i, begin, end in zip(
@@ -675,7 +675,7 @@ def _reread(
     outlined: Mapping[str, int],
     along: str,
 ) -> Fetched | None:
-    """Return the rows in the ranges, but for those that are not outlined: they are read already."""
+    """Return the rows in the ranges, except those without statistics, which are read already."""
     together = sorted({of_range for i in enough for of_range in ranges[i]})
     if not together:
         return None
@@ -715,7 +715,7 @@ def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
 
 
 def _drawn_points(entries: _Entries, along: str) -> tuple[Ints, Points]:
-    """Return the curve of each point of outlines, and the points."""
+    """Return the curve of each point of the statistics, and the points."""
     curve, numbers, values = entries
     is_first = _is_end(curve, numbers[f"first_{along}"], np.minimum)
     is_last = _is_end(curve, numbers[f"last_{along}"], np.maximum)
@@ -776,7 +776,7 @@ class OpenLake:
         return self.catalogue.kinds(run_id, stream)
 
     def sources(self, run_id: str, stream: str) -> list[str]:
-        """Return who wrote rows of the stream, in the order of their names."""
+        """Return the writers of the stream's rows, sorted by name."""
         return self.catalogue.sources(run_id, stream)
 
     def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:

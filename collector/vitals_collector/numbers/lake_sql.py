@@ -1,4 +1,4 @@
-"""A lake for people's SQL: attached read-only by another process, live while collectors commit.
+"""SQL queries of users on a lake: attached read-only while collectors commit.
 
 The views show rows of the lake and the tables of the collector's SQL database: ids are replaced by
 names, times are in UTC, and content without a column here (bodies, commands, settings of the
@@ -96,7 +96,7 @@ FROM db.runs r LEFT JOIN (
   SELECT DISTINCT run_id, incarnation FROM db.decisions WHERE action = 'halt' AND acted
 ) h ON h.run_id = r.run_id AND h.incarnation = s.incarnation
 """
-"""``state`` is as ``vitals runs`` shows it, for a collector that loses a run after a minute."""
+"""``state`` is as in ``vitals runs``, for a collector that treats a run as lost after a minute."""
 
 
 def views_of(
@@ -105,7 +105,7 @@ def views_of(
     """Return each view's SELECT.
 
     Args:
-        columns: of each of the lake's tables, the names and DuckDB's types.
+        columns: names and DuckDB types of each of the lake's tables.
         has_records: whether the SQL database is attached, as ``db``.
     """
     views = {
@@ -136,7 +136,7 @@ def _numbers(
     shown = {"rank": "rank", "time": _time("time_unix_ns")}
     for (name, _), lake_column in places.items():
         if own_expression(name, places) not in shown.values():
-            # The engine folds case: the second of two such names is shown as the lake spells it.
+            # The engine folds case: the second of two such names is shown with the lake's name.
             labels = (*shown, *_WRITER, "run", "run_id")
             is_free = name.casefold() not in {label.casefold() for label in labels}
             shown[name if is_free else lake_column] = own_expression(name, places)
@@ -162,7 +162,7 @@ def _with_times(listed: str) -> str:
 
 
 def _time(column: str) -> str:
-    """Return a moment in UTC; NULL for none."""
+    """Return a time in UTC; NULL without one."""
     return f"make_timestamp(nullif({column}, 0) // 1000)"
 
 
@@ -171,7 +171,7 @@ def _time(column: str) -> str:
 EXAMPLE = "SELECT step, loss FROM steps WHERE run_id = '...' ORDER BY step"
 _TABLE_FUNCTIONS = ("range", "generate_series", "unnest")
 _REFUSED_FUNCTIONS = (
-    *("getenv", "getvariable", "current_setting", "which_secret"),  # this process's own
+    *("getenv", "getvariable", "current_setting", "which_secret"),  # data of this process
     *("query", "query_table", "json_serialize_plan", "json_execute_serialized_sql"),
     *("write_log", "nextval", "currval", "setseed", "sleep_ms", "pg_sleep"),
 )
@@ -241,14 +241,14 @@ def _parsed(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 
 def _part_names(node: Any) -> Iterator[str]:
-    """Yield the names that WITH gives to parts of the question."""
+    """Yield the names of common table expressions (WITH)."""
     for at in _nodes(node):
         for part in at.get("cte_map", {}).get("map", ()):
             yield str(part["key"])
 
 
 def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
-    """Yield what the parsed question asks for and must not."""
+    """Yield the forbidden tables and functions of the parsed query."""
     for at in _nodes(node):
         kind, function = at.get("type"), at.get("function_name")
         if kind == "BASE_TABLE":
@@ -266,7 +266,7 @@ def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield every part of a parsed question that has properties."""
+    """Yield every node of a parsed query."""
     if isinstance(node, list):
         for part in node:
             yield from _nodes(part)
@@ -282,7 +282,7 @@ _NARROWER = "name a run (WHERE run_id = '...'), fewer columns, or a range of ste
 
 
 class SqlResult(NamedTuple):
-    """Rows of an answer, and the names of their columns."""
+    """Rows and column names of a result."""
 
     names: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -291,7 +291,7 @@ class SqlResult(NamedTuple):
 
 
 class LakeReader:
-    """Answers SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
+    """Runs SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
 
     def __init__(
         self,
@@ -312,8 +312,8 @@ class LakeReader:
             bucket: S3 location of its files; "" is the directory.
             database: the SQLite file of the collector's other tables; without it only the views of
                 numbers exist.
-            memory_limit: what a question may take; it never writes to disk.
-            max_seconds: how long a question may take.
+            memory_limit: maximum memory of a query; it never writes to disk.
+            max_seconds: maximum duration of a query.
 
         Raises:
             MissingDependencyError: DuckDB's extensions are not installed.
@@ -321,12 +321,13 @@ class LakeReader:
             UsageError: there are no keys of the bucket in the environment.
         """
         self._memory_limit, self._max_seconds = memory_limit, max_seconds
-        # Nothing is downloaded, now or by a question.
+        # Nothing is downloaded, now or by a query.
         self._connection = duckdb.connect(
             config={
                 "autoinstall_known_extensions": False,
                 "autoload_known_extensions": False,
-                "allow_unsigned_extensions": True,  # those of our own packages, as the engine does
+                # the extensions of our own packages, as in the engine
+                "allow_unsigned_extensions": True,
                 "python_enable_replacements": False,
             }
         )
@@ -346,7 +347,7 @@ class LakeReader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the lake go."""
+        """Close the lake."""
         self._connection.close()
 
     def _rows(self, sql: str) -> pa.Table:
@@ -388,10 +389,10 @@ class LakeReader:
         for view, sql in views.items():
             self._connection.execute(f"CREATE VIEW {view} AS {sql}")
         self.views = tuple(views)
-        """What can be asked."""
+        """Names of the views."""
 
     def _lock_in(self, file_store: FileStore) -> None:
-        """Take every way out from the questions to come."""
+        """Disable external access for later queries."""
         for setting in (
             f"memory_limit = {_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
@@ -436,10 +437,10 @@ class LakeReader:
 
 
 def too_late(seconds: float) -> StorageError:
-    """Return the error for a question that took too long."""
+    """Return the error for a query that took too long."""
     return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
 
 
 def _text(value: str) -> str:
-    """Return a text as SQL takes it."""
+    """Return a text quoted for SQL."""
     return "'" + value.replace("'", "''") + "'"

@@ -1,8 +1,8 @@
-"""Copies a store while a collector writes to it: database and rows, each at one moment, checked.
+"""Copies a store while a collector writes to it: consistent and verified.
 
-SQLite's own backup reads through a connection like any other, so it never blocks a writer; files of
-rows never change. The copy gets a temporary name, is synced and checked, and only then renamed: a
-folder of that name is a whole store, or was never there. It is a data directory like any other.
+SQLite's backup API reads like any other connection, so it never blocks a writer; files of rows
+never change. The copy gets a temporary name, is synced and verified, and only then renamed: a
+directory with the final name is always complete.
 
 Files of rows never change once they are written, so a copy of a lake is a second name of each where
 the file system has such: it costs no room, and is to be taken to another disk against the loss of
@@ -40,7 +40,7 @@ with contextlib.closing(sqlite3.connect(sys.argv[1], timeout=30.0)) as reading:
         reading.backup(writing)
 """
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
-"""What file systems say that have no second names for a file, or not for this one."""
+"""Errors of file systems without hard links, or without one for this file."""
 _FILES = (
     "SELECT s.path || t.path || f.path FROM ducklake_{kind}_file f"
     " JOIN ducklake_table t ON t.table_id = f.table_id"
@@ -62,7 +62,7 @@ def copy_lake(folder: Path, target: Path) -> BackupContent:
     dump the database and then copy the directory.
 
     Raises:
-        UsageError: there is no such lake, or something is at the target already.
+        UsageError: there is no such lake, or the target exists already.
         StorageError: it cannot be read or written.
     """
     if not (folder / CATALOGUE).is_file():
@@ -92,7 +92,7 @@ def _copied(folder: Path, partial: Path) -> BackupContent:
     for _ in range(_MOST_TRIES):
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)
         _copy_catalogue(folder / CATALOGUE, partial / CATALOGUE)
-        _copy_checksums(folder / _ASIDE, partial / _ASIDE)  # what came while that lasted
+        _copy_checksums(folder / _ASIDE, partial / _ASIDE)  # added in the meantime
         _refuse_bucket(folder, partial / CATALOGUE)
         paths = _paths(partial / CATALOGUE)
         try:
@@ -140,7 +140,7 @@ def _copy_checksums(source: Path, target: Path) -> None:
 
 
 def _copy_catalogue(source: Path, target: Path) -> None:
-    """Copy it in a process of its own.
+    """Copy it in a separate process.
 
     A process that has opened a lake uses DuckDB's own SQLite. Closing a file releases all locks of
     the process on it, and the two SQLites do not know of each other.
@@ -152,7 +152,7 @@ def _copy_catalogue(source: Path, target: Path) -> None:
 
 
 def _paths(catalogue: Path) -> list[str]:
-    """Return the files of the newest state; those that only older states name may be gone."""
+    """Return the files of the current snapshot; those of older snapshots may have been deleted."""
     with contextlib.closing(sqlite3.connect(catalogue)) as connection:
         return [
             path
@@ -188,7 +188,7 @@ EXISTS = "V103"
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """What was written."""
+    """Result of a backup."""
 
     folder: Path
     num_bytes: int
@@ -197,14 +197,14 @@ class Backup:
 
 
 def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> Backup:
-    """Write a copy of the data directory's store to a new folder, 0700, and return what it holds.
+    """Copy the data directory's store to a new directory, 0700, and return a summary.
 
-    Everything that was acknowledged before the call is in it. Where the file system has second
-    names for files, those of rows get one and take no room: take the copy to another disk.
+    It contains everything that was acknowledged before the call. If the file system supports hard
+    links, files of rows are linked and take no space: move the copy to another disk.
 
     Args:
         data: the collector's data directory; a collector may run on it.
-        target: where to; in a directory that exists.
+        target: new directory; its parent exists.
         copied: called between copying and checking (for tests).
 
     Raises:
@@ -224,7 +224,7 @@ def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None
     try:
         partial.mkdir(mode=0o700)
         version = _copy_database(source, partial / DATABASE_FILE)
-        # Rows may be newer than what the database says of them, as after a crash.
+        # Rows may be ahead of the database, as after a crash.
         rows = copy_lake(data / LAKE_FOLDER, partial / LAKE_FOLDER)
         if copied is not None:
             copied()
@@ -244,7 +244,7 @@ def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None
 
 
 def _copy_database(source: Path, target: Path) -> str:
-    # Made by us, so that the copy is never created with the umask's mode.
+    # Created here, so that the copy never has the umask's mode.
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     with (
         contextlib.closing(sqlite3.connect(source, timeout=30.0)) as reading,

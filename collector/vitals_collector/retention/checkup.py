@@ -1,4 +1,4 @@
-"""Reads everything that has a checksum and lists what is damaged; says what a store takes."""
+"""Reads everything with a checksum and lists damage; reports the size of a store."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Damaged(NamedTuple):
     what: str
     num_rows: int
     run_ids: tuple[str, ...]
-    """That it may be of; none where that is not known."""
+    """Runs that it may belong to; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class StoreSize:
     where: str
     num_bytes: int
     num_free: int
-    """Bytes that new records take before the database grows."""
+    """Free bytes inside the database file."""
 
 
 def check(store: Store) -> list[Damaged]:
-    """Read every file of rows, every record, and what SQLite checks by itself.
+    """Read every file of rows, every record, and run SQLite's integrity check.
 
     Raises:
         StorageError: the database cannot be read at all.
@@ -65,7 +65,7 @@ def _num_damaged(connection: Connection, table: Table) -> int:
 
 
 def store_size(store: Store) -> StoreSize:
-    """Return what the store takes on its disks."""
+    """Return the size of the store on its disks."""
     lake = store.numbers.size() if isinstance(store.numbers, Lake) else 0
     with store.read_transaction() as connection:
         if connection.dialect.name == "sqlite":

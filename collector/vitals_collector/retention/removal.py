@@ -30,7 +30,7 @@ from vitals_collector.storage.schema import (
 from vitals_collector.storage.store import RemovalReason, Store, insert, unknown_run
 
 KEEP_TAG = "keep"
-"""A run with this tag is kept whatever its age."""
+"""A run with this tag is never deleted because of its age."""
 _LOG = logging.getLogger("vitals.collector.retention")
 _KEPT_TABLES = (runs, forgotten)
 
@@ -51,7 +51,7 @@ def delete_run(
 
     Raises:
         UsageError: there is no such run, or it is running.
-        StorageError: the store refused; what was begun is ended by ``finish``.
+        StorageError: the store refused; ``finish`` completes a started removal.
     """
     with store.write() as connection:
         deleted = _begun(store, connection, run_id)
@@ -77,7 +77,7 @@ def delete_run(
 
 
 def finish(store: Store) -> None:
-    """Free what is left of removed runs: a collector may have died in between."""
+    """Delete the remaining rows of removed runs: a collector may have died in between."""
     query = select(forgotten.c.run_id).where(forgotten.c.is_gone.is_(False))
     with store.read_transaction() as connection:
         begun = list(connection.execute(query).scalars())
@@ -113,7 +113,7 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
 
 
 def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool = True) -> None:
-    """Keep a run whatever its age, or no longer.
+    """Exempt a run from deletion by age, or no longer.
 
     Raises:
         UsageError: there is no such run.
@@ -151,7 +151,7 @@ def _remove(
 
 
 def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
-    """Return the run whose removal was begun and not ended, such as for want of room."""
+    """Return the run whose removal was started and not finished, such as on a full disk."""
     query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
     name = connection.execute(query).scalar()
     return None if name is None else Deleted(run_id, name, store.numbers.num_bytes(run_id))
@@ -171,10 +171,10 @@ def _note(
 
 
 def _free(store: Store, run_id: str) -> None:
-    with store.write_rows() as connection:  # nobody stores rows of the run meanwhile
+    with store.write_rows() as connection:  # no one stores rows of the run in the meantime
         lock_runs(connection, [run_id])
         of_run = select(streams.c.incarnation).where(streams.c.run_id == run_id).distinct()
-        # Where a later start has come meanwhile, its rows and the run's row are its own.
+        # If a later start arrived in the meantime, its rows and the run's row stay.
         later = list(connection.execute(of_run).scalars())
         store.numbers.delete(run_id, later)
         if not later:

@@ -51,7 +51,7 @@ def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunV
 
 
 def measure(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]:
-    """Return what every run takes now, by id."""
+    """Return the current size of every run, by id."""
     with store.read_transaction() as connection:
         rows = connection.execute(select(runs).order_by(runs.c.run_id.desc())).all()
         volumes = {}

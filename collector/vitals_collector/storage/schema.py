@@ -38,7 +38,7 @@ _MAX_TOLD = 4_096
 
 
 class Damage:
-    """Counts what was damaged when it was read, and logs it: each piece once."""
+    """Counts damaged pieces found at reads, and logs each of them once."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -88,7 +88,7 @@ class Record(TypeDecorator[bytes]):
 
 
 def is_record_whole(stored: bytes) -> bool:
-    """Return whether a record's body is the one that its checksum was made of."""
+    """Return whether a record's body matches its checksum."""
     return zlib.crc32(stored[_CRC_BYTES:]).to_bytes(_CRC_BYTES, "big") == stored[:_CRC_BYTES]
 
 
@@ -101,7 +101,7 @@ metadata = MetaData(
     }
 )
 
-# SQLite only counts up an INTEGER key by itself.
+# SQLite only auto-increments an INTEGER key.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
 RANKS = "ranks"
@@ -447,8 +447,8 @@ leases = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("expires_unix_ns", BigInteger, nullable=False),
 )
-"""Which of several collectors does what only one may do, and until when, by the database's clock.
-``epoch`` rises with each change of holder. Empty on SQLite, where there is one collector."""
+"""Leases of several collectors, and their end by the database's clock. ``epoch`` rises with each
+change of holder. Empty on SQLite, which has one collector."""
 
 __all__ = [
     "Damage",

@@ -149,7 +149,7 @@ class SteadyClock:
 
 
 class IngestUptime:
-    """Since when a collector hears: what nobody could tell it is nobody's silence. For any thread.
+    """Time since which a collector has received rows without a break. Thread-safe.
 
     The intervals in which ingest worked: not while the process or machine was paused, and not while
     rows could not be stored. All times are of the clock that rows are received by
@@ -174,7 +174,7 @@ class IngestUptime:
             self._looked_ns = now_ns
 
     def since(self, now_ns: int) -> int:
-        """Return since when this collector hears; 0 where it never failed to."""
+        """Return since when this collector has been receiving; 0 if it never failed to."""
         with self._lock:
             for begun_ns in (self._looked_ns, *self._storing.values()):
                 if begun_ns is not None and abs(now_ns - begun_ns) > _PAUSED_NS:
@@ -183,7 +183,7 @@ class IngestUptime:
 
     @contextmanager
     def storing(self, clock: Clock) -> Iterator[None]:
-        """Note how storing what was sent goes; what is refused was not heard."""
+        """Record whether received rows are stored; refused rows count as not received."""
         with self._lock:
             self._storing[threading.get_ident()] = clock.time_ns()
         try:
@@ -206,7 +206,7 @@ class StreamOffset:
     source: str
     last_seq: int = -1
     last_unix_ns: int = 0
-    """When its newest row was made; 0 where that is not known."""
+    """When its latest row was written; 0 if unknown."""
     started_unix_ns: int = 0
     """When its writer started."""
     token_id: str = ""
@@ -216,9 +216,9 @@ class StreamOffset:
     num_lost: int = 0
     """New in this transaction."""
     expected_seq: int = -1
-    """Up to there, what is missing was counted already."""
+    """Up to this number, missing rows were counted already."""
     noted_seq: int = -1
-    """The ``last_seq`` that the database says."""
+    """``last_seq`` in the database."""
 
 
 class OwnedElsewhere(NamedTuple):
@@ -228,21 +228,21 @@ class OwnedElsewhere(NamedTuple):
     epoch: int
     """The number of its lease."""
     report: bytes
-    """What was last reported of it, by this owner or one before; empty where nothing was."""
+    """The last report of this or an earlier owner; empty without one."""
 
 
 class Claims(Protocol):
     """Runs whose rows may be stored here, and other owners."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Own the runs that nobody else does; return for each of the others where it belongs.
+        """Acquire the runs without an owner; return the owners of the others.
 
         Raises:
             StorageError: the store refused; call again.
         """
 
     def owned(self) -> dict[str, int] | None:
-        """Return the runs that are owned here, each with the number of its lease; None: all."""
+        """Return the owned runs, each with the epoch of its lease; None: all."""
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
         """Return which of the runs are owned here, and stay so until the transaction ends."""
@@ -252,7 +252,7 @@ class Claims(Protocol):
 
 
 class AllMine:
-    """The claims of a collector that is alone on its store."""
+    """The claims of a store's only collector."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Return nothing: no other collector has any."""
@@ -273,30 +273,30 @@ class AllMine:
 class Store:
     """A migrated database.
 
-    ``read_transaction`` and ``write`` give connections; both raise StorageError only.
+    ``read_transaction`` and ``write`` yield connections; both raise only StorageError.
 
-    Writers of one process take turns by a lock, so that SQLite's own waiting is for other
-    processes alone.
+    Writers of one process wait on a lock, so that SQLite's busy timeout is only for other
+    processes.
     """
 
     def __init__(self, engine: Engine, numbers: Numbers) -> None:
         self.engine = engine
         self.numbers = numbers
-        """The rows of all runs; what people filter by is in the database."""
+        """The rows of all runs; data that users filter by is in the database."""
         self.damage = Damage()
-        """What was found damaged."""
+        """Damage that was found."""
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
         self.claims: Claims = AllMine()
-        """Which runs' rows may be stored here."""
+        """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
-        """What ingest remembers of streams that it wrote; it compares that with the database before
-        anything is changed."""
+        """Offsets of streams written by this process; ingest compares them with the database before
+        any change."""
         self.ingest_uptime = IngestUptime()
         """Since when what this process is sent was stored."""
         self.is_importing = False
-        """Whether a folder's past is being read: how a run ended may be yet to come."""
+        """Whether a directory is being imported: the end of a run may still be missing."""
         self.no_room: StorageError | None = None
         """The error of the last write, if the disk was full."""
         self._write_mutex = threading.RLock()
@@ -304,21 +304,21 @@ class Store:
 
     @property
     def where(self) -> str:
-        """The database's address without its password, for messages."""
+        """The database's URL without its password, for messages."""
         return self.engine.url.render_as_string(hide_password=True)
 
     @contextmanager
     def read_transaction(self) -> Iterator[Connection]:
-        """Give a connection whose reads see one moment."""
+        """Yield a connection whose reads see one snapshot."""
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
-            if not self._is_sqlite:  # there, a transaction sees one moment by itself
+            if not self._is_sqlite:  # there, every transaction is a snapshot
                 options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
                 connection = connection.execution_options(**options, postgresql_readonly=True)
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Give a connection inside a transaction; commit durably at the end, or undo everything."""
+        """Yield a connection inside a transaction; commit durably at the end, or roll back."""
         turn = self._write_mutex if self._is_sqlite else threading.RLock()
         try:
             with turn, self._translated(), self.engine.connect() as connection:
@@ -356,14 +356,14 @@ class Store:
             _CHECK.reset(token)
 
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
-        """Give free pages of an SQLite file back to the disk; PostgreSQL does that by itself.
+        """Return free pages of an SQLite file to the disk; PostgreSQL does that itself.
 
         Args:
             above: do nothing until so large a share of the file is free.
             max_pages: maximum number of pages, because other pages have to move.
 
         Returns:
-            How many were given back.
+            Number of returned pages.
         """
         if not self._is_sqlite:
             return 0
@@ -479,7 +479,7 @@ def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float 
     Args:
         url: ``sqlite:///FILE``, ``sqlite://`` or ``postgresql://USER@HOST/DATABASE``.
         numbers: store of the rows; None is in memory. Closed with the store.
-        busy_seconds: how long a write waits for another process before it says so.
+        busy_seconds: how long a write waits for another process before it fails.
 
     Raises:
         UsageError: the URL is not one, or of a database that is not supported.
@@ -502,17 +502,17 @@ def open_data_store(
 
     Args:
         data: directory of the database if it is a file, and of the rows unless ``lake`` is set.
-        url: of a PostgreSQL that holds all but the rows; "" is a file in ``data``.
+        url: of a PostgreSQL that holds everything except the rows; "" is a file in ``data``.
         lake: location of the rows, a directory or ``s3://BUCKET/PREFIX``; all collectors on one
             PostgreSQL share it, and "" is the location that the first one chose.
-        busy_seconds: how long a write waits for another process before it says so.
+        busy_seconds: how long a write waits for another process before it fails.
 
     Raises:
         UsageError: the URL is not one.
         StorageError: the database or the lake cannot be opened.
         MissingDependencyError: the lake's engine is not installed.
     """
-    # Here, for its engine is heavy, and reading a folder does without it.
+    # Imported here, because its engine is heavy, and reading a directory does not need it.
     from vitals_collector.numbers.lake import Lake
     from vitals_collector.numbers.lake_engine import S3, known_bucket
 
@@ -525,7 +525,7 @@ def open_data_store(
     if not url:
         file = data / DATABASE_FILE
         try:
-            # Made by us, so that SQLite never creates it (and its WAL) with the umask's mode.
+            # Created here, so that SQLite never creates it (and its WAL) with the umask's mode.
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         except OSError as error:
             raise StorageError(
@@ -542,7 +542,7 @@ def open_data_store(
             store.numbers = Lake(lake_folder.absolute(), bucket=bucket)
             return store
         with store.write() as connection:
-            take_turns(connection)  # two that make a lake at once would refuse each other
+            take_turns(connection)  # two concurrent creations of a lake would fail
             lake_place = lake or _known_lake(connection)
             bucket = lake_place if lake_place.startswith(S3) else ""
             folder = (lake_folder if bucket or not lake_place else Path(lake_place)).absolute()
@@ -559,7 +559,7 @@ def known_lake(url: str) -> str:
 
     Raises:
         UsageError: the URL is not one.
-        StorageError: the database does not answer, or the folder is not on this machine.
+        StorageError: the database does not respond, or the directory is not on this machine.
     """
     engine = _engine(url, busy_seconds=5.0)
     try:
@@ -602,7 +602,7 @@ def _make_private(folder: Path) -> None:
 
 
 def libpq(url: str) -> str:
-    """Return the URL of a PostgreSQL in libpq's words, as DuckDB takes it.
+    """Return the URL of a PostgreSQL in libpq's format, as DuckDB needs it.
 
     Raises:
         UsageError: the URL is invalid.
@@ -615,7 +615,7 @@ def libpq(url: str) -> str:
 
     parts: dict[str, Any] = {
         **_LIVENESS,
-        **parsed.query,  # such as sslmode; a socket's folder is a host as well
+        **parsed.query,  # such as sslmode; a socket's directory is a host as well
         "dbname": parsed.database,
         "host": parsed.host or parsed.query.get("host"),
         "port": parsed.port or parsed.query.get("port"),
@@ -662,7 +662,7 @@ def clean(text: str) -> str:
 
 
 def unknown_run(run_id: str) -> UsageError:
-    """Return the error that says that no run has this id."""
+    """Return the error for an unknown run."""
     return UsageError(
         f"there is no run {run_id}", hint="`vitals runs` lists the known runs", code=UNKNOWN
     )
@@ -711,7 +711,7 @@ def _without_password(url: str) -> str:
 
 
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
-    # SQLAlchemy says BEGIN (see below), so that a read sees one moment and a write starts as one.
+    # SQLAlchemy sends BEGIN (see below), so that a read is a snapshot and a write starts as one.
     connection.isolation_level = None
     # Some builds overwrite all deleted data with zeros: on a full disk, that takes the journal
     # space that a deletion should free.
@@ -741,13 +741,13 @@ _DIALECTS: dict[str, Dialect] = {
 class PreparedStatement:
     """An INSERT or UPDATE with values by position, in the order of ``names``.
 
-    It costs what the driver's own ``executemany`` does. SQLAlchemy compiles the statement once for
-    each dialect; what it would do for each row beyond that (dictionaries, defaults, conversions
-    that change nothing here) costs several times what the database takes for the row, and this is
-    where every row of every rank comes by.
+    It costs as much as the driver's own ``executemany``. SQLAlchemy compiles the statement once for
+    each dialect; its further work per row (dictionaries, defaults, conversions without effect here)
+    costs several times what the database needs for the row, and every row of every rank is written
+    here.
 
     Args:
-        statement: the statement, or what makes it for a dialect's name.
+        statement: the statement, or a function that makes it for a dialect's name.
         names: its parameters: columns of an INSERT, ``bindparam`` names of an UPDATE.
     """
 

@@ -22,7 +22,7 @@ from vitals_collector.storage.schema import audit, runs, tokens
 from vitals_collector.storage.store import UNKNOWN, Store
 
 PREFIX = "vitals_"
-"""Begins each secret, so that those who look for secrets in files and logs know it for one."""
+"""Prefix of each secret, by which secret scanners recognize it."""
 ENDED = "V414"
 """Error code: the token has expired or was revoked."""
 LIMITED = "V413"
@@ -42,11 +42,11 @@ class Principal(NamedTuple):
     """"": one of the token file's, which are for all runs."""
     owner: str = ""
     project: str = ""
-    """The only one whose runs it is for; "" does not limit it."""
+    """The only project whose runs it is for; "" is no limit."""
     run_id: str = ""
     """The only run it is for; "" does not limit it."""
     writes_all: bool = False
-    """Whether it may write to what others began: only who reads folders may."""
+    """Whether it may write to other tokens' writers: only the import of directories may."""
     writer_key_hash: str = ""
     """SHA-256 of the key that its batches were sent with; "" without one."""
 
@@ -64,8 +64,8 @@ class Principal(NamedTuple):
 
         Args:
             run_id: which.
-            owner: whose token began it.
-            project: what it belongs to.
+            owner: owner of the token that created it.
+            project: its project.
         """
         if self.writes_all:
             return True
@@ -74,7 +74,7 @@ class Principal(NamedTuple):
         return project == self.project if self.project else owner == self.owner
 
     def reach(self, connection: Connection, scope: TokenScope) -> frozenset[str] | None:
-        """Return the runs for which it may be used so; None: for all."""
+        """Return the runs for which the scope may be used; None: for all."""
         if self.run_id:
             return frozenset((self.run_id,))
         if self.project:
@@ -124,7 +124,7 @@ class KnownTokens:
         Raises:
             UnauthorizedError: the token has expired or was revoked.
         """
-        # Looked up by its hash: how long that takes says nothing about any secret.
+        # Looked up by its hash: the duration reveals nothing about any secret.
         row, until = self._by_hash.get(_hash(secret), (None, 0))
         if row is None:
             return Principal()
@@ -151,7 +151,7 @@ class KnownTokens:
         )
 
     def start(self) -> None:
-        """Begin to follow what changes."""
+        """Start to follow changes."""
         self._thread.start()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def create(
     by: str,
     now_unix_ns: int,
 ) -> tuple[str, str]:
-    """Add a token; return its id, and the secret, which is nowhere else.
+    """Add a token; return its id, and the secret, which is stored nowhere.
 
     Raises:
         UsageError: no or a wrong owner, scope or limit.
@@ -225,18 +225,18 @@ def rotate(
     by: str,
     now_unix_ns: int,
 ) -> tuple[Row[tuple[object, ...]], str]:
-    """Give a token a new secret; return its row and the secret. It owns what it did before.
+    """Give a token a new secret; return its row and the secret. It keeps its writers.
 
     Args:
         connection: of a transaction.
         token_id: which.
         overlap_seconds: how long the previous secret stays valid.
-        expires_unix_ns: when it ends from now on; None is as it was.
-        by: who does it.
+        expires_unix_ns: new time of expiry; None keeps it.
+        by: identity of the user.
         now_unix_ns: when.
 
     Raises:
-        UsageError: there is none of that id, it was revoked, or it would have ended already.
+        UsageError: there is no such token, it was revoked, or it would have expired already.
     """
     row, secret = _row(connection, token_id), _new_secret()
     if row.revoked_unix_ns:
@@ -264,7 +264,7 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
     """Revoke a token; its writers stay its own. Revoking it again has no effect.
 
     Raises:
-        UsageError: there is none of that id.
+        UsageError: there is no such token.
     """
     row = _row(connection, token_id)
     if row.revoked_unix_ns:
@@ -275,7 +275,7 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
 
 
 def listed(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
-    """Return all tokens, the oldest first; of no secret more than its hash."""
+    """Return all tokens, the oldest first; secrets only as their hash."""
     order = (tokens.c.created_unix_ns, tokens.c.token_id)
     return connection.execute(select(tokens).order_by(*order)).all()
 

@@ -27,7 +27,7 @@ class Chart:
     unit: str = "step"
     """Unit of x."""
     ends: tuple[float, float] | None = None
-    """First and last place shown; None: those of the points."""
+    """First and last x shown; None: those of the points."""
     log: bool = False
     exact: bool = False
     """Every value is to be seen, however far from the others: the y axis holds them all."""
@@ -39,7 +39,7 @@ class Chart:
 
     @property
     def num_points(self) -> int:
-        """How many points and marks it carries to the browser."""
+        """Number of points and marks sent to the browser."""
         return sum(len(curve.x) for curve in self.curves) + len(self.marks)
 
 
@@ -61,16 +61,16 @@ def step_chart(
     """Return a chart over steps, with decisions, other marks and non-finite steps on it.
 
     Args:
-        title: what is drawn.
+        title: title of the chart.
         lines: the curves; those of the role ``limit`` are drawn as limits.
-        decisions: drawn as marks; those outside the extent are left out, as the others are.
+        decisions: drawn as marks; those outside the extent are omitted, as others are.
         others: marks of other kinds.
-        attempts: their numbers by their ids, where a step that is not finite is to name its own.
+        attempts: numbers by id, for the text of non-finite steps.
         log: whether y is logarithmic.
         exact: whether the y axis must hold every value.
         extent: first and last step shown.
         show_unit: whether the title names the unit.
-        scale: where steps are along x.
+        scale: positions of steps along x.
         size: its part of the page's width.
         height: of the curves' area with its axis, in pixels.
     """
@@ -107,7 +107,7 @@ def time_chart(
     """Return a chart over wall time: of a GPU's or a node's samples, which have no step.
 
     Args:
-        title: what is drawn.
+        title: title of the chart.
         lines: the curves.
         extent: first and last time shown, in milliseconds.
         size: its part of the page's width.
@@ -125,7 +125,7 @@ def time_chart(
 
 
 def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: int = 380) -> Chart:
-    """Return the runs' curves over each other; every line knows where its own steps are."""
+    """Return the runs' curves in one chart; every line has its own scale of steps."""
     marks = [
         mark
         for line in lines
@@ -148,10 +148,10 @@ def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: 
 def difference_chart(
     title: str, lines: Sequence[Line], differences: Sequence[DifferenceReply], *, height: int = 240
 ) -> Chart:
-    """Return what each run but the first has more than the first, where both have steps.
+    """Return each other run's difference to the first, where both have steps.
 
     Args:
-        title: what is drawn.
+        title: title of the chart.
         lines: the runs' curves, the first one first.
         differences: of each of the others to the first.
         height: of the curves' area with its axis, in pixels.
@@ -191,7 +191,7 @@ def _scale_of(lines: Sequence[Line]) -> StepScale:
 def _ends(
     scale: StepScale, extent: tuple[int, int], marks: Sequence[ChartMark]
 ) -> tuple[float, float] | None:
-    """Return where the extent's ends are; in time, what happened may be outside of them."""
+    """Return the ends of the extent; over time, events may be outside of them."""
     if scale.axis == "time" and not scale.steps:
         return None
     first, last = scale.x_of([extent[0], max(extent[1], extent[0] + 1)])

@@ -1,4 +1,4 @@
-"""Curves as they go to the browser: every point that came, and a gap where there is no value."""
+"""Curves for the browser: every received point, and a gap for a missing value."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Line:
     reply: SeriesReply
     role: Role = "main"
     scale: StepScale | None = None
-    """Where its steps are, if not where the chart's are: of another run."""
+    """Scale of its steps, if it differs from the chart's: for another run."""
     num_replaced: int | None = None
     """The browser has the series except for the reply, which replaces this many of its last points;
     None: the reply is the whole series. For a discarded series, 0 means that the browser has all of
@@ -37,15 +37,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartCurve:
-    """One curve of a chart: places along x, and the values there in the unit people read."""
+    """One curve of a chart: positions along x, and the values in the displayed unit."""
 
     name: str
     role: Role = "main"
     colour: int = 0
-    """Which of the palette's lines; -1 is faint."""
+    """Index of the palette's line color; -1 is faint."""
     x: Sequence[float]
     y: Sequence[float | None]
-    """None is a gap: a value that is not finite, or one that no log axis can show."""
+    """None is a gap: a non-finite value, or one that a log axis cannot show."""
     num_total: int
     """Points that are stored."""
     num_nonfinite: int = 0
@@ -72,7 +72,7 @@ def points(
 def curves_of(
     lines: Sequence[Line], scale: StepScale = STEPS, *, log: bool = False
 ) -> list[ChartCurve]:
-    """Return the curves of a chart; each attempt that was rolled back is a curve of its own.
+    """Return the curves of a chart; each attempt that was rolled back is a separate curve.
 
     A mean has the color of its curve, and several discarded series have one color each.
     """
@@ -114,5 +114,5 @@ def _by_attempt(line: Line, drawn: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def display_unit(unit: str) -> tuple[str, float]:
-    """Return the unit people read and the factor to it from the base unit."""
+    """Return the displayed unit and the factor to it from the base unit."""
     return UNITS.get(unit, (unit, 1.0))

@@ -23,13 +23,14 @@ from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR
 
 PARTS = 800
-"""Into so many at least the steps shown are divided: marks of one kind in one part are one."""
+"""The visible steps are divided into at least this many parts: marks of one kind in a part are
+one."""
 MAX_TEXT = 320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLook:
-    """How one kind of mark is drawn and called."""
+    """Shape, color and name of one kind of mark."""
 
     word: str
     colour: str
@@ -64,13 +65,13 @@ NON_FINITE = MarkLook(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartMark:
-    """One thing that happened."""
+    """One event."""
 
     look: MarkLook
     step: int
     place: float
     say: Callable[[], str]
-    """Its words: asked for only if it is drawn, for of thousands most become part of another."""
+    """Its text: computed only if it is drawn, because most of thousands are merged."""
 
 
 def mark_text(view: DecisionView) -> str:
@@ -177,8 +178,8 @@ def nonfinite_marks(
 
     Args:
         replies: the series.
-        scale: where steps are.
-        attempts: their numbers by their ids; a mark names its own where it is known.
+        scale: positions of steps.
+        attempts: numbers by id; a mark names its own if it is known.
     """
     seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:
@@ -204,14 +205,14 @@ def nonfinite_marks(
 
 
 def merged(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
-    """Return the marks, those of one kind that nobody could tell apart as one; sorted.
+    """Return the marks, sorted, with indistinguishable ones of one kind merged.
 
-    Which are one changes only where marks come, until ``width`` has doubled: what a browser has
-    of them stays as it is.
+    Merged groups change only where marks are added, until ``width`` has doubled: marks in the
+    browser stay valid.
 
     Args:
         marks: of any kinds.
-        width: of what is shown along x.
+        width: visible width along x.
     """
     apart = 2.0 ** math.ceil(math.log2(width / PARTS)) if width > 0 else 1.0
     groups: dict[tuple[str, int], list[ChartMark]] = {}

@@ -1,4 +1,4 @@
-"""Where steps stand along x: as themselves, at the time they were trained, or at their tokens."""
+"""Position of steps along x: the step, its time, or its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _TOKEN_UNITS = {"trillion tokens": 1e12, "billion tokens": 1e9, "million tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScale:
-    """Steps to places along x, interpolated between those that are known."""
+    """Steps to positions along x, interpolated between known ones."""
 
     axis: Axis = "step"
     unit: str = "step"
@@ -23,20 +23,20 @@ class StepScale:
     places: tuple[float, ...] = ()
 
     def x_of(self, steps: Sequence[float]) -> list[float]:
-        """Return where the steps are; beyond what is known, at its ends."""
+        """Return the positions of steps; outside the known ones, the ends."""
         if not self.steps:
             return list(steps)
         places: list[float] = np.interp(steps, self.steps, self.places).tolist()
         return places
 
     def step_at(self, x: float) -> int:
-        """Return the step nearest to a place."""
+        """Return the step nearest to a position."""
         if not self.steps:
             return round(x)
         return round(float(np.interp(x, self.places, self.steps)))
 
     def xs(self, reply: SeriesReply) -> list[float]:
-        """Return where the points of a series are; each has a time of its own."""
+        """Return the positions of a series' points; each has its own time."""
         if self.axis == "time":
             return [time / 1_000_000 for time in reply.time_unix_ns]
         return self.x_of(reply.step)
@@ -62,7 +62,7 @@ def token_size(unit: str) -> float:
 
 
 def token_scale(reply: SeriesReply, *, unit: str = "") -> StepScale:
-    """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
+    """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" selects one."""
     points = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
     unit = unit or token_unit(max((value for _, value in points), default=0.0))
     places = [value / token_size(unit) for _, value in points]

@@ -14,7 +14,7 @@ _EDGE = 3.0
 
 
 def sparkline(reply: SeriesReply | None, look: Palette) -> str:
-    """Return the curve as the address of a picture; "" where there is no value at all."""
+    """Return the curve as the data URL of an image; "" without any value."""
     if reply is None or not reply.step:
         return ""
     xs = _placed(reply.step, _EDGE, WIDTH - _EDGE)
@@ -23,7 +23,7 @@ def sparkline(reply: SeriesReply | None, look: Palette) -> str:
     line, is_drawing = "", False
     for x, y in zip(xs, ys, strict=True):
         if math.isfinite(y):
-            # A line to where it is: a lone point is a dot.
+            # A line to its own position: a single point is a dot.
             line += f"L{x:.1f} {y:.1f}" if is_drawing else f"M{x:.1f} {y:.1f}h0"
         is_drawing = math.isfinite(y)
     gaps = dict.fromkeys(f"{x:.1f}" for x, y in zip(xs, ys, strict=True) if not math.isfinite(y))

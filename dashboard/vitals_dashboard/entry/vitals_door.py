@@ -1,6 +1,6 @@
 """Entry point of ``streamlit run``: the pages behind the authentication.
 
-Streamlit puts this folder first on ``sys.path``, so no file in it may be named like any module.
+Streamlit puts this directory first on ``sys.path``, so no file in it may be named like any module.
 """
 
 import os
