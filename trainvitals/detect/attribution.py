@@ -962,18 +962,19 @@ class OnsetTracker:
         z, middle = self._sigmas_beyond_limit("grad_share", shares, looked, of_layers=True)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
         self._has_share_moved = bool(moved.any())
-        if int(moved.sum()) != 1:
+        if not moved.any():
             return
-        one = int(np.argmax(moved))
-        rest = np.delete(away, one)
-        common = float(np.median(rest[np.isfinite(rest)])) if np.isfinite(rest).any() else 0.0
-        if z[one] < 0.0 and common > _SHIFT and abs(away[one]) < common / 2:
-            numbers = (math.exp(common), 1.0, float(-z[one]))
-            out.append(_Out(step, 4.5, "layer", self._names[one], INFERRED_WEIGHTS, *numbers))
-        elif z[one] > SIGMAS and not lossy and away[one] > _SHIFT:
-            usual = float(math.exp(math.log(norms[one]) - away[one]))
-            numbers = (float(norms[one]), usual, float(z[one]))
-            out.append(_Out(step, 13, "layer", self._names[one], "grad_norm", *numbers))
+        shift = np.where(moved, shares - middle[: len(norms)], 0.0)
+        low, high = int(np.argmin(shift)), int(np.argmax(shift))
+        rest = np.delete(away, low)[np.isfinite(np.delete(away, low))]
+        common = float(np.median(rest)) if len(rest) else 0.0
+        if moved[low] and common > _SHIFT and rest.min() > common / 2 > abs(away[low]):
+            numbers = (math.exp(common), 1.0, float(abs(z[low])))
+            out.append(_Out(step, 4.5, "layer", self._names[low], INFERRED_WEIGHTS, *numbers))
+        elif moved.sum() == 1 and z[high] > SIGMAS and not lossy and away[high] > _SHIFT:
+            usual = float(math.exp(math.log(norms[high]) - away[high]))
+            numbers = (float(norms[high]), usual, float(z[high]))
+            out.append(_Out(step, 13, "layer", self._names[high], "grad_norm", *numbers))
 
     def _of_updates(
         self,

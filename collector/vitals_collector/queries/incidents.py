@@ -1,7 +1,7 @@
 """Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ from vitals_collector.queries.ledger import (
 )
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import Precedent, VerdictFacts, of_healthy, verdict
+from vitals_collector.queries.why import with_kept_samples
 from vitals_collector.storage.schema import decisions, events, findings, runs
 from vitals_collector.storage.store import ReadSnapshot
 
@@ -434,7 +435,7 @@ def _bundle(
         started_unix_ns=min(times),
         ended_unix_ns=max(times),
         cause=members[0].cause,
-        rank=ranks.pop() if len(ranks) == 1 else -1,
+        rank=ranks.pop() if len(ranks) == 1 and members[0].rank >= 0 else -1,
         findings=of("finding"),
         decisions=of("decision"),
         alerts=of("alert"),
@@ -698,6 +699,10 @@ def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView
     evidence = Evidence()
     if is_whole:
         evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause)
+        if of_run.run_dir is not None and evidence.view is not None:
+            view = with_kept_samples(evidence.view, of_run.run_dir)
+            data = tuple(each for each in view.data if each.attempt == bundle.attempt)
+            evidence = replace(evidence, view=msgspec.structs.replace(view, data=data))
     facts = of_run.story_facts(bundle, evidence)
     judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)

@@ -255,7 +255,8 @@ class _Trigger:
     def add(self, record: Finding | Decision) -> None:
         self.steps.add(record.step)
         self.reasons.append(record.reason)
-        self.ranks.add(record.rank)
+        if record.rank >= 0 or isinstance(record, Finding):
+            self.ranks.add(record.rank)
         self.values += [] if record.value is None else [record.value]
         self.limits += [] if record.limit is None else [record.limit]
 
@@ -307,7 +308,8 @@ def _went_down(restart: Restart) -> str:
 
 def _sentence(trigger: _Trigger) -> str:
     at = _steps(trigger.steps)
-    ranks = sorted(rank for rank in trigger.ranks if rank >= 0)
+    # A fault of all ranks is not blamed on the one that also reported it.
+    ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
     whose = ""
     if ranks:
         whose = f"{_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
