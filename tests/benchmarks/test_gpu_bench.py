@@ -31,6 +31,14 @@ def make_result(*statuses, gpus=("NVIDIA H100 80GB HBM3",), group="check", date=
     return {"date": date, "commit": "0123456789ab", "machine": machine, "parts": parts}
 
 
+def run_bench(*arguments):
+    """Return the exit code of a command."""
+    try:
+        return main(["gpu", *arguments])
+    except SystemExit as end:
+        return end.code
+
+
 def make_row(name, ours, theirs, limit):
     goal = {"of": "ratio", "sign": "<=", "limit": limit}
     row = {"name": name, "ours": ours, "unit": "ms", "peer": "bare", "theirs": theirs}
@@ -58,8 +66,7 @@ class TestRun:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-        arguments = ["gpu", "check", "--out", str(tmp_path), "--only", "graphs_train"]
-        assert 0 == main(arguments)
+        assert 0 == run_bench("check", "--out", str(tmp_path), "--only", "graphs_train")
         parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
         assert ("skipped", "needs a CUDA GPU") == (
             parts["graphs_train"]["status"],
@@ -73,26 +80,26 @@ class TestRun:
         self, tmp_path, capsys
     ):
         names = ("clips_are_exact", "update_50m_float32")
-        arguments = ["gpu", "check", "speed", "--out", str(tmp_path), "--only", ",".join(names)]
-        assert 0 == main(arguments)
+        arguments = ["check", "speed", "--out", str(tmp_path), "--only", ",".join(names)]
+        assert 0 == run_bench(*arguments)
         first = json.loads((tmp_path / "gpu_check.json").read_text())
         assert {"passed"} == {first["parts"][name]["status"] for name in names}
         (row,) = first["parts"]["update_50m_float32"]["facts"]["rows"]
         assert 0 < row["ours"] and 0 < row["theirs"]
         assert row["name"] in (tmp_path / "gpu_check.txt").read_text()
         capsys.readouterr()
-        assert 0 == main([*arguments, "--resume"])
+        assert 0 == run_bench(*arguments, "--resume")
         assert first == json.loads((tmp_path / "gpu_check.json").read_text())
 
     def test_results_of_another_machine_are_not_resumed(self, tmp_path, capsys):
         (tmp_path / "gpu_check.json").write_text(json.dumps(make_result("passed")))
-        arguments = ["gpu", "--out", str(tmp_path), "--resume", "--commit", "0123456789ab"]
-        assert 2 == main(arguments)
+        arguments = ("--out", str(tmp_path), "--resume", "--commit", "0123456789ab")
+        assert 2 == run_bench(*arguments)
         assert "has another machine" in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["speeed"], ["--only", "clips"]])
     def test_an_unknown_name_is_an_error_that_lists_the_names(self, arguments, capsys):
-        assert 2 == main(["gpu", *arguments])
+        assert 2 == run_bench(*arguments)
         assert re.search("choose from .*(suite|clips_are_exact)", capsys.readouterr().err)
 
     @pytest.mark.parametrize("status", ["failed", "error", "timeout", "not run"])

@@ -26,7 +26,7 @@ from vitals_bench.gpu.speed import Size, UpdateLoop
 TRAINING_SECONDS = 12.0
 HANG_SECONDS = 20.0
 MAX_DEVIATION = 0.25
-"""Of power and clocks, which change between two readings."""
+"""Largest relative difference of power and clocks, which change between two readings."""
 HUNG_REASONS = ("device", "computing")
 _QUERY = ("uuid", "memory.total", "power.draw", "clocks.sm", "clocks.mem")
 

@@ -129,7 +129,7 @@ def non_finite_values_are_detected(facts: Facts) -> None:
 
 @part("check", 10)
 def clips_are_exact(facts: Facts) -> None:
-    """The applied gradients are those of a clip by the float64 norm."""
+    """The applied gradients are equal to a clip by the float64 norm."""
     for name, make_optimizer in OPTIMIZERS.items():
         options: Facts = {"guard": trainvitals.attach, "max_norm": 0.05}
         with GuardedLoop(make_optimizer=make_optimizer, **options) as loop:
@@ -147,7 +147,7 @@ def clips_are_exact(facts: Facts) -> None:
 
 @part("check", 10)
 def scaler_is_equal_to_torch(facts: Facts) -> None:
-    """Scale and weights are those of a plain loop with a GradScaler, including overflows."""
+    """Scale and weights are equal to a plain loop with a GradScaler, including overflows."""
     scaler, torch_scaler = (
         torch.amp.GradScaler(DEVICE.type, 2.0**127, growth_interval=5) for _ in range(2)
     )

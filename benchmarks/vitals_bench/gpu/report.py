@@ -35,6 +35,8 @@ def make_text(result: Result) -> str:
         parts = {n: p for n, p in result["parts"].items() if p["group"] == group}
         lines += ["", f"{group}: {summarize(parts.values())}"]
         for name, part in parts.items():
+            if part["status"] == "omitted":
+                continue
             why = (part["why"].splitlines() or [""])[0][:400]
             lines.append(f"{part['status']:8} {part['seconds']:6.1f} s  {name}  {why}".rstrip())
             lines += [f"{'':19}{line}" for line in _format_rows(part)]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from trainvitals.errors import StorageError, UsageError
 from vitals_bench.gpu.child import MACHINE
-from vitals_bench.gpu.parts import GROUP_SECONDS, MAX_SECONDS, PARTS, Facts, Part, load_parts
+from vitals_bench.gpu.parts import GROUP_SECONDS, MAX_SECONDS, Facts, Part, load_parts
 from vitals_bench.gpu.report import make_text
 from vitals_bench.processes import free_port
 
@@ -91,7 +91,7 @@ def run_part(
             "VITALS_SHM": directory,
             **(environ or {}),
         }
-        # A file, not a pipe: a process that the part left behind must not keep it open.
+        # A file, not a pipe: a process that the part started must not keep it open.
         log = Path(directory, "stderr.txt")
         with log.open("w") as stderr:
             process = subprocess.Popen(
@@ -129,13 +129,14 @@ class GpuCheck:
     """All parts of a request; the JSON and the text page are written after each part.
 
     Raises:
-        UsageError: the results to resume are those of another machine or revision.
+        UsageError: the results to resume come from another machine or revision.
         StorageError: the result cannot be written.
     """
 
     def __init__(self, request: Request, show: Callable[[str], None]) -> None:
         self._request = request
         self._show = show
+        self._parts = load_parts()
         machine = run_part(MACHINE, _MACHINE_SECONDS)
         if machine["status"] != "passed":
             raise UsageError(
@@ -149,7 +150,7 @@ class GpuCheck:
             "machine": machine["facts"],
             "parts": {
                 name: {"group": part.group, "seconds": 0.0, "status": "omitted", "why": ""}
-                for name, part in load_parts().items()
+                for name, part in self._parts.items()
             },
         }
         if request.is_resumed and (request.out / RESULT_NAME).exists():
@@ -182,14 +183,14 @@ class GpuCheck:
         return int(any(has_failed(result) for result in self.result["parts"].values()))
 
     def _run_group(self, group: str, end: float) -> None:
-        names = [name for name, part in PARTS.items() if part.group == group]
+        names = [name for name, part in self._parts.items() if part.group == group]
         if self._request.only:
             names = [name for name in names if name in self._request.only]
         todo = []
         for name in names:
             before = self.result["parts"][name]
-            if PARTS[name].num_gpus > self.num_gpus:
-                self._add(name, {"status": "skipped", "why": missing_gpus(PARTS[name])})
+            if self._parts[name].num_gpus > self.num_gpus:
+                self._add(name, {"status": "skipped", "why": missing_gpus(self._parts[name])})
             elif before["status"] != "passed":
                 todo.append(name)
         num_jobs = self._request.jobs or (5 if self.num_gpus else 1)
@@ -198,7 +199,7 @@ class GpuCheck:
                 started = {
                     pool.submit(self._run_until, name, end): name
                     for name in todo
-                    if PARTS[name].is_alone is is_alone
+                    if self._parts[name].is_alone is is_alone
                 }
                 for future in as_completed(started):
                     self._add(started[future], future.result())
@@ -209,10 +210,11 @@ class GpuCheck:
         if seconds < _MIN_PART_SECONDS:
             return {"status": "not run", "why": "the time limit was reached; use --resume"}
         # On the CPU the usual durations do not hold.
-        return run_part(name, min(seconds, PARTS[name].limit_seconds) if self.num_gpus else seconds)
+        part_seconds = self._parts[name].limit_seconds if self.num_gpus else seconds
+        return run_part(name, min(seconds, part_seconds))
 
     def _add(self, name: str, result: Facts) -> None:
-        self.result["parts"][name] = {"group": PARTS[name].group, "seconds": 0.0, **result}
+        self.result["parts"][name] = {"group": self._parts[name].group, "seconds": 0.0, **result}
         self._show(f"{result['status']:8} {name}  {result['why']}".rstrip())
         self._store()
 

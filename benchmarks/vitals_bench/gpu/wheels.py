@@ -28,7 +28,8 @@ MAX_BYTES = 64 << 20
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 EXISTING = frozenset({"torch", "numpy", "trainvitals"})
 """Left out: the machine has its own PyTorch and NumPy, and our wheel is built here."""
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17, 12, 5))
+PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 27, 28, 34))
+"""Tags that the target accepts; wheels for an older glibc are preferred."""
 
 
 def find_packages(names: Iterable[str], python: str) -> dict[str, str]:
