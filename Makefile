@@ -99,22 +99,22 @@ lint: $(STAMP) ## ruff, mypy, import contracts, undeclared packages, and the pro
 	$(BIN)/python -m tests.house.prose
 	$(BIN)/deptry trainvitals trainer_hooks agent/vitals_agent collector/vitals_collector dashboard/vitals_dashboard deploy/vitals_deploy plugins/vitals_plugins
 
-bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
-	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)
+bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/figures.md
+	$(BIN)/python -m vitals_bench --page docs/figures.md $(ARGS)
 
 bench-hang: $(STAMP) ## real jobs that hang, or wait for a late rank: who is named, how soon, by what (an hour)
-	$(BIN)/python -m vitals_bench hang --page docs/benchmarks.md $(ARGS)
-	$(BIN)/python -m vitals_bench straggler --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench hang --page docs/figures.md $(ARGS)
+	$(BIN)/python -m vitals_bench straggler --page docs/figures.md $(ARGS)
 
 bench-corruption: $(STAMP) ## trainings in which a bit flips, or a step is bad: seen, named, healed, played again (15 minutes)
-	$(BIN)/python -m vitals_bench corruption --page docs/benchmarks.md $(ARGS)
-	$(BIN)/python -m vitals_bench repro --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench corruption --page docs/figures.md $(ARGS)
+	$(BIN)/python -m vitals_bench repro --page docs/figures.md $(ARGS)
 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
-	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench judgement --page docs/figures.md $(ARGS)
 
 bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held against what is known (three minutes)
-	$(BIN)/python -m vitals_bench forecast --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench forecast --page docs/figures.md $(ARGS)
 
 gpu-check: $(STAMP) ## the guard, the snapshots and the agent on each GPU, and their cost, in at most 560 s; without a GPU those parts are skipped (ARGS="--resume")
 	OMP_NUM_THREADS=1 $(BIN)/python -m vitals_bench gpu --out build/gpu-check $(ARGS)

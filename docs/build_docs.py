@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
-from docs import api_page
+from docs import api_page, benchmarks_page
 from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
@@ -286,7 +286,7 @@ GPU_PAGES = {
     "RUN_ON_CUDA.md": lambda text: report.fill_section(
         text, "Results", report.make_results(report.load_results())
     ),
-    "benchmarks.md": lambda text: report.fill_section(
+    "figures.md": lambda text: report.fill_section(
         text, "gpu", report.make_figures(report.load_results())
     ),
 }
@@ -294,6 +294,7 @@ GPU_PAGES = {
 
 PAGES: dict[str, Callable[[], str]] = {
     "API.md": lambda: api_page.page(NOTICE),
+    "benchmarks.md": lambda: benchmarks_page.page(NOTICE, (DOCS / "figures.md").read_text()),
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
     "RUNBOOK.md": runbook_page,

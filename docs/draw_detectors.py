@@ -84,7 +84,7 @@ declared (`watch(loss_kind=...)`, `monitor.expect`); findings within {EPISODE} s
 *found* means that the detector found a fault in the same training (Adam's second moments lost at
 step {FAULT}) within {AFTER} steps. Each picture shows all findings: undeclared, declared, and with
 the fault. `python -m vitals_bench detect`, from a checkout, has more trainings and faults
-([benchmarks.md](benchmarks.md)); `vitals replay LOG --loss-kind rl` does the same with your log.
+([figures.md](figures.md)); `vitals replay LOG --loss-kind rl` does the same with your log.
 """
 
 JUDGED = """\
@@ -103,7 +103,7 @@ reason; the settings are in [SETTINGS.md](SETTINGS.md#ladder).
 small models with and without faults, and compares our detectors with published rules. `--traces`
 adds a folder of labelled logs. It prints recall, precision, false alarms per 10,000 records and
 delay, separately for *act* and *tell*, and names where a peer is better
-([benchmarks.md](benchmarks.md) is the output of `make bench` on one machine). `vitals replay` shows
+([figures.md](figures.md) is the output of `make bench` on one machine). `vitals replay` shows
 what Vitals would have found and done in your own log.
 
 In `observe` mode Vitals takes no action, so the run itself shows which decisions were right

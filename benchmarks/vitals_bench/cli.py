@@ -400,7 +400,7 @@ def bench_gpu(
     """Check the guard, the snapshots and the agent on GPUs, and measure their cost.
 
     Writes gpu_check.json and gpu_check.txt to --out after each part. Without a GPU, the parts that
-    need one are skipped. Exits 1 if a part failed or did not run. In docs/benchmarks.md, `make
+    need one are skipped. Exits 1 if a part failed or did not run. In docs/figures.md, `make
     docs` shows the results in docs/gpu-results/.
     """
     from vitals_bench.gpu.parts import GROUP_SECONDS, load_parts

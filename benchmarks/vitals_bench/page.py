@@ -112,7 +112,7 @@ def markdown(
     about: Mapping[str, str], benches: Mapping[str, Sequence[Row | Grid]], *, before: str = ""
 ) -> str:
     """Return the page, with what the page ``before`` has of other processors."""
-    lines = ["# Benchmarks", "", NOTICE, "", HOW, "", "| | |", "|---|---|"]
+    lines = ["# All figures", "", NOTICE, "", HOW, "", "| | |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in about.items()]
     sections = [section(name, yielded, about, before=before) for name, yielded in benches.items()]
     return "\n".join(["\n".join(lines) + "\n", *sections])

@@ -197,7 +197,7 @@ def test_the_parts_are_measured():
 
 
 def test_the_page_of_the_repository_was_written_by_this_bench():
-    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "figures.md").read_text()
     assert page.NOTICE in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     names = [heading.removeprefix("## ") for heading in headings]

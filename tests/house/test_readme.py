@@ -77,7 +77,7 @@ def test_every_package_of_a_plain_install_is_named():
 
 def test_the_cost_is_the_one_that_was_measured():
     watched, bare = re.findall(r"took (\d+ ms), and (\d+ ms) without Vitals", TEXT)[0]
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "figures.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| a whole step of 10.1M")]
     figures = f", watched | {watched} | the bare loop with a clip | {bare} |"
     assert 1 == len([row for row in rows if figures in row])

@@ -174,7 +174,7 @@ def make_results(results: Sequence[Result]) -> str:
 
 
 def make_figures(results: Sequence[Result]) -> str:
-    """Return the body of the section "gpu" of benchmarks.md."""
+    """Return the body of the section "gpu" of figures.md."""
     if not results:
         return f"{NOT_RUN} See [run on CUDA](RUN_ON_CUDA.md)."
     import msgspec
