@@ -16,7 +16,7 @@ from msgspec import structs
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.support.examples import one_in
 from tests.support.exposition import Page
-from tests.trainvitals.ladder_run import STORM, Run
+from tests.trainvitals.policy_run import STORM, Run
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainvitals.catalog import GPU_SCHEMA
 from trainvitals.detect.registry import ACTED_CAUSES

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tests.trainvitals.ladder_run import STORM, Run
+from tests.trainvitals.policy_run import STORM, Run
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.policy import PolicyState, Proposal
 from trainvitals.policy.state import DurablePolicyState

@@ -3,7 +3,7 @@ import math
 import msgspec
 import pytest
 
-from tests.trainvitals.ladder_run import Run
+from tests.trainvitals.policy_run import Run
 from trainvitals.policy import DecisionContext, Mode, PolicyState, Proposal, StepInputs, decide
 from trainvitals.policy.state import AcceptedLevel, DurablePolicyState, lr_factor_at
 from trainvitals.records import Command, CommandAck, StepRecord

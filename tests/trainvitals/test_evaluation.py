@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
+from tests.trainvitals.policy_run import Run
 from trainvitals.policy import Proposal
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.trainvitals.ladder_run import FIRST, REFS
+from tests.trainvitals.policy_run import FIRST, REFS
 from trainvitals.policy import DurablePolicyState, Judge, Judgement, Mode, StepInputs
 from trainvitals.records import StepRecord
 from trainvitals.testing import decisions, series

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
+from tests.trainvitals.policy_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (
     CheckpointRef,

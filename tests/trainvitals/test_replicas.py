@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainvitals.ladder_run import Run
+from tests.trainvitals.policy_run import Run
 from trainvitals.detect.replicas import Vote, further, vote
 from trainvitals.policy import CheckpointRef
 

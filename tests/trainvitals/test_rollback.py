@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
+from tests.trainvitals.policy_run import Run
 from trainvitals.alerting import alerts_for_finding
 from trainvitals.policy.evidence import NONFINITE_GRADIENT, ProbeResult, of_reading
 from trainvitals.policy.state import DurablePolicyState, lr_factor_at, max_row

@@ -1,4 +1,4 @@
-"""A ladder driven step by step, for the tests of the policy."""
+"""Escalation policy driven step by step, for its tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ REPLICAS = ("apart", "either", "again", "settings")
 
 
 class Run:
-    """A ladder driven step by step; ``attempt`` 1 begins at ``step``."""
+    """Escalation policy driven step by step; ``attempt`` 1 starts at ``step``."""
 
     def __init__(
         self,
