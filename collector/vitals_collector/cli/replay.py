@@ -94,8 +94,8 @@ class LogSettings:
     def given_options(self) -> list[str]:
         """Return the given options that apply only to a log."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        given = [name for name, value in values.items() if value not in (None, False)]
-        return [f"--{name.replace('_', '-')}" for name in given if name != "config"]
+        names = [name for name, value in values.items() if value not in (None, False)]
+        return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
     def read(self, log: Path) -> tuple[Any, Any]:
         """Return the log's history and the settings to judge it by."""
