@@ -261,7 +261,7 @@ def test_a_directory_tells_of_what_only_the_watchers_find(store: Store):
     )
     reader = FolderQuery(store, clock=SystemClock())
     findings = reader.ask(StepQuestion(run_id=RUN, step=302)).findings
-    assert ["data_bound"] == [view.finding.cause for view in findings]
+    assert ["loader_stall"] == [view.finding.cause for view in findings]
     assert 300 == findings[0].finding.onset_step
     (one,) = reader.ask(IncidentsQuestion(run_id=RUN))
     assert (300, 302) == (one.onset_step, one.last_step)

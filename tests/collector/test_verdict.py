@@ -438,7 +438,13 @@ def test_over_http_it_is_the_same(served: Served):
 )
 @pytest.mark.parametrize("state", ["halted", "running", "finished"])
 def test_a_cause_that_goes_on_has_a_command_or_a_line_of_code(cause: str, command: str, state: str):
-    told = said(run=run(state), cause=cause, last=560, findings=found(finding(cause, 560).finding))
+    told = said(
+        run=run(state),
+        cause=cause,
+        last=560,
+        is_lasting=True,
+        findings=found(finding(cause, 560).finding),
+    )
     assert command in told.next
 
 

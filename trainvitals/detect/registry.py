@@ -102,7 +102,7 @@ KINDS: Mapping[str, Kind] = {
         Kind(
             name="data_bound",
             alert="DataBound",
-            causes=("data_bound_rank",),
+            causes=("data_bound_rank", "loader_stall"),
             domain="speed",
             subject="machine",
         ),

@@ -59,7 +59,14 @@ KINDS: dict[str, Kind] = {
     "bitflip_bit30": Kind((*_NONFINITE, "nonfinite_params", *_LOSS), "layer", is_lasting=True),
     "frozen_layer": Kind(("zero_gradient", "layer_gradient"), "layer", is_lasting=True),
     "loader_stall": Kind(
-        ("data_bound", "data_bound_rank", "throughput", "straggler_data", "stalled"),
+        (
+            "data_bound",
+            "data_bound_rank",
+            "loader_stall",
+            "throughput",
+            "straggler_data",
+            "stalled",
+        ),
         "loader",
         is_own_origin=True,
         tolerance=3,

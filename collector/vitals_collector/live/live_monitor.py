@@ -24,6 +24,7 @@ from sqlalchemy import Connection, delete, func, select
 from trainvitals.detect.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.ranks import STALL
 from trainvitals.detect.hang import HangFollower
 from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
@@ -491,7 +492,9 @@ class FollowedRun:
         """Keep the latest finding of each cause while its detector reports that it lasts."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
-            (record.finding.kind, record.finding.cause): record.finding for record in records
+            (record.finding.kind, record.finding.cause): record.finding
+            for record in records
+            if record.finding.cause != STALL
         }
         on = self.watchers.lasting() if lasting else frozenset()
         self.saved.lasting = [finding for finding in lasting.values() if finding.detector in on]

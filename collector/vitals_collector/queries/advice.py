@@ -34,6 +34,7 @@ _ADVICE = {
     "update_ratio": "Give the layer a parameter group with a lower `lr`, or a longer warm-up.",
     "loss_scale": "Use bfloat16: `torch.autocast(device, dtype=torch.bfloat16)` needs no scaler.",
     "data_bound": f"Give the loader more workers: `{_MORE_WORKERS}`.",
+    "loader_stall": f"Look at what the loader read then; a larger reserve: `{_MORE_WORKERS}`.",
     "data_bound_rank": "Check the disk and the shard of this rank; more workers: "
     f"`{_MORE_WORKERS}`.",
     "straggler_data": f"Give its loader more workers: `{_MORE_WORKERS}`.",

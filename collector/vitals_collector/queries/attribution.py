@@ -24,7 +24,7 @@ from trainvitals.detect.attribution import (
 )
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.errors import UNREADABLE
-from trainvitals.records import ChangeExpected
+from trainvitals.records import ChangeExpected, Finding
 from trainvitals.views import FindingView
 from vitals_collector.live.live_monitor import watched_onsets
 from vitals_collector.live.step_join import (
@@ -120,11 +120,16 @@ def at_step(
     attempt = attempt_of(moment.sql, run_id, step)
     if attempt is None:
         return None
-    finding = findings[0].finding if findings else None
+    finding = min((view.finding for view in findings), key=_rank_of_trouble, default=None)
     cause = "" if finding is None else finding.cause or finding.kind
     onset = step if finding is None or finding.onset_step < 0 else min(finding.onset_step, step)
     first = precursor(moment, run_id, attempt, onset, cause)
     return None if first is None else first.text
+
+
+def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
+    """Return a key by which numbers come before speed, and what may be acted on before advice."""
+    return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
 # ------------------------------------------------------------------------------- stored rows

@@ -550,12 +550,14 @@ class _Incidents:
 
     def is_open(self, bundle: Bundle) -> bool:
         """Return whether it is not over yet."""
-        records, run = self.records, self.run
-        if run.state == "running" and any(
-            _condition_key(records.findings[i].finding) in self.holding for i in bundle.findings
-        ):
+        if self.run.state == "running" and self.is_lasting(bundle):
             return True
-        return _is_open(bundle, records, run)
+        return _is_open(bundle, self.records, self.run)
+
+    def is_lasting(self, bundle: Bundle) -> bool:
+        """Return whether the condition of a finding in it held at the last step."""
+        found = (self.records.findings[i].finding for i in bundle.findings)
+        return any(_condition_key(finding) in self.holding for finding in found)
 
     def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
         """Return how much it matters: what is open, by severity; then what was acted on."""
@@ -609,6 +611,7 @@ class _Incidents:
             next_onset=_next_onset(bundle, self.bundles),
             started_unix_ns=bundle.started_unix_ns,
             is_open=self.is_open(bundle),
+            is_lasting=self.is_lasting(bundle),
             cause=bundle.cause,
             findings=found,
             decisions=decided,

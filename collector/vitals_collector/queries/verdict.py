@@ -90,6 +90,8 @@ class VerdictFacts:
     """The step at which the next incident began; -1 where none did."""
     started_unix_ns: int = 0
     is_open: bool = False
+    is_lasting: bool = False
+    """Whether the condition of a finding still held at the last step."""
     cause: str = ""
     """The root of it, which is told first."""
     findings: Sequence[FindingView] = ()
@@ -544,8 +546,7 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     if run.state != "running" and facts.is_open:
         text = "Check the weights before you use them, or use a checkpoint from before step "
         return f"{text}{max(facts.onset, 0):,}. {todo}".rstrip(), (why, report)
-    is_lasting = 0 <= run.last_step <= facts.last
-    if run.state != "running" and is_lasting and todo:
+    if run.state != "running" and facts.is_lasting and todo:
         return todo, (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)

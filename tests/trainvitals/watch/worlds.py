@@ -321,7 +321,7 @@ GONE_WRONG: dict[str, Case] = {
     ),
     "the loader stalls": Case(
         make=DataBoundWatcher,
-        cause="data_bound",
+        cause="loader_stall",
         within=2,
         length=3,
         change=lambda row: with_rank(slower(row, 8.0), "data_wait_seconds", 3, lambda s: s + 3.0),

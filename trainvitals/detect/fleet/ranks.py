@@ -45,7 +45,7 @@ class DataBoundConfig(Settings, frozen=True, kw_only=True):
     stall_steps: AtLeastOne = 3
     """Steps in a row that each wait ``stall_ratio`` times as long as a step usually takes: a stall,
     reported at once. A single one is the start of an epoch, or one slow read."""
-    stall_ratio: Annotated[float, Meta(ge=1.1, le=1e6)] = 3.0
+    stall_ratio: Annotated[float, Meta(ge=1.1, le=1e6)] = 2.0
     """Multiple of the usual step, which such a wait must exceed."""
     stall_seconds: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.1
     """Least such wait."""
@@ -57,6 +57,8 @@ class DataBoundConfig(Settings, frozen=True, kw_only=True):
             raise self.refusal("left_out", f"at most half of data_bound.block ({self.block})")
 
 
+STALL = "loader_stall"
+"""Cause of findings about a stall, which does not last."""
 _LEAST_USUAL, _MOST_USUAL = 8, 32
 """Steps from which the usual duration is known, and the number that it is taken from."""
 
@@ -121,7 +123,7 @@ class DataBoundWatcher(Watcher):
         longest = max(self._stalled)
         return (
             advisory_finding(
-                self.name, step, reason, value=longest, limit=typical, onset_step=first
+                self.name, step, reason, cause=STALL, value=longest, limit=typical, onset_step=first
             ),
         )
 
