@@ -520,8 +520,8 @@ class Files:
         if damaged:
             raise StorageError(
                 f"{damaged[0]} is damaged: its bytes are not those that were written",
-                hint="Lake.check says what it held; after Lake.forget_damaged that is taken when"
-                " it is sent again",
+                hint="Lake.check says what it held; after Lake.drop_damaged_files that is taken"
+                " when it is sent again",
                 code=DAMAGED,
             )
 
