@@ -1,4 +1,4 @@
-"""Draws the loss along a line, or on a plane, as an SVG picture that needs nothing else."""
+"""Draws the loss along a line, or on a plane, as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_FINITE = "#cc0000"
 
 
 class _Axis:
-    """Maps losses to 0 to 1, logarithmically where they are positive and span much."""
+    """Maps losses to 0 to 1, logarithmically if they are positive with a large range."""
 
     def __init__(self, losses: Losses) -> None:
         finite = [loss for row in losses for loss in row if math.isfinite(loss)]
