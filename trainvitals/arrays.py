@@ -1,4 +1,4 @@
-"""What ``trainvitals.client`` answers with: a run's numbers as numpy arrays, or for pandas."""
+"""Results of ``trainvitals.client``: a run's numbers as numpy arrays, or for pandas."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Series:
     time_unix_ns: Ints
     """Nanoseconds since 1970, UTC."""
     attempt: Ints
-    """Which branch of the run trained the step: the ids of ``Run.detail().attempts``."""
+    """Attempt that trained the step: ids as in ``Run.detail().attempts``."""
     value: Floats
-    """In ``unit``. NaN and infinities are what the training measured."""
+    """In ``unit``. NaN and Inf are measured values."""
     num_total: int
-    """Points that the whole series has; more than are here where fewer were asked for."""
+    """Number of points of the whole series; more than here if fewer were requested."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -51,7 +51,7 @@ class Series:
 
     @property
     def time(self) -> npt.NDArray[np.datetime64]:
-        """When each point was measured, UTC."""
+        """Time of each point, UTC."""
         return self.time_unix_ns.view("datetime64[ns]")
 
     def to_pandas(self) -> Any:
@@ -73,17 +73,17 @@ class Cells:
     rows: tuple[str, ...]
     """Sources or layers; if there are more than requested, those that deviate most."""
     num_rows: int
-    """How many there are."""
+    """Number of rows."""
     step: Ints
     """First step of each column, shape ``(columns,)``."""
     value: Floats
-    """Shape ``(rows, columns)``: what is furthest from the row's middle; NaN: nothing finite."""
+    """Shape ``(rows, columns)``: the value furthest from the row's median; NaN: none is finite."""
     is_nonfinite: npt.NDArray[np.bool_]
-    """Shape ``(rows, columns)``: where a NaN or infinite value was measured."""
+    """Shape ``(rows, columns)``: whether a NaN or Inf was measured."""
     is_nonfinite_rolled_back: npt.NDArray[np.bool_]
-    """Shape ``(rows, columns)``: where of them only steps that were rolled back have one."""
+    """Shape ``(rows, columns)``: whether only rolled-back steps have one."""
     rolled_back: tuple[int, int] | None
-    """The first and the last step of which a value is in it that was rolled back; None: none."""
+    """The first and the last rolled-back step with a value; None: there is none."""
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with the rows as its index and the steps as its columns."""
@@ -93,15 +93,15 @@ class Cells:
 class Table(Mapping[str, npt.NDArray[Any]]):
     """Columns by name, all of one length: a mapping to numpy arrays.
 
-    A column of numbers is ``int64``, or ``float64`` where some are not whole, not finite or missing
-    (NaN). Flags are ``bool``. Other columns are objects, with None for a missing value.
+    A numeric column is ``int64``, or ``float64`` if some values are fractional, non-finite or
+    missing (NaN). Flags are ``bool``. Other columns are objects, with None for a missing value.
     """
 
     def __init__(self, reply: TableReply) -> None:
         pairs = zip(reply.columns, reply.data, strict=True)
         self._columns = {name: _column(values) for name, values in pairs}
         self.num_total = reply.num_total
-        """Rows that met the conditions; more than are here where ``limit`` cut them."""
+        """Number of rows that met the conditions; more than here if ``limit`` cut them."""
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name]
@@ -123,7 +123,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
 
 def drawn(reply: SeriesReply) -> Series:
     """Return the points of a downsampled reply, with non-finite values restored."""
-    value = np.array(reply.value, dtype=np.float64)  # None is NaN
+    value = np.array(reply.value, dtype=np.float64)  # None becomes NaN
     step, attempt = (np.array(column, dtype=np.int64) for column in (reply.step, reply.attempt))
     time = np.array(reply.time_unix_ns, dtype=np.int64)
     kinds = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
@@ -160,7 +160,7 @@ def whole(replies: Sequence[CurveReply]) -> Series:
 
 
 def cells(reply: CellsReply) -> Cells:
-    """Return a heat map's answer as arrays."""
+    """Return a heat map's reply as arrays."""
     shape = (len(reply.rows), len(reply.step))
     is_nonfinite, is_left = (np.zeros(shape, dtype=np.bool_) for _ in range(2))
     for mask, marks in ((is_nonfinite, reply.nonfinite), (is_left, reply.nonfinite_rolled_back)):

@@ -1,4 +1,4 @@
-"""Time as a value that is handed in, so that no decision reads a clock of its own."""
+"""Clocks are passed in, so that no decision reads a global one."""
 
 from __future__ import annotations
 

@@ -34,24 +34,24 @@ AboveOne = Annotated[float, Meta(gt=1.0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of settings: frozen, given by name, and refused where a value cannot work.
+    """Base of settings: frozen, keyword-only, validated.
 
     A subclass itself has ``frozen=True, kw_only=True``. The allowed values are in the annotation:
     ``window: Annotated[int, Meta(ge=8)] = 64``.
     """
 
     section: ClassVar[str] = ""
-    """How errors name it: its section of the file, or the class that a loop is given."""
+    """Name in errors: its section of the file, or its class."""
     ascending: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Keys whose values must not fall from one to the next."""
+    """Keys whose values must be ascending."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, with their replacement: they have no effect and log a warning."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, however the settings were made.
+        """Validate the values, however the settings were created.
 
         Raises:
-            ConfigError: with the key, its value and what is expected.
+            ConfigError: with the key, its value and the expectation.
         """
         for key, kind in kinds(type(self)).items():
             field_value = getattr(self, key)
@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise self.refusal(larger, f"at least {self.section}.{smaller} ({least})")
 
     def refusal(self, key: str, expected: str, *, hint: str = "") -> ConfigError:
-        """Return the error of a value that cannot work; its hint is the default, unless given."""
+        """Return the error for an invalid value; its hint is the default, unless given."""
         (default,) = (of.default for of in msgspec.structs.fields(self) if of.name == key)
         if not hint and default is not msgspec.NODEFAULT:
             hint = f"the default is {default!r}"
@@ -111,7 +111,7 @@ def _as_path(kind: type, value: object) -> object:
 
 _RESERVED = ("DIR", "MODE", "SHM", "NODE", "AGENT", "COLLECTOR_URL", "TOKEN_FILE", "RUN_ID")
 RESERVED_VARIABLES = frozenset(f"VITALS_{name}" for name in (*_RESERVED, "NAME", "PROJECT"))
-"""Variables with a meaning of their own; a section's key of the same name may still use them."""
+"""Reserved variables; a section's key with the same name may still use them."""
 
 _WORDS_OF_FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -128,7 +128,7 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     value: object
     source: str
     is_text: bool = False
-    """Came from the environment, where everything is text."""
+    """From the environment, where all values are text."""
 
 
 def load_settings(
@@ -252,7 +252,7 @@ def _build(section: str, cls: type[Settings], given_values: Mapping[str, _Given]
 
 
 def _convert(name: str, kind: object, item: _Given) -> object:
-    """Return the value in the annotated type, or say what was expected."""
+    """Return the value converted to the annotated type, or raise an error with the expectation."""
     info = inspect.type_info(kind)
     value = _of_text(str(item.value), info) if item.is_text else _plain(item.value)
     try:
@@ -265,7 +265,7 @@ def _convert(name: str, kind: object, item: _Given) -> object:
 
 
 def _of_text(text: str, info: inspect.Type) -> object:
-    """Return what an environment's text stands for; the text itself where it stands for nothing."""
+    """Return the value of an environment variable's text; the text itself if it is no literal."""
     if isinstance(info, inspect.UnionType):
         if info.includes_none and not text:
             return None
@@ -288,7 +288,7 @@ def _of_text(text: str, info: inspect.Type) -> object:
 
 
 def _expected(value: object, info: inspect.Type) -> str:
-    """Return what is expected in a value's place: of a number, its bounds alone, if it has any."""
+    """Return a description of the expected value: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
     return ", ".join(_bounds(info) if is_one else ()) or _described(info)
@@ -350,7 +350,7 @@ def _suggest(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5
 
 
 def _line_of(text: str, section: str, key: str) -> int:
-    """The line of a section's head or key, by sight; the head's where the key is not found."""
+    """Find the line of a section's key by text search, or that of the section's header."""
     here, head = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
         match = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)

@@ -16,7 +16,7 @@ driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources:
   (tensor peak with FP32 accumulation, which training uses)
 - V100, T4: Volta and Turing white papers; neither has bf16
 
-A name that is not here gives None: a wrong peak is worse than none.
+A name that is missing here gives None: a wrong peak is worse than none.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _PEAKS: tuple[tuple[str, _Peak], ...] = (
 
 
 def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
-    """Return the device's dense peak in FLOP/s; None for a device or type that is not known.
+    """Return the device's dense peak in FLOP/s; None for an unknown device or type.
 
-    ``device_name`` is what ``torch.cuda.get_device_name()`` or NVML says. A slice of a GPU (MIG)
-    has a peak of its own and gives None.
+    ``device_name`` is the name from ``torch.cuda.get_device_name()`` or NVML. A slice of a GPU
+    (MIG) has another peak and gives None.
     """
     if "MIG" in device_name:
         return None
@@ -88,7 +88,7 @@ def transformer_flops_per_token(
 
 
 def mfu_ratio(*, flops_per_second: float, peak: float | None, num_devices: int = 1) -> float | None:
-    """Return model FLOPs utilization, 0 to 1; None where the peak is unknown."""
+    """Return model FLOPs utilization, 0 to 1; None if the peak is unknown."""
     if peak is None or peak <= 0 or num_devices < 1:
         return None
     return flops_per_second / (peak * num_devices)

@@ -18,27 +18,28 @@ Floats = npt.NDArray[np.float64]
 FINAL_SHARE = 0.05
 """The final loss is the median over this last share of a run's steps."""
 COVERS = 0.8
-"""How often an interval holds what came of it."""
+"""Coverage of an interval."""
 
 _SHORTEST_WAIT = 15.0
 """Seconds: so long rows may be on their way."""
 _MIN_PACE_ROWS = 20
 _LONG = 3.0
-"""From this multiple of the usual step on, a gap between two steps held something else as well."""
+"""From this multiple of the usual step on, a gap between two steps contained something else as
+well."""
 _RARE, _MANY, _LARGER = 0.01, 4, 5.0
-"""A gap is a mishap from this share of the time so far on, and where there are as many gaps as the
-second, only if it is so many times as long as their median: evaluations are long, but alike."""
+"""A gap is an interruption from this share of the time so far on; with at least the second number
+of gaps, only if it is this many times their median: evaluations are long, but similar."""
 _UNSEEN = 0.04
 """Share of the time so far: assumed cost of a first interruption. It only widens the interval."""
 _LONGEST_SECONDS = 1000 * 365.25 * 86_400
-"""A thousand years: of a later date there is nothing to say."""
+"""A thousand years: a later date is not reported."""
 _BLOCKS = 16
 _NORMAL_80 = 1.2816
-"""Standard errors to each side that hold 80 % of a normal distribution."""
+"""Standard errors to each side that contain 80% of a normal distribution."""
 
 _MIN_LOSS_ROWS, _MIN_SHARE = 30, 0.25
 _SPAN = 3.0
-"""The line is drawn through the newest steps, from a third of the way to here."""
+"""The line is fitted to the latest steps, from a third of the way on."""
 _BINS = 16
 _ORIGINS = (0.6, 2 / 3, 0.75)
 """Shares of the steps so far from which the line is tested on the known rest."""
@@ -55,7 +56,7 @@ _LEVEL_ERRORS = 2.0
 
 
 class Finish(NamedTuple):
-    """When the last planned step ends."""
+    """Forecast of the end of the last planned step."""
 
     unix_ns: int
     low_unix_ns: int
@@ -96,8 +97,8 @@ def finish(
 
     Args:
         step: numbers of the steps, rising, ``(rows,)``.
-        time_unix_ns: when each ended, ``(rows,)``.
-        attempt: the branch of each, ``(rows,)``; none: one for all.
+        time_unix_ns: end of each step, ``(rows,)``.
+        attempt: the attempt of each, ``(rows,)``; None: one for all.
         total_steps: that are planned.
         now_unix_ns: the present, by the same clock.
     """
@@ -134,7 +135,7 @@ def finish(
     of_mishaps = float(np.sqrt(num_mishaps + 1) * each / num.sum())
     spread = float(np.hypot(_spread(usual, num, remaining_steps), of_mishaps))
     in_steps = np.where(is_long, np.minimum(mean_seconds * num, seconds), seconds)
-    # What is longer than the usual between two steps is known only once it is over.
+    # Excess time between two steps is known only once it is over.
     silent = (now_unix_ns - int(time_unix_ns[-1])) / 1e9
     is_waiting = silent > max(_SHORTEST_WAIT, 10 * _LONG * mean_seconds)
     begin = max(int(time_unix_ns[-1]), now_unix_ns if is_waiting else 0)
@@ -225,14 +226,14 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
 
 
 def _window(at: Floats, values: Floats, now: float) -> Floats:
-    """Return the losses of the last twentieth before a place: at least one."""
+    """Return the losses of the last twentieth before a step: at least one."""
     end = int(np.searchsorted(at, now, "right"))
     begin = int(np.searchsorted(at, (1 - FINAL_SHARE) * now, "right"))
     return values[min(begin, end - 1) : end]
 
 
 def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
-    """Return slope and offset of log loss over log steps up to a place; None of too few."""
+    """Return slope and offset of log loss over log steps up to a step; None with too few."""
     edges = np.searchsorted(at, now * np.geomspace(1 / _SPAN, 1.0, _BINS + 1), "right")
     parts = [slice(a, b) for a, b in pairwise(edges) if b > a]
     if len(parts) < 4:
@@ -245,7 +246,7 @@ def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
 
 
 def _miss(at: Floats, values: Floats, now: float, level: float, share: float) -> float:
-    """Return by how much, in log loss, the line of an earlier place misses what is known now."""
+    """Return the error, in log loss, of an earlier step's line at the current step."""
     line = _line(at, values, share * now)
     if line is None:
         return float("inf")
@@ -266,7 +267,7 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
     Losses are medians over a twentieth of the tokens. 0: the difference is within the noise.
 
     Args:
-        tokens: rising, ``(rows,)``; or steps, where no tokens are counted.
+        tokens: rising, ``(rows,)``; or steps, if no tokens are counted.
         loss: one for each, ``(rows,)``.
         other_tokens: of the other run.
         other_loss: of the other run.

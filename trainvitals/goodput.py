@@ -1,4 +1,4 @@
-"""Where a run's time went: each nanosecond of its wall time in exactly one bucket.
+"""Divides a run's wall time into buckets: each nanosecond is in exactly one.
 
 Pure: input are columns of steps, starts of the process and reports of hangs; output are sums. No
 loop over steps: a million take a fraction of a second.
@@ -56,11 +56,11 @@ Ended = Literal["finished", "halted", "interrupted", "failed", "lost", "running"
 _FIRST_STEPS = 10
 """First steps of a process: these may compile, tune and allocate."""
 _USUAL_STEPS = 200
-"""Steps behind those from which a process's usual step is taken: so that it does not change."""
+"""Steps that determine a process's usual step, after the first ones: so that it does not change."""
 _COMPILES = 3.0
 """From this multiple of the usual step on, a first step compiled."""
 _LONGEST_SECONDS = 1e9
-"""Thirty years: what lasts longer is a broken clock, and fits into no integer of nanoseconds."""
+"""Thirty years: a longer duration is a broken clock, and overflows int64 nanoseconds."""
 _SLACK_RATIO, _SLACK_NS = 0.01, 1_000_000
 """Row times and durations are from two clocks: smaller differences belong to the step."""
 
@@ -69,7 +69,7 @@ class Launch(NamedTuple):
     """One start of the training process (rank 0's)."""
 
     process_ns: int
-    """When the process began, by the wall clock; where that is not known, when ``watch`` did."""
+    """Start of the process, by the wall clock; if that is unknown, the call of ``watch``."""
     ready_ns: int
     """When ``watch`` had returned."""
     end_ns: int
@@ -87,14 +87,14 @@ class TimeSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSteps:
-    """What is known of each step that ended, one entry a step, in the order of their ends.
+    """Measurements of each completed step, one entry per step, in the order of their ends.
 
     Seconds are of the mean rank; NaN: not measured.
     """
 
     end_unix_ns: Ints
     launch: Ints
-    """Which of the launches it was made in, from 0; never falling."""
+    """Index of its launch, from 0; never decreasing."""
     attempt: Ints
     seconds: Floats
     """Time since the end of the previous step; NaN after a start, a rollback or a pause."""
@@ -113,12 +113,12 @@ class EndedSteps:
 
 
 class Failure(NamedTuple):
-    """A stop that nobody planned."""
+    """An unplanned stop."""
 
     at_ns: int
-    """The last moment of progress before."""
+    """Time of the last progress before it."""
     back_ns: int
-    """When a step ended again; 0: none did."""
+    """End of the next step; 0: there was none."""
     what: str
 
 
@@ -131,7 +131,7 @@ class AttemptTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Where the time went. ``nanoseconds`` add up to ``wall_ns``."""
+    """Wall time by bucket. ``nanoseconds`` add up to ``wall_ns``."""
 
     begin_unix_ns: int
     end_unix_ns: int
@@ -150,12 +150,12 @@ class Goodput:
 
     @property
     def wall_ns(self) -> int:
-        """From the first start to the last word."""
+        """From the first start to the last report."""
         return self.end_unix_ns - self.begin_unix_ns
 
     @property
     def ratio(self) -> float | None:
-        """The productive part of the wall time; None where there was none."""
+        """Productive share of the wall time; None without any."""
         return self.nanoseconds["productive"] / self.wall_ns if self.wall_ns else None
 
     @property
@@ -180,7 +180,7 @@ def goodput(
     hangs: Sequence[TimeSpan] = (),
     pauses: Sequence[TimeSpan] = (),
 ) -> Goodput:
-    """Return where the time went.
+    """Return the wall time by bucket.
 
     Args:
         launches: in their order; at least one.
@@ -208,11 +208,11 @@ def goodput(
 
 
 class _Timeline(NamedTuple):
-    """What ended when; it never goes back, though clocks are set, and those of nodes differ."""
+    """Ends of steps; non-decreasing, although clocks may be set, and those of nodes differ."""
 
     launches: Sequence[Launch]
     bounds: Ints
-    """Where each launch's steps begin, and where the last one's end."""
+    """Index of each launch's first step, and the end of the last one's."""
     ends: Ints
     intervals: Ints
     """From the end before, of a step or a start, to each step's end."""
@@ -243,7 +243,7 @@ def _timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _T
 
 
 def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
-    """Return, by launch, the time that a usual step computes; -1 where no step tells."""
+    """Return, by launch, the usual compute time of a step; -1 if no step shows it."""
     usual = np.full(len(bounds) - 1, -1, np.int64)
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for begin in (min(low + _FIRST_STEPS, high), low):
@@ -261,7 +261,7 @@ def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
 
 
 def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
-    """Return what was measured of a step in addition to what it computed."""
+    """Return the measured times of a step in addition to its compute time."""
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
@@ -303,23 +303,23 @@ def _ns(seconds: Floats) -> Ints:
 
 
 class _Intervals:
-    """What is left of each step's interval, and what each bucket has of it."""
+    """Rest of each step's interval, and the part of each bucket."""
 
     def __init__(self, intervals: Ints) -> None:
         self.left = intervals.copy()
         self.parts: dict[Bucket, Ints] = {}
         self.undone: dict[Bucket, int] = {}
-        """What steps that were undone had been before."""
+        """Buckets of rolled-back steps before their rollback."""
 
     def assign(self, bucket: Bucket, nanoseconds: Ints) -> None:
-        """Give a bucket so much of each interval, and no more than is left."""
+        """Assign time of each interval to a bucket, at most the rest."""
         part = np.minimum(np.maximum(nanoseconds, 0), self.left)
         self.left -= part
         before = self.parts.get(bucket)
         self.parts[bucket] = part if before is None else before + part
 
     def undo(self, which: Mask) -> None:
-        """Give what these steps were made of to ``rolled_back``; saves and evaluations stay."""
+        """Move these steps' parts to ``rolled_back``; saves and evaluations stay."""
         at = np.flatnonzero(which)
         lost = np.zeros(len(at), np.int64)
         for bucket in OF_STEPS:
@@ -344,7 +344,7 @@ def _hand_out(
     is_known = np.isfinite(steps.seconds)
     taken.assign("halted", paused)
     taken.assign("hang", hung)
-    # Rows between were lost, or a clock was set: the step itself says how long it took.
+    # Rows in between were lost, or a clock was set: the step's own duration counts.
     outside_steps = intervals - _ns(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.assign("unknown", np.where(is_known & (outside_steps > slack), outside_steps, 0))
@@ -385,7 +385,7 @@ class _Sums:
             attempt_sums[bucket] = attempt_sums.get(bucket, 0) + nanoseconds
 
     def add_steps(self, attempts: Ints, parts: Mapping[Bucket, Ints]) -> None:
-        """Add the steps', by stretches of one attempt."""
+        """Add the steps' parts, by consecutive steps of one attempt."""
         if not len(attempts):
             return
         starts = np.flatnonzero(np.diff(attempts, prepend=attempts[0] - 1))
@@ -445,9 +445,9 @@ def _summed(
 
 
 def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[TimeSpan]) -> list[Failure]:
-    """Return the hangs that the launch with these steps got over by itself."""
+    """Return the hangs from which the launch with these steps recovered by itself."""
     ends = line.ends[low:high]
-    # By their ends: agents look twice a second, and one may seem to begin before its step did.
+    # By their ends: agents check twice a second, and a hang may seem to start before its step did.
     rows = [(span, int(np.searchsorted(ends, span.end_ns))) for span in hangs]
     begin = int(ends[0] - line.intervals[low]) if low < high else 0
     return [

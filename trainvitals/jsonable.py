@@ -1,7 +1,7 @@
-"""Bodies as JSON and back, in which a number that is not finite is a word: nan, inf or -inf.
+"""JSON in which a non-finite number is a string: nan, inf or -inf.
 
-JSON has no such numbers, and msgspec writes null for them. But null says that nothing was measured,
-and a loss that is nan says that a run is broken.
+JSON has no such numbers, and msgspec writes null for them. But null means "not measured", and a NaN
+loss means a broken run.
 """
 
 import math
@@ -27,12 +27,12 @@ def from_json(raw: bytes, kind: type[T]) -> T:
     Raises:
         UNREADABLE: of ``errors``; it is not JSON, or not of that type.
     """
-    # Not strict: a word that is a number is taken for one, wherever no text is expected.
+    # Not strict: a string with a number is converted, unless a text is expected.
     return msgspec.json.decode(raw, type=kind, strict=False)
 
 
 def jsonable(body: Any) -> Any:
-    """Return the body with words for its numbers that are not finite; itself, where it has none."""
+    """Return the body with strings for its non-finite numbers; the body itself if it has none."""
     if isinstance(body, float):
         return body if math.isfinite(body) else word_of(body)
     if isinstance(body, msgspec.Struct):
@@ -82,7 +82,7 @@ def _changed(fields: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def word_of(value: float) -> str:
-    """Return the word for a number that is not finite; ``float`` reads it."""
+    """Return the string for a non-finite number; ``float`` parses it."""
     if math.isnan(value):
         return "nan"
     return "inf" if value > 0 else "-inf"

@@ -19,14 +19,14 @@ class MetricSpec:
     """One metric."""
 
     name: str
-    """Prometheus name: what ``/metrics`` and dashboards call it."""
+    """Name in Prometheus and dashboards."""
     help: str
     unit: str
     """Base unit: seconds, bytes, ratio, watts, celsius, hertz, tokens, or "" for a plain number."""
     kind: Kind = "gauge"
     scope: Scope
     stream: str = ""
-    """The row stream that carries it, or "" where it exists only on ``/metrics``."""
+    """The row stream with its column, or "" if it exists only on ``/metrics``."""
     column: str = ""
     dtype: Literal["f8", "i8"] = "f8"
     labels: tuple[str, ...] = ("run",)

@@ -1,4 +1,4 @@
-"""Loads plugins: parts of Vitals that can be left out, found by their entry points."""
+"""Loads plugins: optional parts of Vitals, found by their entry points."""
 
 from importlib.metadata import entry_points
 from typing import Any
@@ -10,7 +10,7 @@ _PACKAGE = "vitals_plugins"
 
 
 def load_plugin(name: str) -> Any:
-    """Return what the entry point of a plugin names: a module, a function or a class.
+    """Return the object of a plugin's entry point: a module, a function or a class.
 
     Raises:
         UsageError: the plugin is not installed.

@@ -1,7 +1,8 @@
-"""Keeps what others wrote from steering a terminal or forging a line of a log.
+"""Makes external text safe for terminals and logs.
 
-A run's name, a note, a node's name and an error that quotes them may hold anything: an escape
-sequence retitles a terminal or hides a line, a newline begins a line that looks like another's.
+A run's name, a note, a node's name and an error with them may contain anything: an escape sequence
+changes the terminal's title or hides a line, a newline starts a line that looks like another
+program's.
 """
 
 import logging
@@ -10,9 +11,9 @@ import re
 from trainvitals.redaction import redact_text
 
 _ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
-"""What means something within a line of Markdown: emphasis, code, links, cells, formulas."""
+"""Characters with a meaning within a line of Markdown: emphasis, code, links, cells, formulas."""
 _AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
-"""What means something where a line of Markdown begins: lists, titles, quotes."""
+"""Characters with a meaning at the start of a line of Markdown: lists, titles, quotes."""
 
 
 def printable(text: str) -> str:
@@ -52,6 +53,6 @@ class LineFormatter(logging.Formatter):
         return redact_text("\n".join(shown))
 
     def _below(self, record: logging.LogRecord) -> str:
-        """Return what ``logging`` puts below the line: the traceback, and the stack if asked."""
+        """Return what ``logging`` appends below the line: traceback, and stack if requested."""
         stack = self.formatStack(record.stack_info) if record.stack_info else ""
         return "\n".join(part for part in (record.exc_text or "", stack) if part)

@@ -1,4 +1,4 @@
-"""Takes secrets out of what is recorded: by the name of a setting, and by what a text looks like.
+"""Removes secrets from recorded data: by the name of a setting, and by the form of a text.
 
 A run's settings, messages and reasons are stored forever and read by many, and users pass access
 tokens in all of them. A *name* marks a secret whatever its value is (``api_key``, ``hub_token``);
@@ -6,7 +6,7 @@ names of training settings do not (``tokenizer``, ``eos_token``, ``key_dim``). A
 anywhere: prefixes of issuers' tokens, user names and passwords in URLs, private keys. Both are
 found in texts, too: in command lines, in JSON, in an object's repr.
 
-It is a net, not a proof: a password in a setting called ``x`` is kept.
+It is a safety net, not a proof: a password in a setting called ``x`` stays.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _split_words(name: str) -> list[str]:
 def is_secret(name: str, value: object) -> bool:
     """Return whether this value under this name is a secret.
 
-    None, True, False and the empty text say only that there is one, or none. Under names that may
-    also be a training's (``token``, ``key``), a text counts that no person would choose.
+    None, True, False and the empty text only show whether there is one. Under names that a training
+    may use too (``token``, ``key``), only a random-looking text counts.
     """
     if value is None or isinstance(value, bool) or value == "":
         return False
@@ -130,7 +130,7 @@ _PAIR = re.compile(
     r"(?P<between>['\"]?[ ]*[=:][ ]*|(?(dash)(?<=[\w'\"])['\"]?,?[ ]+|(?!)))"
     r"(?P<value>'[^']*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;&'\"(){}\[\]]+(?:[ ]+[A-Za-z0-9._~+/=-]{16,})?)"
 )
-"""NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'; a space alone says nothing."""
+"""NAME=VALUE, "NAME": "VALUE", --NAME VALUE, or '--NAME', 'VALUE'; a space alone is not enough."""
 _LIST = re.compile(
     r"(?P<begin>(?P<name>(?<![\w.-])[\w.-]{0,80}(?i:tokens|keys))['\"]?[ ]*[=:][ ]*\[)"
     r"(?P<parts>[^\[\]]{0,8192})\]"
@@ -145,7 +145,7 @@ _HINT = re.compile(
 
 
 def may_hold_secret(raw: bytes) -> bool:
-    """Return whether a closer look at this text, or what was encoded of it, is worth its time."""
+    """Return whether this text, or its encoding, needs a full search."""
     return _HINT.search(raw) is not None
 
 
@@ -202,9 +202,9 @@ _OPTION = re.compile(r"--?[A-Za-z][\w.-]*\Z")
 
 
 def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
-    """Return the names and values of what has some: a mapping, a dataclass, a Namespace, or None.
+    """Return the names and values of a mapping, a dataclass or a Namespace; otherwise None.
 
-    A value that cannot be had, such as one of OmegaConf's that is missing, is its error's name.
+    If reading a value fails, such as a missing one of OmegaConf, the error's name is used.
     """
     if isinstance(value, Mapping):
         return ((str(key), _had(value.__getitem__, key)) for key in _keys(value))
@@ -240,7 +240,7 @@ def redact(value: object) -> object:
 
 
 class _Walk:
-    """One walk through containers, which may hold each other, many times over."""
+    """One traversal of containers, which may contain each other, or one of them many times."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_ITEMS

@@ -1,4 +1,4 @@
-"""`python -m vitals_bench`, from a checkout: what users install has no benches."""
+"""`python -m vitals_bench`, from a checkout: what users install has no benchmarks."""
 
 import sys
 

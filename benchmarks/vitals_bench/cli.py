@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
-"""What the parts of a bench are called with besides ``quick``."""
+"""What the parts of a benchmark are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
     *("forecast", "explanation", "gpu"),
@@ -95,7 +95,7 @@ Minutes = Annotated[
 
 
 def build_app() -> typer.Typer:
-    """Return the app with every bench on it."""
+    """Return the app with every benchmark on it."""
     app = typer.Typer(
         help="Measure what Vitals costs on this machine, beside what others cost.",
         epilog=f"Example: {PROGRAM} --quick",
@@ -129,7 +129,7 @@ def build_app() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run benches; return the exit code where the command did not exit by itself."""
+    """Run benchmarks; return the exit code where the command did not exit by itself."""
     try:
         build_app()(args=argv, prog_name=PROGRAM)
     except KeyboardInterrupt:
@@ -509,7 +509,7 @@ def _run(
 def _measure(
     names: tuple[str, ...], *, quick: bool, options: Options
 ) -> tuple[dict[str, list[Row | Grid]], bool]:
-    """Return what each bench yielded, and whether a part of one could not run."""
+    """Return what each benchmark yielded, and whether a part of one could not run."""
     by_bench: dict[str, list[Row | Grid]] = {}
     failed = False
     for name in names:
@@ -555,7 +555,7 @@ def _print(
 def _write(
     page: Path, by_bench: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str]
 ) -> None:
-    """Write the whole page, or one bench's part of a page that has others too.
+    """Write the whole page, or one benchmark's part of a page that has others too.
 
     What other processors have on it stays.
     """

@@ -1,4 +1,4 @@
-"""Parts of a bench whose packages are imported when they run: the other benches do without them."""
+"""Parts of a benchmark whose packages are imported only when they run."""
 
 from __future__ import annotations
 

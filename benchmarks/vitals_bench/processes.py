@@ -1,4 +1,4 @@
-"""Servers that a bench starts: their CPU time and memory, children included, and their end."""
+"""Servers that a benchmark starts: CPU time and memory, children included, and their end."""
 
 from __future__ import annotations
 

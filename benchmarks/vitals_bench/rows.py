@@ -96,7 +96,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A table of a bench that compares more than two."""
+    """A table of a benchmark that compares more than two."""
 
     title: str
     columns: tuple[str, ...]

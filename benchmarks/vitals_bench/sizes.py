@@ -1,4 +1,4 @@
-"""What a fleet of any size takes of CPU and disk: a few figures measured, the rest calculated."""
+"""CPU and disk of a fleet of any size: a few figures measured, the rest calculated."""
 
 from __future__ import annotations
 

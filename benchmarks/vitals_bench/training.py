@@ -1,4 +1,4 @@
-"""What is trained in a bench: GPTs of a size, loops that are watched, an optimizer of no effect."""
+"""Trainings of benchmarks: GPTs of a size, monitored loops, an optimizer without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of one row a step and one column a metric: how most programs would keep the numbers."""
+"""Tables with one row per step and one column per metric, as most programs store values."""
 
 from __future__ import annotations
 

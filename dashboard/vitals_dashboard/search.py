@@ -1,4 +1,4 @@
-"""Finds runs by words and fields: ``gpt project:demo health:critical step>1000``. Pure."""
+"""Finds runs by names and fields: ``gpt project:demo health:critical step>1000``. Pure."""
 
 import difflib
 import math
@@ -62,14 +62,14 @@ Test = Callable[[RunSummary, Config], bool]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was asked for: every test must hold."""
+    """A query: all tests must be true."""
 
     tests: tuple[Test, ...]
     needs_configs: bool
     """Whether a run's configuration matters."""
 
     def matches(self, run: RunSummary, config: Config) -> bool:
-        """Return whether a run is what was asked for."""
+        """Return whether a run matches."""
         return all(test(run, config) for test in self.tests)
 
 

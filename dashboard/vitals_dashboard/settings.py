@@ -25,20 +25,20 @@ SETTINGS_VARIABLE = "VITALS_DASHBOARD_SETTINGS"
 
 
 class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A provider of OpenID Connect, and who may do what. Read from a TOML file of mode 0600."""
+    """An OpenID Connect provider and its users' roles. Read from a TOML file of mode 0600."""
 
     server_metadata_url: str
     """The provider's ``.../.well-known/openid-configuration``."""
     client_id: str
     client_secret: str
     look: tuple[str, ...]
-    """Values of the claim that may look; ``@example.org`` is every address of that domain."""
+    """Values of the claim with read access; ``@example.org`` is every address of that domain."""
     control: tuple[str, ...] = ()
-    """Values that may control too, where the dashboard was started with control."""
+    """Values with control, if the dashboard was started with control."""
     claim: str = "email"
-    """What is compared: ``email``, which must be verified, or ``groups``, ``sub`` and the like."""
+    """Compared claim: ``email``, which must be verified, or ``groups``, ``sub`` etc."""
     hours: float = 12.0
-    """People sign in again so long after the provider has let them in."""
+    """Users sign in again after this time."""
 
     def role(self, claims: Mapping[str, object], *, unix_seconds: float) -> Role:
         """Return the role of a user with these claims; "" has no access."""
@@ -99,7 +99,7 @@ def read_sign_on(path: Path) -> SignOn:
 
 
 def write_secrets(sign_on: SignOn, public_url: str, path: Path) -> None:
-    """Write what Streamlit's ``st.login`` reads; nobody else can read it."""
+    """Write the settings of Streamlit's ``st.login``; only this user can read them."""
     values = {
         "redirect_uri": f"{public_url.rstrip('/')}/oauth2callback",
         "cookie_secret": secrets.token_urlsafe(32),
@@ -121,17 +121,17 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     token_file: str
     """Json file of the collector's tokens; re-read, so that a new token needs no restart."""
     collector_data: str = ""
-    """The collector's data folder, which has its present address; "" for a fixed address."""
+    """The collector's data directory, which has its current URL; "" for a fixed URL."""
     of_folder: bool = False
-    """The collector is this dashboard's own, over a folder, and its store a temporary one."""
+    """The collector belongs to this dashboard, over a directory, and its store is temporary."""
     own_host: str = "vitals.localhost"
     """``NAME.localhost``; NAME is a secret too, generated with the token."""
     public_url: str = ""
-    """Where a proxy with TLS serves the pages."""
+    """URL of a TLS proxy in front of the pages."""
     sign_on: SignOn | None = None
-    """Who may enter at the public address, instead of the token."""
+    """Sign-on at the public URL, instead of the token."""
     control: bool = False
-    """Whether any session may get control; where not, no control token is even read."""
+    """Whether a session may get control; if not, no control token is read."""
     code_fd: int = -1
     """The pipe to the terminal, for codes; -1 without control."""
     redirect_file: str = ""
@@ -147,9 +147,9 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def collector(self) -> CollectorAddress:
-        """Return where the collector is now, and the tokens in force; none without a file.
+        """Return the collector's current URL and tokens; none without a file.
 
-        One that was started again may have another port. Without control no control token is kept.
+        After a restart it may have another port. Without control no control token is kept.
         """
         present = url_in(Path(self.collector_data)) if self.collector_data else ""
         tokens = read_tokens(self.token_file) if self.token_file else CollectorTokens()
@@ -160,7 +160,7 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_settings(settings: DashboardSettings, path: Path) -> None:
-    """Write the file so that nobody else can read it; it must not exist yet."""
+    """Write the file with access only for this user; it must not exist."""
     write_private(msgspec.json.encode(settings), path)
 
 

@@ -39,7 +39,7 @@ A = TypeVar("A")
 TIMEOUT_SECONDS = 10.0
 """On a training node a collector may get little CPU time: slow is not down."""
 POINTS = 1000
-"""Points asked for a curve: about what a laptop's width can show."""
+"""Points requested for a curve: about the width of a laptop's screen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class DataSource:
     control: CollectorClient | None
     """None: no control token was given, so the page is read-only."""
     keys: Path
-    """The folder of ``control.key``, which signs commands."""
+    """The directory of ``control.key``, which signs commands."""
     clock: Clock
     of_folder: bool = False
-    """What people say of alerts is kept in this dashboard's own temporary store."""
+    """Users' responses to alerts are stored in this dashboard's own temporary store."""
 
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
@@ -62,7 +62,7 @@ def _client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClie
 
 
 def connect() -> DataSource:
-    """Return the source that the launcher named; asks the collector nothing yet."""
+    """Return the launcher's source; sends no query."""
     settings = load_settings(os.environ)
     collector = settings.collector()
     tokens = collector.tokens
@@ -143,12 +143,12 @@ def what_happened(run: RunSummary) -> tuple[object, ...]:
 
 @st.cache_data(max_entries=16, ttl=60, show_spinner=False)
 def configs_of(_client: CollectorClient, url: str, num_runs: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration of every run; asked again when there are more, or in a minute."""
+    """Return the configuration of every run; queried again if there are more, or after a minute."""
     return _client.ask(ConfigsQuestion())
 
 
 def last_value(reply: SeriesReply | None) -> float | None:
-    """Return the newest value, nan and infinities as they are; None where there is none."""
+    """Return the latest value, NaN and Inf unchanged; None if there is none."""
     if reply is None:
         return None
     points = zip(reply.step, reply.value, strict=True)
@@ -178,7 +178,7 @@ def differences(
 
 
 def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> ForecastView:
-    """Return when a run ends and at what loss; asked again after a minute, or in another state."""
+    """Return the forecast of a run; queried again after a minute, or in another state."""
     question = ForecastQuestion(run_id=run.run_id, other=other)
     changed = hash((run.state, run.last_step < 0))
     return _answer(source.client, source.client.url, question, (changed,))
@@ -187,7 +187,7 @@ def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> Forecas
 def series_of(
     source: DataSource, detail: RunDetail, requests: Sequence[SeriesRequest]
 ) -> list[SeriesReply | None]:
-    """Return series of a run as they are at present; None where there is no point of one.
+    """Return current series of a run; None for a series without points.
 
     One request for all: the round trip dominates the cost of a refresh.
     """

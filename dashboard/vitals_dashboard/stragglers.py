@@ -11,7 +11,7 @@ from vitals_dashboard import formatting, heatmap
 SLOWER = 0.05
 """Part by which a rank must be slower than the middle of all to be named."""
 SCALES = 3.0
-"""And by how many robust standard deviations of the ranks' own paces."""
+"""And by how many robust standard deviations of the ranks' step times."""
 MAX_NAMED = 8
 
 
@@ -48,7 +48,7 @@ def nodes_of(detail: RunDetail) -> dict[str, str]:
 
 
 def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> StragglerSummary:
-    """Return who is slower than the others: by the median of each one's steps."""
+    """Return the ranks or nodes slower than the others, by their median step."""
     medians = heatmap.middle(cells, 1)[:, 0]
     nodes = nodes_of(detail)
     of_ranks = {
@@ -84,7 +84,7 @@ def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ..
 
 
 def in_words(what: StragglerSummary) -> list[str]:
-    """Return the stragglers as sentences; one sentence where there is none."""
+    """Return the stragglers as sentences; one sentence if there are none."""
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]
     if what.num_ranks == 1:
@@ -111,7 +111,7 @@ def _sentence(straggler: Straggler, kind: str) -> str:
 
 
 def waited_for(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
-    """Return for whom the ranks wait: whoever waits least, in most of the steps.
+    """Return the blocking rank: the one that waits least, in most of the steps.
 
     Args:
         cells: (ranks, steps) seconds that each waited.

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def to_datetime(time_unix_ns: int) -> datetime | None:
-    """Return a time for a table cell, or None where it is not known."""
+    """Return a time for a table cell, or None if it is unknown."""
     return datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC) if time_unix_ns > 0 else None
 
 
@@ -48,7 +48,7 @@ def run_rows(
     verdicts: Mapping[str, str],
     hung: Collection[str] = (),
 ) -> list[Row]:
-    """Return the fleet's rows, in the order given; ``hung`` are the ids of runs that hang.
+    """Return the rows of the run list, in the given order; ``hung`` are ids of hanging runs.
 
     A table's numeric column cannot show NaN: losses are texts if one is non-finite. State and
     health are lists of one item, which a table shows as labels with a color.
@@ -100,7 +100,7 @@ def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[Ru
 
 
 def _observed(view: DecisionView) -> str:
-    """Say that nothing was done, and whether it should have been."""
+    """Describe an action that was not taken, and whether it should have been."""
     return f"observed, {view.hindsight}" if view.hindsight in ("needed", "unneeded") else "observed"
 
 
@@ -133,7 +133,7 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
 
 
 def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
-    """Return the checkpoints and snapshots, newest first."""
+    """Return the checkpoints and snapshots, latest first."""
     newest = sorted(checkpoints, key=lambda c: c.time_unix_ns, reverse=True)
     return [
         {
@@ -150,7 +150,7 @@ def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
 
 
 def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
-    """Return the branches of the lineage, newest first, with the numbers people give them."""
+    """Return the attempts, latest first, with their displayed numbers."""
     ordinals = {attempt.id: attempt.ordinal for attempt in attempts}
     return [
         {
@@ -166,7 +166,7 @@ def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
 
 
 def goodput_rows(view: GoodputView) -> list[Row]:
-    """Return the buckets of a run's wall time that have any, as they are listed everywhere."""
+    """Return the non-empty buckets of a run's wall time, in the usual order."""
     wall = view.end_unix_ns - view.begin_unix_ns
     return [
         {
@@ -180,7 +180,7 @@ def goodput_rows(view: GoodputView) -> list[Row]:
 
 
 def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
-    """Return resolved and pending alerts, the newest change first."""
+    """Return resolved and pending alerts, the latest change first."""
     return [
         {
             "Alert": formatting.plain(alert.title, 60),
@@ -198,7 +198,7 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
 
 
 def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
-    """Return what the detectors said, newest first."""
+    """Return the findings, latest first."""
     return [
         {
             "Step": view.finding.step,
@@ -216,7 +216,7 @@ def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
 
 
 def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
-    """Return what moved before a step, in the order given: what moved most comes first."""
+    """Return the changes before a step, in the given order: the largest first."""
     return [
         {
             "Layer or rank": formatting.plain(mover.row, 120),
@@ -283,7 +283,7 @@ def _command_text(command: Command) -> str:
 
 
 def command_rows(commands: Sequence[CommandView]) -> list[Row]:
-    """Return what people asked for and what became of it, newest first."""
+    """Return the commands and their results, latest first."""
     return [
         {
             "Action": _command_text(view.command),
@@ -300,7 +300,7 @@ def command_rows(commands: Sequence[CommandView]) -> list[Row]:
 
 
 def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
-    """Return incidents in the order given."""
+    """Return incidents in the given order."""
     return [
         {
             "Step": incident.onset_step,

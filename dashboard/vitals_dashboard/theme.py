@@ -140,7 +140,7 @@ class Palette:
     over: str
     """Lines drawn over the cells of a heat map."""
     quiet: str = "#757B86"
-    """It suits both backgrounds: a browser tells its theme only after the first drawing."""
+    """It suits both backgrounds: a browser sends its theme only after the first drawing."""
 
 
 LIGHT = Palette(
@@ -158,7 +158,7 @@ DARK = Palette(
 
 
 def palette(theme: str | None) -> Palette:
-    """Return the palette of a theme; light where the browser has not said yet."""
+    """Return the palette of a theme; light if the browser has not sent it yet."""
     return DARK if theme == "dark" else LIGHT
 
 
@@ -173,7 +173,7 @@ UNITS: dict[str, tuple[str, float]] = {
     "watts": ("W", 1.0),
     "celsius": ("\N{DEGREE SIGN}C", 1.0),
 }
-"""Base unit to what people read, and the factor."""
+"""Base unit to displayed unit, and the factor."""
 
 STYLE = """<style>
 .stMainBlockContainer{padding-top:4.4rem;padding-bottom:2rem;max-width:2200px}
@@ -218,7 +218,7 @@ font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
 border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
 </style>"""
-"""Our own constant text: the only HTML the pages ever send.
+"""A constant text: the only HTML that the pages send.
 
 Nothing fades during a refresh: the chart is still valid, and fading costs a browser as much as a
 curve. Captions are darker than Streamlit's own, whose gray has too little contrast; so are

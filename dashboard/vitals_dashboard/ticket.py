@@ -8,7 +8,7 @@ from trainvitals.views import IncidentView, RunSummary, TimelineEntry, VerdictVi
 
 
 def facts(verdict: VerdictView) -> list[tuple[str, str]]:
-    """Return what the verdict says, each with its name; what it leaves out is left out."""
+    """Return the verdict's named parts, without empty ones."""
     pairs = (
         ("State", verdict.state),
         ("Cause", verdict.cause),

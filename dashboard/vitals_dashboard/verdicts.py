@@ -27,7 +27,7 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
             line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
         )
         st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
-        # A badge above says that a hung run is running.
+        # A badge above shows that a hung run is running.
         state = f"{verdict.state} " if verdict.is_hung else ""
         sentences = f"{state}{verdict.cause} {verdict.action}"
         st.text(formatting.plain(sentences, MAX_TEXT), width="stretch")
@@ -73,7 +73,7 @@ def timeline(verdict: VerdictView) -> None:
 
 
 def ticket_of(run: RunSummary, incident: IncidentView) -> None:
-    """Draw the way to take the summary to a ticket."""
+    """Draw the control to copy the summary to a ticket."""
     with st.popover("For a ticket", icon=":material/content_copy:", key="ticket_open"):
         markdown, page = st.tabs(["Markdown", "HTML"])
         with markdown:
@@ -89,7 +89,7 @@ def ticket_of(run: RunSummary, incident: IncidentView) -> None:
 
 
 def headline(run: RunSummary, judged: RunVerdict | None) -> str:
-    """Return the verdict in one line for a list of runs; "" where there was never an incident."""
+    """Return the verdict as one line for a list of runs; "" without any incident."""
     if judged is None or not judged.verdict.incident_id:
         return ""
     is_open = any(line.is_open for line in judged.incidents)

@@ -46,7 +46,7 @@ SMALL = VolumeSettings(
 def store(tmp_path: Path, fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Give a store whose stretches, and so its windows, are of ten steps."""
     for module in (chunk_stats, rollup):
-        monkeypatch.setattr(module, "STRETCH", 10)
+        monkeypatch.setattr(module, "CHUNK_STEPS", 10)
     store = open_data_store(shutil.copytree(fresh_data, tmp_path / "data"))
     yield store
     store.close()

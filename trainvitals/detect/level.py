@@ -1,6 +1,6 @@
 """The loss level: divergence, drift, a recovery that fails, progress that is lost.
 
-A spike is one step compared with its neighbours. A slow divergence, or a rise of 3 % that never
+A spike is one step compared with its neighbors. A slow divergence, or a rise of 3 % that never
 recovers, contains no such step; it shows in the level: the median of the newest steps, compared
 with the run's lowest level so far. Bad steps cannot poison that reference: they can raise a median
 but never a minimum.

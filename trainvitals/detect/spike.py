@@ -122,7 +122,7 @@ class SpikeConfig(CourseConfig, frozen=True, kw_only=True):
     15 % noise, a step at 3x is 7 sigma."""
     min_ratio: Annotated[float, Meta(ge=_TOGETHER)] = 2.0
     """The limit for one step is at least this multiple of the trend: single batches of clean runs
-    reach 1.9 times their neighbours' loss. In low-noise runs ``calm`` sets a lower limit."""
+    reach 1.9 times their neighbors' loss. In low-noise runs ``calm`` sets a lower limit."""
     calm: NotNegative = 30.0  # type: ignore[misc]
     """In a low-noise run the limit for one step is at least this many sigma instead: 1.35x where
     the noise is 1 %. 0: always use ``min_ratio``."""

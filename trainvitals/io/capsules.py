@@ -1,7 +1,7 @@
 """Capsules of bad steps in a run directory, and their verdicts; mode 0600, never blocking training.
 
-RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.npz             what the step is played again with
-RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.verdict.json    what `vitals repro` found
+RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.npz             data to replay the step
+RUN_DIR/capsules/step-STEP-ATTEMPT-rank-N.verdict.json    result of `vitals repro`
 """
 
 import re
@@ -33,7 +33,7 @@ class _Verdict(msgspec.Struct):
 
 
 def find_capsules(run_dir: Path) -> list[CapsuleFile]:
-    """Return a run's capsules, by step, attempt and rank."""
+    """Return the run's capsules, sorted by step, attempt and rank."""
     folder = run_dir / FOLDER
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [match for name in names if (match := _NAME.match(name))]

@@ -97,7 +97,7 @@ def discover(base: Path, run_id: str = "") -> list[JournalRef]:
 
 
 def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
-    """Create the closed marker: nothing will be written any more. For a writer known to be dead."""
+    """Create the closed marker: no row will be written. For a writer known to be dead."""
     _write_small(
         directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
     )

@@ -1,11 +1,11 @@
 """The run directory: files of a run on a shared disk, with or without a server.
 
-    VITALS_DIR/<run_id>/   0700, or 0750 with VITALS_SHARE=group; nobody else may write it
-        run.json       attributes, for people
-        command.key    0600; signs commands, and the files that are read back
-        HALTED         the ladder stopped this run; a relaunch stops before training
-        plan.jsonl     what no restore may give back: budgets, attempts, commands applied
-        restarts.json  when jobs that hung were ended
+    VITALS_DIR/<run_id>/   0700, or 0750 with VITALS_SHARE=group; no other user may write it
+        run.json       attributes, for users
+        command.key    0600; signs commands, and files that are verified when read
+        HALTED         the policy halted this run; a relaunch ends before training
+        plan.jsonl     state that no restore may reset: budgets, attempts, applied commands
+        restarts.json  times of restarts of hung jobs
         checkpoints/   agents/<node>/   commands/   profiles/   mirrors/
 
 The disk is often NFS or Lustre: files are appended and fsynced or replaced whole, never mapped.

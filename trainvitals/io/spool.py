@@ -145,7 +145,7 @@ class Spool:
             return sum(self._sizes[number] for number in self._retained)
 
     @property
-    def oldest_position(self) -> SpoolPosition:
+    def kept_from(self) -> SpoolPosition:
         """Position of the oldest stored batch, acknowledged or not."""
         with self._lock:
             return SpoolPosition(min(self._sizes, default=self._state.acked.file))

@@ -1,4 +1,4 @@
-"""Time that moves when a test says so."""
+"""A clock that tests move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ManualClock:
         return self._monotonic_ns
 
     def advance(self, seconds: float) -> None:
-        """Let both clocks move on. Time does not go back: that is ``jump``."""
+        """Advance both clocks. Time does not go back: that is ``jump``."""
         if seconds < 0:
             raise ValueError(f"a clock cannot advance by {seconds} s; use jump for the wall clock")
         nanoseconds = round(seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Plans of faults as data: built fluently, carried as JSON, applied by whoever trains.
+"""Fault plans as data: built fluently, passed as JSON, applied by the training.
 
 FaultPlan().nan_gradient_at(rank=1, step=40).poison_batches(first=90, last=130)
 """
@@ -75,7 +75,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         return self._with(Fault(kind="kill", rank=rank, step=step))
 
     def only(self, fault: Fault) -> Self:
-        """Return a plan with that fault alone."""
+        """Return a plan with only that fault."""
         return type(self)((fault,))
 
     def to_json(self) -> str:

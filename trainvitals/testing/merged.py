@@ -1,4 +1,4 @@
-"""Merged steps and node samples written as text, and what watchers say about them.
+"""Merged steps and node samples written as text, and the findings of detectors about them.
 
     merged_series("loss 2.1x50; step_duration_seconds[*] 0.5x50; rank_loss[2] 2.1x50", ranks=4)
 

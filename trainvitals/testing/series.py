@@ -1,4 +1,4 @@
-"""Step records written as text, and what detectors and judges say about them.
+"""Step records written as text, and the findings of detectors and judges about them.
 
     series("loss 2.1x20 9.5 2.1x5; grad_norm 1x26")
 
@@ -53,7 +53,7 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
 
 
 def values_of(word: str) -> list[float | None]:
-    """Return the values that one word of a line stands for."""
+    """Return the values of one token of a line."""
     value, _, times = word.partition("x")
     count = int(times) if times else 1
     if value == "-":
@@ -75,7 +75,7 @@ def _typed(name: str, value: float | None) -> object:
 
 
 def replay(subject: Detector | Judge, text: str | Sequence[StepRecord]) -> dict[int, list[str]]:
-    """Return the kinds of findings by step, as the subject finds them in a run of that course.
+    """Return the kinds of findings by step for a run described by ``text``.
 
     A judge is fed as ``judgements`` feeds it, a detector with the records as they are.
     """
@@ -101,7 +101,7 @@ def judgements(
     clips: bool = True,
     probe: Callable[[Ask], ProbeResult] | None = None,
 ) -> list[tuple[StepRecord, Judgement]]:
-    """Return each record as the device completed it, and what the judge said about it.
+    """Return each record as completed by the device, with its judgement.
 
     The device is simulated as in training: a record is judged ``lag`` steps later, or at once while
     the judge is suspicious; limits computed by then apply to the next step.

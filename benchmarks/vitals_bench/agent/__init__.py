@@ -1,4 +1,4 @@
-"""What the agent costs on a node of eight ranks and eight GPUs, and in a sweep of small jobs."""
+"""Cost of the agent on a node with eight ranks and eight GPUs, and in a sweep of small jobs."""
 
 from vitals_bench.agent.cost import Cost, agent_cost, measure_agent
 from vitals_bench.agent.sweep import measure_sweep

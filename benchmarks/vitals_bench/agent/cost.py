@@ -39,7 +39,7 @@ class Cost(msgspec.Struct, kw_only=True):
 
     @property
     def cpu_per_second(self) -> float:
-        """CPU seconds per second: 0.01 is one per cent of a core."""
+        """CPU seconds per second: 0.01 is 1% of a core."""
         return self.cpu_seconds / self.seconds
 
 

@@ -1,4 +1,4 @@
-"""Plays GPUs back from a recording, as the ``pynvml`` module would: for tests and benches.
+"""Plays GPUs back from a recording, as the ``pynvml`` module would: for tests and benchmarks.
 
 Structs, constants and errors are pynvml's own; a test holds the functions' signatures to its too.
 A recording is JSON::
@@ -94,7 +94,7 @@ class ReplayedNvml:
         return handle.uuid
 
     def nvmlDeviceGetUtilizationRates(self, handle: "_Gpu") -> Any:  # noqa: N802
-        """Return per cent of kernels and of memory."""
+        """Return percent of kernels and of memory."""
         answer = self._answer(handle, "nvmlDeviceGetUtilizationRates")
         return self._real.c_nvmlUtilization_t(**answer)
 

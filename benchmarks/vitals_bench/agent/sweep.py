@@ -1,4 +1,4 @@
-"""What the agents of a sweep cost: many small jobs on one node, each with an agent of its own."""
+"""Cost of the agents of a sweep: many small jobs on one node, each with its own agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench `attribution`: which of the faults put into small trainings are named as the origin."""
+"""The benchmark `attribution`: faults in small trainings that are named as the origin."""
 
 from __future__ import annotations
 

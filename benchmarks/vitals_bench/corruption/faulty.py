@@ -138,7 +138,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
 
 
 def _over(x: Tensor, weights: Tensor) -> Tensor:
-    """Scale by weights that are normalised, and are all 0 in one sample."""
+    """Scale by weights that are normalized, and are all 0 in one sample."""
     return x * (weights / weights.sum(dim=1, keepdim=True) * LENGTH)[..., None]
 
 

@@ -305,7 +305,7 @@ def _backward(
 
 
 def main(argv: list[str]) -> None:
-    """Play one part of the bench; rank 0 writes what came of it."""
+    """Play one part of the benchmark; rank 0 writes what came of it."""
     part, folder, number = argv
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What a fingerprint misses, and what the word of a step costs."""
+"""Misses of a fingerprint, and the cost of a step's fingerprint word."""
 
 from __future__ import annotations
 

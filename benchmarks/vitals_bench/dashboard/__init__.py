@@ -1,4 +1,4 @@
-"""The bench `dashboard`: how soon a long run is painted, and what may be missing in it."""
+"""The benchmark `dashboard`: time to paint a long run, and completeness."""
 
 from __future__ import annotations
 

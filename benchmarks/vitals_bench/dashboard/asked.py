@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The options of the bench ``dashboard``: programs of peers; "" is the one on PATH."""
+    """The options of the benchmark ``dashboard``: programs of peers; "" is the one on PATH."""
 
     mlflow: str = ""
     tensorboard: str = ""

@@ -1,4 +1,4 @@
-"""Labelled logs from a folder: ``labels.json`` and ``series/NAME.csv``.
+"""Labeled logs from a directory: ``labels.json`` and ``series/NAME.csv``.
 
 A label is ``{"cls": "anomalous" | "clean" | "clean_with_minor", "split": "dev" | ..., "events":
 [{"onset_idx", "end_idx", "kind", "severity", "reason"}]}``; a file has the columns step, loss,

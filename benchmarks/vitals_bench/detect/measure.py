@@ -1,4 +1,4 @@
-"""The parts of the bench `detect`."""
+"""Parts of the benchmark `detect`."""
 
 from __future__ import annotations
 

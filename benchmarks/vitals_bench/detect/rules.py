@@ -253,7 +253,7 @@ class Megatron:
 
 
 class FlagScale:
-    """FlagScale's SpikyLossDetector: 20 % above the last loss that was no spike.
+    """FlagScale's SpikyLossDetector: 20% above the last loss that was no spike.
 
     Source: ``--auto-skip-spiky-loss`` and ``--spiky-loss-threshold``. A NaN is taken for the last
     loss and said nothing about; after an infinite one everything is a spike.

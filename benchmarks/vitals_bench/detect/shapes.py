@@ -28,8 +28,8 @@ BLOOM_PEAK = ONSET + 4
 NORM_SPIKES, MANY_NORM_SPIKES = 1 / 2000, 1 / 100
 """Share of steps whose norm alone is far out; in clean runs of GPT-2 it is one in 10,000."""
 HEAVY_BATCHES, HEAVY_FROM, HEAVY_RATE, HEAVIEST = 0.015, 1.2, 10.0, 1.8
-"""Losses of one rank, in clean runs whose residual spreads by 3 to 5 %: up to 1.7 % are 1.2 times
-their neighbours or more, a tenth of these 1.5 times, and a hundredth 1.9 times."""
+"""Losses of one rank, in clean runs whose residual spreads by 3 to 5 %: up to 1.7% are 1.2 times
+their neighbors or more, a tenth of these 1.5 times, and a hundredth 1.9 times."""
 
 
 class Course:
@@ -180,7 +180,7 @@ def _warm_up_rise(course: Course) -> None:
 
 
 def _saw_tooth(course: Course) -> None:
-    """Epochs of 150 steps: the loss falls by 8 % within each, and a part of it comes back."""
+    """Epochs of 150 steps: the loss falls by 8% within each, and a part of it comes back."""
     for i in range(RECORDS):
         course.levels[i] *= 1.0 - 0.08 * (i % 150) / 150.0
 
@@ -206,7 +206,7 @@ def _appended(course: Course) -> None:
 
 
 def _heavy_batches(course: Course) -> None:
-    """One rank's loss: few batches are far heavier than their neighbours."""
+    """One rank's loss: few batches are far heavier than their neighbors."""
     rng, factors = course.rng, {}
     course.noise = rng.uniform(0.03, 0.05)
     for i in range(WARM_UP, RECORDS):

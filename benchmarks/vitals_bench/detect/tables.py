@@ -1,4 +1,4 @@
-"""What the bench shows of what was judged."""
+"""What the benchmark shows of what was judged."""
 
 from __future__ import annotations
 

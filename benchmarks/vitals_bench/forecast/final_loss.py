@@ -48,7 +48,7 @@ def measure_final_loss(*, quick: bool, traces: Path | None = None) -> Iterator[R
 
     Args:
         quick: fewer trainings.
-        traces: a folder of logs, as the bench `detect` takes it.
+        traces: a folder of logs, as the benchmark `detect` takes it.
     """
     cells: list[tuple[Cell, ...]] = []
     kinds: dict[str, list[_Curve]] = {}

@@ -1,4 +1,4 @@
-"""The bench `guard`: what the guard costs, and what it holds that others do not."""
+"""The benchmark `guard`: cost of the guard, and its properties compared with peers."""
 
 from __future__ import annotations
 

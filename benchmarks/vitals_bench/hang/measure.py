@@ -1,6 +1,7 @@
 """Real torchrun jobs on gloo that hang in a known way; a real agent looks at them.
 
-The agent runs in the bench's own process, as `vitals agent` would: the bench reads what it wrote.
+The agent runs in the benchmark's own process, as `vitals agent` would: the benchmark reads what it
+wrote.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A rank of a small training that hangs on order: `FOLDER/fault.json` says how, and on which rank.
 
-A fault lasts until the bench writes into the pipe `FOLDER/release`; what must block really does.
+A fault lasts until the benchmark writes into the pipe `FOLDER/release`; what must block really
+does.
 """
 
 import ctypes
@@ -49,7 +50,7 @@ class Faults:
         return str(self._asked["name"])
 
     def block(self) -> None:
-        """Wait, without a single instruction, until the bench says so."""
+        """Wait, without a single instruction, until the benchmark says so."""
         os.read(self._pipe, 1)
 
     def hold_interpreter(self) -> None:
@@ -114,7 +115,7 @@ class Faults:
 
 
 def main() -> None:
-    """Train until the bench ends it."""
+    """Train until the benchmark ends it."""
     folder, seconds, device = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The options of the bench ``ingest``."""
+    """The options of the benchmark ``ingest``."""
 
     mlflow: str = ""
     """MLflow's program; "" is the one on PATH."""

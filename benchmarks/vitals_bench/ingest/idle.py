@@ -1,4 +1,4 @@
-"""What a collector takes while nothing comes: after a run that has ended, upkeep included."""
+"""Cost of an idle collector: after a run that has ended, maintenance included."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def _bytes_a_value(folder: Path, size: Size, *, is_float32: bool) -> tuple[float
 
 
 def _bytes_of(store: Store, folder: Path, run_id: str = "") -> int:
-    """Return the bytes of the run's rows, of the catalogue and of the database."""
+    """Return the bytes of the run's rows, of the catalog and of the database."""
     catalogue = (folder / "ours" / "lake" / "catalogue.sqlite").stat().st_size
     rows = store.numbers.num_bytes(run_id) if run_id else 0
     return rows + catalogue + wide.used_bytes(store)

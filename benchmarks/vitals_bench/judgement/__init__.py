@@ -1,4 +1,4 @@
-"""The bench `judgement`: real small trainings, healthy and not, with the library in the loop."""
+"""The benchmark `judgement`: real small trainings, healthy and not, with the library."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def epochs(name: str, jump: float) -> Callable[[int, float], Curve]:
 
 
 def saw_tooth(name: str) -> Callable[[int, float], Curve]:
-    """Make epochs of 500 steps that the run learns by heart: a fall of 20 % in each, half kept."""
+    """Make epochs of 500 steps that the run learns by heart: a fall of 20% in each, half kept."""
 
     def make(seed: int, noise: float) -> Curve:
         rng = _rng(name, seed, noise)
@@ -323,7 +323,7 @@ def saw_tooth(name: str) -> Callable[[int, float], Curve]:
 
 
 def warm_restarts(name: str) -> Callable[[int, float], Curve]:
-    """Make warm restarts of a cosine every 1,000 steps: the loss goes up by 15 % with the rate."""
+    """Make warm restarts of a cosine every 1,000 steps: the loss goes up by 15% with the rate."""
 
     def make(seed: int, noise: float) -> Curve:
         rng = _rng(name, seed, noise)

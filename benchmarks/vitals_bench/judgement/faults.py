@@ -1,4 +1,4 @@
-"""What goes wrong in a training of the bench, and when."""
+"""Faults in a training of the benchmark, and their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trainings the bench runs, and how many at once."""
+"""Trainings of the benchmark, and how many run at once."""
 
 from __future__ import annotations
 

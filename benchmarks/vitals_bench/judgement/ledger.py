@@ -1,4 +1,4 @@
-"""What a run wrote down: read back from its journal while it trains, as an agent would."""
+"""Output of a run, read from its journal while it trains, as an agent would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ_EVERY = 100
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything of one run that a table of the bench asks for."""
+    """Everything of one run that a table of the benchmark asks for."""
 
     run_id: str
     loss_kind: str = "minimize"

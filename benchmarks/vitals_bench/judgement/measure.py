@@ -1,4 +1,4 @@
-"""Runs the trainings of the bench and yields what they showed."""
+"""Runs the trainings of the benchmark and yields their results."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int] = {}
     """What the library swallowed: there should be none."""
     error: str = ""
-    """Why the bench itself could not run it."""
+    """Why the benchmark itself could not run it."""
 
 
 class NumberedBatches(Dataset[Batch]):
@@ -110,7 +110,7 @@ class NumberedBatches(Dataset[Batch]):
 
 
 class Training:
-    """A loop as people write it, and what the bench wants to know of it."""
+    """A loop as people write it, and what the benchmark wants to know of it."""
 
     def __init__(self, world: World, seed: int, clip: Clip) -> None:
         torch.manual_seed(seed)

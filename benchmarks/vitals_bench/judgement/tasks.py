@@ -1,4 +1,4 @@
-"""What a task of the bench is: a model, batches by number, a loss of each example, a last word."""
+"""A task of the benchmark: model, batches by number, loss per example, final result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench `numbers`: what it costs to store rows in the lake, and to tidy it up meanwhile."""
+"""The benchmark `numbers`: cost of storing rows in the lake, and of maintenance meanwhile."""
 
 from __future__ import annotations
 

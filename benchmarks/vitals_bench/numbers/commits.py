@@ -26,7 +26,7 @@ _A_MINUTE = 58
 """Commits after the first two: files are merged once a minute. Fewer large ones are enough."""
 _MANY_ROWS = 10_000
 COMMIT_MS = 40.0
-"""4 % of a core at one a second."""
+"""4% of a core at one a second."""
 ROW_US = 23.0
 """What the store of chunks took at most, before the lake."""
 

@@ -1,4 +1,4 @@
-"""The bench `query`: how soon a long run is drawn, read whole, and understood afterwards."""
+"""The benchmark `query`: time to draw a long run, to read it whole, and to explain it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DispatchConfig:
     first_retry_seconds: float = 1.0
     """Wait after the first failure; doubled each time."""
     max_retry_seconds: float = 60.0
-    """Maximum wait between two tries, unless the receiver asked for a longer one."""
+    """Maximum wait between two attempts, unless the receiver asked for a longer one."""
     max_retry_after_seconds: float = 900.0
     """Maximum wait that a receiver may request: a request may be wrong, and pages wait."""
     failing_after_seconds: float = 300.0

@@ -313,10 +313,10 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def fence(connection: Connection) -> None:
-    """Make the lake's catalogue refuse commits of former owners, from now on.
+    """Make the lake's catalog refuse commits of former owners, from now on.
 
     Args:
-        connection: to the database with leases and catalogue, inside a transaction.
+        connection: to the database with leases and catalog, inside a transaction.
     """
     take_turns(connection)
     connection.execute(text(_REFUSE))

@@ -24,7 +24,7 @@ from trainvitals.wire import Batch
 FULL = "V302"
 """Error code: there is no room left."""
 TAKEN = "another collector has taken run "
-"""Error with which the catalogue's database refuses a commit of a run's former owner; the run's id
+"""Error with which the catalog's database refuses a commit of a run's former owner; the run's id
 follows."""
 
 

@@ -1,4 +1,4 @@
-"""Rows in DuckLake: Parquet in a directory, with a transactional catalogue in SQLite or PostgreSQL.
+"""Rows in DuckLake: Parquet in a directory, with a transactional catalog in SQLite or PostgreSQL.
 
 One table per stream, whose columns only grow. A commit holds the rows of any number of writers and
 the last sequence number of each stream: a row reported as durable is stored once, whichever process
@@ -72,7 +72,7 @@ class Lake(OpenLake):
             folder: directory of the Parquet files, unless they are in a bucket.
             catalogue: PostgreSQL, as ``dbname=... host=...``; "" is a SQLite file in the directory.
             bucket: S3 location as ``s3://BUCKET/PREFIX``, with keys from the environment; "" is the
-                directory, or the bucket that an existing SQLite catalogue there names.
+                directory, or the bucket that an existing SQLite catalog there names.
             memory_limit: maximum of DuckDB's memory, such as ``1GB``; beyond it, it writes to disk.
 
         Raises:
@@ -248,7 +248,7 @@ class Lake(OpenLake):
         """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
         For one collector at a time. Appends wait for at most one merged file: two concurrent
-        changes of a SQLite catalogue would make one of them fail.
+        changes of a SQLite catalog would make one of them fail.
 
         Args:
             max_seconds: after which nothing more is begun.

@@ -4,7 +4,7 @@ One table per stream, whose columns only grow. A name that DuckDB could not dist
 one (it folds case), or that exists with another type, gets a separate column whose name contains it
 in hex.
 
-The catalogue of a run is read when it is first needed, so that a start costs the same with ten runs
+The catalog of a run is read when it is first needed, so that a start costs the same with ten runs
 and with ten thousand. Changes by this process are always current; those of other collectors are
 read again after a second.
 """
@@ -230,7 +230,7 @@ _TABLES = {
     KINDS: "run BIGINT, stream VARCHAR, name VARCHAR, kind VARCHAR",
 }
 _INLINED = (CHECKSUMS, RUNS, KINDS, HOLES, NUMBERED)
-"""These are stored in the catalogue itself; 4,096 marks there would cost 90 ms more."""
+"""These are stored in the catalog itself; 4,096 marks there would cost 90 ms more."""
 _FRESH_SECONDS = 1.0
 _MINE_SECONDS = 5.0
 """Time for which this process assumes that it is still the only writer of a run."""
@@ -510,7 +510,7 @@ class Catalogue:
     def new_kinds(
         self, written: Mapping[str, Mapping[str, Iterable[tuple[str, str]]]]
     ) -> list[tuple[str, str, str, str]]:
-        """Return run, stream, name and type of the columns that the catalogue lacks.
+        """Return run, stream, name and type of the columns that the catalog lacks.
 
         Args:
             written: by run and stream, the columns with their types.

@@ -1,7 +1,7 @@
 """DuckDB with a DuckLake attached: connections, transactions, questions, and the files below them.
 
-DuckDB's SQLite catalogue is synced at each commit; its Parquet files are not, so a transaction
-syncs them itself before it ends (seen with strace). On S3 a completed write is durable.
+DuckDB's SQLite catalog is synced at each commit; its Parquet files are not, so a transaction syncs
+them itself before it ends (seen with strace). On S3 a completed write is durable.
 
 Three layers: the *store* of the files, a local or shared directory or a bucket; the *checksums* of
 the files, verified before first use; and the *engine* that runs SQL over them.
@@ -393,7 +393,7 @@ def s3_hint(text: str) -> str:
 
 
 def known_bucket(catalogue: Path) -> str:
-    """Return the bucket in a SQLite catalogue; "" if it names a directory or does not exist."""
+    """Return the bucket in a SQLite catalog; "" if it names a directory or does not exist."""
     if not catalogue.is_file():
         return ""
     try:
@@ -406,7 +406,7 @@ def known_bucket(catalogue: Path) -> str:
 
 
 def bucket_of(root: str) -> str:
-    """Return the bucket of a lake's path in its catalogue; "" for a directory."""
+    """Return the bucket of a lake's path in its catalog; "" for a directory."""
     return root.removesuffix("/").removesuffix("/data") if root.startswith(S3) else ""
 
 
@@ -520,8 +520,8 @@ class Files:
         if damaged:
             raise StorageError(
                 f"{damaged[0]} is damaged: its bytes are not those that were written",
-                hint="Lake.check says what it held; after Lake.forget_damaged that is taken when"
-                " it is sent again",
+                hint="Lake.check says what it held; after Lake.drop_damaged_files that is taken"
+                " when it is sent again",
                 code=DAMAGED,
             )
 
@@ -695,8 +695,8 @@ class LakeEngine:
         uri = f"postgres:{escaped(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
         # Wait this long for a lock.
         of_catalogue = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
-        # A directory may be moved with the catalogue in it; a catalogue elsewhere must belong to
-        # this lake, otherwise rows of another collector would be missing.
+        # A directory may be moved with the catalog in it; a catalog elsewhere must belong to this
+        # lake, otherwise rows of another collector would be missing.
         if not catalogue and isinstance(self._place, LocalFileStore):
             of_catalogue += ", OVERRIDE_DATA_PATH true"
         for name in ("ducklake", scanner, *self._place.extensions):
@@ -734,10 +734,10 @@ class LakeEngine:
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _refuse_rows_of_another(self) -> None:
-        """Reject an empty catalogue next to stored rows, which would be lost.
+        """Reject an empty catalog next to stored rows, which would be lost.
 
         Raises:
-            StorageError: the catalogue has no tables, but the directory has rows.
+            StorageError: the catalog has no tables, but the directory has rows.
         """
         if not (isinstance(self._place, LocalFileStore) and self._place.has_files()):
             return
@@ -779,7 +779,7 @@ class LakeEngine:
                     connection.close()
 
     def _let_go(self) -> None:
-        """Checkpoint the catalogue's WAL and start a new one."""
+        """Checkpoint the catalog's WAL and start a new one."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None
@@ -810,7 +810,7 @@ class LakeEngine:
         Args:
             is_merge: whether it merges files.
             epochs: of the leases of the written runs. After another collector has acquired one, the
-                commit is refused by the catalogue's database, in the same transaction
+                commit is refused by the catalog's database, in the same transaction
                 (``cluster.leases.fence``).
 
         Raises:
@@ -836,8 +836,8 @@ class LakeEngine:
                     )
                 self._commit()
             except BaseException:
-                # Only the catalogue knows whether a failed commit took effect, and another
-                # collector may have made the same change.
+                # Only the catalog knows whether a failed commit took effect, and another collector
+                # may have made the same change.
                 self.is_unsure = True
                 with suppress(duckdb.Error):  # a commit that failed has ended it already
                     self._root.execute("ROLLBACK")
@@ -845,7 +845,7 @@ class LakeEngine:
 
     @contextmanager
     def catalogue_transaction(self) -> Iterator[None]:
-        """Change the catalogue's own tables together, which a transaction of the lake cannot do."""
+        """Change the catalog's own tables together, which a transaction of the lake cannot do."""
         with self.lock, translated():
             self._root.execute("BEGIN")
             try:
@@ -902,7 +902,7 @@ class LakeEngine:
         self.insert(CHECKSUMS, pa.table({"path": list(paths), "crc": list(crcs)}))
 
     def inline(self, *tables: str) -> None:
-        """Store few rows at a time of these tables in the catalogue itself."""
+        """Store few rows at a time of these tables in the catalog itself."""
         inlined = self.ask(
             "SELECT scope_entry FROM ducklake_options('lake')"
             " WHERE option_name = 'data_inlining_row_limit'"
@@ -972,7 +972,7 @@ class LakeEngine:
 
 
 def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckDBPyConnection:
-    """Keep a SQLite catalogue open in its current state until the returned connection is closed.
+    """Keep a SQLite catalog open in its current state until the returned connection is closed.
 
     It has a WAL, so that a query can read during a write. Each query and each commit opens and
     closes it. The last one to close it removes the WAL under a lock; a query that arrives at that

@@ -313,7 +313,7 @@ def thin(
 
     Args:
         engine: the lake.
-        catalogue: cached catalogue of the lake.
+        catalogue: cached catalog of the lake.
         run_id: the run.
         stream: ``layers``, or one of hosts.
         window: from ``next_window``.

@@ -6,7 +6,7 @@ collector, audit log) is not offered.
 
 Only one query is accepted. The engine's own parser analyzes it. Every table in the parsed tree has
 to be an offered view or part of the query itself, and every table function one that generates
-numbers: the others read files, show the catalogue, or maintain lakes. Files outside the lake's
+numbers: the others read files, show the catalog, or maintain lakes. Files outside the lake's
 directory are unreachable, and memory and time of a query are limited. File checksums are not
 verified here: a query for a few rows would read whole files.
 """

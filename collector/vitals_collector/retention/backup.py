@@ -32,7 +32,7 @@ from vitals_collector.storage.store import DATABASE_FILE, LAKE_FOLDER
 _DATA = "data"
 _ASIDE = "checksums"
 _MOST_TRIES = 10
-"""Maintenance deletes replaced files after a while: then the catalogue is newer as well."""
+"""Maintenance deletes replaced files after a while: then the catalog is newer as well."""
 _COPY = """
 import contextlib, sqlite3, sys
 with contextlib.closing(sqlite3.connect(sys.argv[1], timeout=30.0)) as reading:
@@ -56,9 +56,9 @@ class BackupContent(NamedTuple):
 
 
 def copy_lake(folder: Path, target: Path) -> BackupContent:
-    """Copy a lake with a SQLite catalogue into a new directory.
+    """Copy a lake with a SQLite catalog into a new directory.
 
-    It contains everything that was stored before the call. For a lake with a PostgreSQL catalogue,
+    It contains everything that was stored before the call. For a lake with a PostgreSQL catalog,
     dump the database and then copy the directory.
 
     Raises:
@@ -132,10 +132,10 @@ def _unsummed(copy: Path) -> list[str]:
 
 
 def _copy_checksums(source: Path, target: Path) -> None:
-    """Copy checksums that are not in the catalogue yet; they stay until the next merge."""
+    """Copy checksums that are not in the catalog yet; they stay until the next merge."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir() if source.is_dir() else ():  # a bucket has its own
-        with contextlib.suppress(FileNotFoundError):  # already moved to the catalogue
+        with contextlib.suppress(FileNotFoundError):  # already moved to the catalog
             shutil.copyfile(file, target / file.name)
 
 

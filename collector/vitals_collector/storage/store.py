@@ -555,7 +555,7 @@ def open_data_store(
 
 
 def known_lake(url: str) -> str:
-    """Return the location of the lake whose catalogue is in a PostgreSQL; "" without one.
+    """Return the location of the lake whose catalog is in a PostgreSQL; "" without one.
 
     Raises:
         UsageError: the URL is not one.

@@ -22,7 +22,7 @@ from vitals_dashboard.theme import SEVERITY_BADGES
 
 MAX_CARDS = 40
 SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
-"""A silence has an end: nobody remembers one that has not."""
+"""A silence has an end: one without would be forgotten."""
 OF_FOLDER = (
     "This dashboard reads a folder: what is acknowledged or silenced here is kept on this machine"
     " only, among its temporary files. Another dashboard of the folder that runs at the same time"
@@ -104,7 +104,7 @@ class _Group:
     alerts: list[AlertView]
 
     def order(self) -> tuple[int, int]:
-        """Return what it is sorted by: pages first, then what changed last."""
+        """Return the sort key: pages first, then the latest change."""
         return (
             min(SEVERITIES.index(alert.severity) for alert in self.alerts),
             -max(alert.updated_unix_ns for alert in self.alerts),
@@ -147,7 +147,7 @@ def _cards(
 
 
 def _head(group: _Group, runs: _Runs) -> None:
-    """Draw whose alerts follow, and the way to the incident."""
+    """Draw the heading of the following alerts, and the link to the incident."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         if not group.run_id:
             st.markdown("### Vitals itself")
@@ -219,7 +219,7 @@ def _facts(alert: AlertView, runs: _Runs, now: int) -> str:
     if alert.acknowledged_by:
         facts.append(f"acknowledged by {formatting.plain(alert.acknowledged_by, 40)}")
     if alert.silenced_until_unix_ns > now:
-        # Seen from its end, so that the words read "for another".
+        # Relative to its end, so that the text is "for another".
         facts.append(f"silenced for another {formatting.age(now, alert.silenced_until_unix_ns)}")
         facts.append(formatting.plain(alert.silence_reason, 120))
     return "  |  ".join(fact for fact in facts if fact)

@@ -1,4 +1,4 @@
-"""Checkpoints and snapshots: what each is worth, and which one a rollback would go to."""
+"""Checkpoints and snapshots: their state, and the target of a rollback."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def _body(source: DataSource, run: RunSummary) -> None:
         )
         return
     is_running = run.state == "running"
-    # What was in memory is gone with the processes.
+    # Snapshots in memory were lost with the processes.
     there = [checkpoint for checkpoint in every if is_running or checkpoint.where == "disk"]
     _totals(there)
     target = rollback_target(there)

@@ -1,4 +1,4 @@
-"""Two to six runs over each other: their curves, their difference, what was set differently."""
+"""Compares two to six runs: their curves, differences, and settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +107,7 @@ def _requested_runs() -> list[str]:
 
 
 def _choose(runs: Sequence[RunSummary]) -> list[str]:
-    """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
+    """Draw the choice of runs, kept in the URL as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
     requested = _requested_runs()
     compared = [run_id for run_id in dict.fromkeys(requested) if run_id in by_id][:MAX_RUNS]
@@ -116,7 +116,7 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
     st.session_state["compared"] = compared
 
     def label(run_id: str) -> str:
-        # Nothing in it may change: a browser names its choice by these very words.
+        # The text must not change: a browser identifies its choice by it.
         return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
     def follow() -> None:
@@ -197,7 +197,7 @@ def _means(
     metric: str,
     options: CompareControls,
 ) -> list[Line]:
-    """Return the means over every value of the curves, where smoothing is chosen."""
+    """Return the means over every value of the curves, if smoothing is on."""
     if not options.smoothing:
         return []
     request = SeriesRequest(metric=metric, points=POINTS, smoothing=options.smoothing)

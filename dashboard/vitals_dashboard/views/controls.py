@@ -15,7 +15,7 @@ T = TypeVar("T", bound=str)
 
 RANGE = "range"
 WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200, RANGE: 0}
-"""Words, in the address too, to the number of last steps; 0 is all."""
+"""Labels, also used in the URL, to the number of last steps; 0 is all."""
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 MARGIN = 100
 """Steps shown on each side of what happened."""
@@ -41,7 +41,7 @@ class ChartControls:
     discarded: bool
 
     def extent(self, last_step: int) -> tuple[int | None, int | None]:
-        """Return the first and last step asked for; None is the run's own."""
+        """Return the selected first and last step; None is the run's own."""
         if self.window:
             return max(0, last_step - self.window), None
         first, last = self.first, self.last
@@ -51,7 +51,7 @@ class ChartControls:
 
 
 def draw() -> ChartControls:
-    """Draw the controls and return what they say."""
+    """Draw the controls and return their values."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
         window = str(_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _range() if window == RANGE else (None, None)
@@ -127,7 +127,7 @@ def _follow_range() -> None:
 
 
 def zoom_to(first: int, last: int) -> None:
-    """Choose a range of steps; for callbacks, and the address says so."""
+    """Select a range of steps, also in the URL; for callbacks."""
     st.session_state["window"] = RANGE
     for name, step in zip(ENDS, (first, last), strict=True):
         st.query_params[name] = str(max(0, step))
@@ -135,7 +135,7 @@ def zoom_to(first: int, last: int) -> None:
 
 
 def zoomed(scale: StepScale, ends: tuple[float, float] | None) -> None:
-    """Follow a range that was chosen on a chart, or given up."""
+    """Apply a range that was selected on a chart, or reset."""
     if ends is not None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
     elif st.session_state.get("window") == RANGE:

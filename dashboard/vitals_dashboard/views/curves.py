@@ -1,4 +1,4 @@
-"""The curves of one run: which are asked for, and where each is drawn."""
+"""The curves of one run: which ones are queried, and in which chart each is drawn."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -46,15 +46,15 @@ DRAWN = frozenset(
         )
     }
 )
-"""Metrics that have a chart without being asked for."""
+"""Metrics with a chart by default."""
 
 
 Span = tuple[int, int]
-"""The first and the last moment of something, in nanoseconds since 1970."""
+"""Start and end time, in nanoseconds since 1970."""
 
 
 class CurveChoice(NamedTuple):
-    """A curve that is asked for, and what it is called in its chart."""
+    """A curve to query, and its name in the chart."""
 
     name: str
     request: SeriesRequest
@@ -63,7 +63,7 @@ class CurveChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is to be drawn, and how."""
+    """Subject and options of a page's charts."""
 
     source: DataSource
     detail: RunDetail
@@ -83,18 +83,18 @@ class View:
 
     @property
     def attempts(self) -> dict[int, int]:
-        """The numbers of the attempts by their ids; nothing where there is only one."""
+        """Numbers of the attempts by their ids; empty if there is only one."""
         ordinals = {attempt.id: attempt.ordinal for attempt in self.detail.attempts}
         return ordinals if len(ordinals) > 1 else {}
 
     @property
     def requested_range(self) -> tuple[int | None, int | None]:
-        """The first and last step that are asked for."""
+        """The selected first and last step."""
         return self.controls.extent(self.detail.summary.last_step)
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First and last step: the same in all charts, so that marks stand above each other."""
+        """First and last step: the same in all charts, so that marks are aligned."""
         first, last = self.requested_range
         # An evaluation may come after the run's last step.
         ends = (self.detail.summary.last_step, self._furthest(), self.feed.last_step)
@@ -116,7 +116,7 @@ class View:
         points: int = HALF_POINTS,
         times: Span | None = None,
     ) -> CurveChoice:
-        """Return a curve of the steps that are asked for, or of GPUs and nodes of these times."""
+        """Return a curve of the selected steps, or of GPUs and nodes in these times."""
         has_steps = not metric.startswith(("gpu.", "node."))
         first, last = self.requested_range if has_steps else (None, None)
         request = SeriesRequest(
@@ -160,7 +160,7 @@ class View:
         ]
 
     def with_means(self, chart: "ChartSpec") -> list[CurveChoice]:
-        """Return a chart's curves, and their means over every value where smoothing is chosen."""
+        """Return a chart's curves, and their means over every value if smoothing is on."""
         weight = 0.0 if chart.exact else self.controls.smoothing
         means = [
             CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
@@ -185,7 +185,7 @@ class View:
 
 
 def scale_of(view: View) -> StepScale | None:
-    """Return where steps stand along x; None where the run has not what that needs."""
+    """Return the positions of steps along x; None if the run lacks the data."""
     if view.controls.axis == "step":
         return STEPS
     metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
@@ -198,10 +198,10 @@ def scale_of(view: View) -> StepScale | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastValues:
-    """The newest value of a few series; None where there is none."""
+    """The latest value of a few series; None if there is none."""
 
     loss_delta: float | None
-    """None too where the last loss is not finite: nothing fell or rose to it."""
+    """None too if the last loss is non-finite: there is no difference."""
     delta_steps: int
     learning_rate: float | None
     tokens_per_second: float | None
@@ -209,7 +209,7 @@ class LastValues:
 
 
 def last_values(source: DataSource, detail: RunDetail) -> LastValues:
-    """Return the newest values that the summary does not hold."""
+    """Return the latest values that are not in the summary."""
     last = max(0, detail.summary.last_step)
     start = max(0, last - DELTA_STEPS)
     requests = [
@@ -239,24 +239,24 @@ def _finite(reply: SeriesReply | None) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartSpec:
-    """One chart under the loss: what is drawn in it and how."""
+    """One chart below the loss: its curves and options."""
 
     title: str
     curves: Sequence[CurveChoice]
     log: bool = False
     unitless: bool = False
     exact: bool = False
-    """Steps of its own are what is to be seen: never smoothed."""
+    """Single steps matter: never smoothed."""
     least: int = 1
-    """Lines of the run's own without which there is nothing to see."""
+    """Number of the run's lines that are needed for the chart."""
 
 
 def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Chart], list[Line]]:
     """Return all charts there is something for, and the lines of the loss.
 
     Args:
-        view: of what, and how.
-        extra_metrics: metrics that were asked for.
+        view: subject and options.
+        extra_metrics: selected metrics.
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
     first = ChartSpec(title="Loss", curves=loss, log=view.controls.log_loss)
@@ -269,7 +269,7 @@ def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Ch
         if sum(line.role == "main" for line in lines) >= chart.least
     ]
     everything = [*view.decisions, *view.others]
-    # A loop may give no loss: what there is comes first then.
+    # A loop may report no loss: then the first available chart comes first.
     drawn = [_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
     drawn += [_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
     return drawn, of_loss

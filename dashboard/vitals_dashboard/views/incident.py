@@ -76,7 +76,7 @@ def _body(source: DataSource, run: RunSummary) -> None:
 
 
 def _select_incident(every: Sequence[IncidentView]) -> IncidentView:
-    """Return the incident of the address; else the newest open one, else the newest."""
+    """Return the incident in the URL; otherwise the latest open one, otherwise the latest."""
     requested = st.query_params.get("incident")
     selected = next((incident for incident in every if incident.incident_id == requested), None)
     if selected is None and requested:
@@ -86,7 +86,7 @@ def _select_incident(every: Sequence[IncidentView]) -> IncidentView:
 
 
 def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
-    """Draw the run's incidents, where there are several: one is chosen by a click."""
+    """Draw the run's incidents, if there are several: a click selects one."""
     if len(every) == 1:
         return
     st.markdown(f"## All incidents ({len(every):,})")

@@ -60,7 +60,7 @@ def _why_nothing(detail: RunDetail, choice: MetricChoice) -> str:
 
 
 def movers(source: DataSource, run: RunSummary, step: int | None) -> None:
-    """Draw which layers and ranks moved most up to a step: that of the last finding, or given."""
+    """Draw the largest changes of layers and ranks up to ``step``, or the last finding."""
     at = run.last_step if step is None else step
     if at < 0:
         return

@@ -21,17 +21,17 @@ HOST: tuple[tuple[str, str], ...] = (
 POINTS = HALF_POINTS // 2
 """Points of a chart of quarter width."""
 NUM_ENDS = 4
-"""Points asked for where only the first and the last one are needed."""
+"""Points requested if only the first and the last one are needed."""
 MIN_SPAN_NS = 60_000_000_000
-"""Shown of what is sampled every few seconds, however few steps are."""
+"""Minimum duration shown of samples taken every few seconds, even with few steps."""
 
 
 def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
     """Return the charts of the strip, and a description of missing data.
 
     Args:
-        view: of what, and how.
-        loss: the curves that say when the steps shown were trained.
+        view: subject and options.
+        loss: the curves with the times of the visible steps.
     """
     gpus, nodes = view.sources("gpu"), view.sources("node")
     metrics = view.detail.metrics
@@ -67,7 +67,7 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
 
 
 def times_of(view: View, loss: Sequence[Line]) -> Span | None:
-    """Return when the steps shown were trained, of every attempt; None where there are none."""
+    """Return when the visible steps were trained, in all attempts; None if there are none."""
     ends = view.wanted("steps.loss", "", points=NUM_ENDS).request
     (reply,) = series_of(view.source, view.detail, [ends])
     replies = [line.reply for line in loss if line.role == "discarded"]

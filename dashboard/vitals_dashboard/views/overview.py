@@ -15,14 +15,14 @@ from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
 PAGE_SIZE = 25
-"""Runs on a page: each has a sparkline, and that is a question to the collector."""
+"""Runs per page: each has a sparkline, which needs a query."""
 CURVE_STEPS = 50
 """A sparkline is queried again when its run has grown by 1/50."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
-    """Which runs are to be seen, in which groups and order."""
+    """Filter, groups and order of the run list."""
 
     text: str
     group: str
@@ -176,7 +176,7 @@ def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width
 
 
 def _had_trouble(run: RunSummary) -> bool:
-    """Return whether there may be an incident; a verdict is a question to the collector."""
+    """Return whether there may be an incident; a verdict needs a query."""
     acted = run.num_skips or run.num_rollbacks or run.num_firing_alerts or run.last_decision
     return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 

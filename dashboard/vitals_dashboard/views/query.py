@@ -31,13 +31,13 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 
 
 def render() -> None:
-    """Draw the page; it asks when the question changes and, where that is wanted, by itself."""
+    """Draw the page; it runs the query when it changes and, if selected, periodically."""
     layout.heading("Query")
     guarded(lambda source: _standing(lambda: _page(source)))
 
 
 def _standing(draw: Callable[[], None]) -> None:
-    """Draw what is not drawn again by itself."""
+    """Draw a part without periodic refreshes."""
     try:
         draw()
     except UnauthorizedError:
@@ -74,9 +74,9 @@ def _ask(source: DataSource, request: TableQuestion) -> None:
 
 
 def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
-    """Draw the question; return it, and whether it is to be asked again and again.
+    """Draw the query form; return the query, and whether it is periodic.
 
-    It is None, said in formatting, where a run has yet to be chosen.
+    The query is None, with a message, if a run has to be selected first.
     """
     names = {ALL_RUNS: ALL_RUNS} | {
         run.run_id: f"{formatting.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
@@ -148,7 +148,7 @@ def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _run_choice(names: dict[str, str]) -> str | None:
-    """Draw the choice of the run; return it, or None where the address names one not here."""
+    """Draw the choice of the run; return it, or None if the URL names an unknown one."""
     before = st.session_state.get(layout.LAST_RUN)
     requested = st.query_params.get("run") or (before if before in names else ALL_RUNS)
     st.session_state["query_run"] = requested if requested in names else None

@@ -118,7 +118,7 @@ def _stragglers(
 def _waited_for(
     source: DataSource, run: RunSummary, steps: tuple[int | None, int | None], metric: str
 ) -> None:
-    """Say which rank the others wait for, in the steps that are drawn."""
+    """Show the blocking rank in the drawn steps."""
     reply = heatmap_page.ask(source, run, metric, steps, points=LAST_STEPS, branch="lineage")
     if reply is not None:
         sentence = stragglers.waited_for(heatmap.cells_of(reply), reply.rows, reply.step)

@@ -66,7 +66,7 @@ def _page(source: DataSource, options: ChartControls, live: bool) -> None:
 
 
 class _Shown:
-    """What changes with each step: the verdict, the curves, the numbers.
+    """Parts that change with each step: the verdict, the curves, the numbers.
 
     The rest of the page is redrawn after an event, otherwise occasionally: a browser takes longer
     for it than for new points of curves.
@@ -86,7 +86,7 @@ class _Shown:
     def draw(self, source: DataSource, detail: RunDetail) -> None:
         """Draw it."""
         verdict = st.container(key="run_verdict")
-        # The curves are what people come for: nothing else is asked for until the browser has them.
+        # The curves matter most: nothing else is queried until the browser has them.
         with st.container(key="run_charts"):
             _charts(_view(source, detail, self._chosen, self._happened), self._own)
         with verdict:
@@ -185,13 +185,13 @@ def _tools(source: DataSource, detail: RunDetail, decisions: Sequence[DecisionVi
 
 
 def _further(detail: RunDetail) -> list[str]:
-    """Return the metrics that have no chart without being asked for."""
+    """Return the metrics without a default chart."""
     metrics = [m for m in detail.metrics if m.startswith("scalars.")]
     return metrics + [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
 
 
 def _own_metrics(detail: RunDetail) -> list[str]:
-    """Return what the choice of metrics below the curves says."""
+    """Return the metrics selected below the curves."""
     # Metrics in the URL that this run lacks are omitted, not an error.
     metrics = _further(detail)
     requested = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
@@ -275,7 +275,7 @@ def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
-    with st.container(horizontal=True, key="run_numbers", gap="small"):  # wraps where it is narrow
+    with st.container(horizontal=True, key="run_numbers", gap="small"):  # wraps on a narrow screen
         st.metric(
             "Loss",
             formatting.number(summary.loss),
@@ -290,7 +290,7 @@ def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
 
 
 def _foreseen(source: DataSource, detail: RunDetail) -> str:
-    """Return when the run ends and at what loss, where it said how long it is to be."""
+    """Return the forecast of the run's end and loss, if it declared its length."""
     if not detail.info.total_steps:
         return ""
     view = forecast_of(source, detail.summary)
@@ -301,7 +301,7 @@ def _foreseen(source: DataSource, detail: RunDetail) -> str:
 def _readings(
     source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
 ) -> Sequence[EventView]:
-    """Return the answers of the probe and of evaluations, of a run that had any trouble."""
+    """Return the results of the probe and of evaluations, for a run with any problem."""
     if not decisions:
         return ()
     return source.client.ask(EventsQuestion(run_id=detail.summary.run_id, kind="StateRead"))
@@ -332,9 +332,9 @@ def _below(
 
 
 def _where_time_went(source: DataSource, detail: RunDetail) -> None:
-    """Draw the buckets of the run's wall time, what it cost, and when it ends.
+    """Draw the buckets of the run's wall time, its cost, and its end.
 
-    Asked for once it is opened: the collector reads every step of the run for it.
+    Queried when it is opened: the collector reads every step of the run for it.
     """
     with st.expander(
         "Where the time went", key="open_goodput", on_change="rerun", bind="query-params"

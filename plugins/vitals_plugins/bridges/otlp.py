@@ -234,7 +234,7 @@ def _parts(raw: memoryview, number: int) -> list[memoryview]:
 
 
 class _ServiceWriter:
-    """One service of one run, as a source of its own: numbers its rows and its names."""
+    """One service of one run, as a separate source: numbers its rows and its names."""
 
     def __init__(self, run_id: str, service: str, now_ns: int) -> None:
         node = f"{GUEST}{safe_node_id(service)}"
@@ -253,7 +253,7 @@ class _ServiceWriter:
 
         Args:
             points: of this writer.
-            at: the run's newest attempt, and its newest step.
+            at: the run's latest attempt, and its latest step.
             now_ns: since 1970.
         """
         attempt, newest = at
@@ -291,7 +291,7 @@ class _ServiceWriter:
 class OtlpIntake:
     """Stores points as rows, by the way that all rows go.
 
-    A writer whose rows were not stored is given up, so nothing that follows begins behind a hole.
+    A writer whose rows were not stored is dropped, so that later rows do not start after a hole.
     """
 
     def __init__(self, store: Store, ingest: IngestApp, *, clock: Clock) -> None:
@@ -348,7 +348,7 @@ class OtlpIntake:
             await self._ingest.store(writer.bodies(accepted, at, now_ns), principal)
 
     def _newest(self, run_id: str) -> tuple[int, int]:
-        """Return the run's newest attempt, and its newest step."""
+        """Return the run's latest attempt, and its latest step."""
         with self._store.read_transaction() as connection:
             run_row(connection, run_id)
             moment = self._store.snapshot_on(connection)

@@ -1,4 +1,4 @@
-"""Pushes what ``/metrics`` says of runs to a Prometheus-compatible store (remote write 1.0).
+"""Pushes the run metrics of ``/metrics`` to a Prometheus-compatible store (remote write 1.0).
 
 Runs in a separate thread, which reads the store as a scrape does: nothing waits for it. Samples
 that were not accepted are retried in order, with growing pauses; beyond ten minutes, the oldest are
@@ -34,7 +34,7 @@ MAX_PAUSE_SECONDS = 120.0
 MAX_REASON_BYTES = 200
 _TIMEOUT_SECONDS = 10.0
 _PUSH_TIMEOUT_SECONDS = 30.0
-"""For a push as a whole: an answer that comes byte by byte must not hold up all others."""
+"""For a whole push: a response that arrives byte by byte must not delay all others."""
 _CLOSE_SECONDS = 3.0
 _HEADERS = {
     "Content-Type": "application/x-protobuf",
@@ -55,12 +55,12 @@ class RemoteWriter:
     """Collects samples periodically, and pushes the waiting ones.
 
     Args:
-        url: where they are pushed to; a user and a password in it go along.
-        collector: says the samples, as at a scrape.
+        url: destination; it may contain a user and a password.
+        collector: returns the samples, as at a scrape.
         counters: gets the outcome of each push.
-        clock: stamps samples, and says when to try again.
+        clock: timestamps of samples, and retries.
         leads: whether this collector pushes: of several on one database one does.
-        transport: how it is sent; None: to the address that was checked.
+        transport: HTTP transport; None: pinned to the address that was checked.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RemoteWriter:
     def push_if_due(self) -> None:
         """Collect samples, and push the waiting ones, if it is time."""
         if not self._leads():
-            self._waiting.clear()  # the one that leads has said it since
+            self._waiting.clear()  # the leader has pushed it since
             self._last.clear()
             return
         self._collect_samples()
@@ -154,7 +154,7 @@ class RemoteWriter:
         return True
 
     async def _send(self, raw: bytes) -> tuple[int, str]:
-        """Send one body; return the answer's status and how its text begins."""
+        """Send one body; return the response's status and the start of its text."""
         client = httpx.AsyncClient(
             timeout=_TIMEOUT_SECONDS,
             follow_redirects=False,
@@ -188,7 +188,7 @@ def remote_writer(
     clock: Clock,
     leads: Callable[[], bool],
 ) -> RemoteWriter | None:
-    """Return what pushes to ``url``; None where there is none.
+    """Return the writer that pushes to ``url``; None without a URL.
 
     Raises:
         ConfigError: the URL is invalid, or its host cannot be a server.
@@ -234,7 +234,7 @@ def _of_runs(collector: Collector) -> Iterator[tuple[Series, float]]:
 
 
 def encode(values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int) -> bytes:
-    """Return the WriteRequest of these samples, and of the end of series; b"" of none."""
+    """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
     bits = [(series, struct.pack("<d", _plain(value))) for series, value in values.items()]
     bits += [(series, _STALE) for series in ended]
     return b"".join(_field(1, _series(series, value, unix_ms)) for series, value in bits)
@@ -248,7 +248,7 @@ def compressed(body: bytes) -> bytes:
 
 
 def _plain(value: float) -> float:
-    """Return the value; any NaN is the ordinary one, for some bits of it end a series."""
+    """Return the value, or the ordinary NaN: some NaN bits mark the end of a series."""
     return math.nan if math.isnan(value) else value
 
 

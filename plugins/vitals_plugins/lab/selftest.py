@@ -1,4 +1,4 @@
-"""Small computations with exactly known answers, to try a device that is suspected.
+"""Small computations with exactly known results, to test a suspected device.
 
 Each takes a device and a seed and returns its first wrong answer, or None. Answers are compared bit
 for bit: inputs are integers, small enough that each product and each partial sum is one too, so
@@ -22,8 +22,8 @@ INNER = 256
 """Products summed for each element of ``gemm``."""
 _OUTER = 128
 PATTERNS = ("0x55", "0xaa", "address", "random")
-"""What ``memory`` writes: alternating bits and their opposite, each word its own address, and
-words that look random."""
+"""Patterns of ``memory``: alternating bits and their inverse, each word's own address, and
+pseudo-random words."""
 NUM_SUMMED = 1 << 18
 """Elements of a tensor of ``all_reduce``."""
 _CHUNK_WORDS = 1 << 21
@@ -70,7 +70,7 @@ def gemm(
     """Multiply two matrices of integers, and compare with the product in int64 of the host's.
 
     Args:
-        device: where it is multiplied.
+        device: device of the multiplication.
         dtype: a key of ``LARGEST``.
         seed: of the matrices.
         seconds: for how long the product is computed again; once at least.
@@ -110,8 +110,8 @@ def memory(
     """Write a pattern into the whole block, then read it back.
 
     Args:
-        block: words of int64 on the device; larger than its caches, or those are tried.
-        seed: chooses one of ``PATTERNS`` in turn, and the random words.
+        block: words of int64 on the device; larger than its caches, or those are tested.
+        seed: selects one of ``PATTERNS`` in turn, and the random words.
         read: reads a part of the block; tests replace it.
     """
     pattern = PATTERNS[seed % len(PATTERNS)]
@@ -158,7 +158,7 @@ def all_reduce(
 
     Args:
         rank: this one's.
-        world_size: how many take part; the same seed on all.
+        world_size: number of ranks; the same seed on all.
         device: device of the tensor.
         seed: of the integers.
         reduce: sums a tensor over all ranks, in place; tests replace it.

@@ -198,7 +198,7 @@ from vitals_collector.numbers.lake import Lake
 lake = Lake(Path(sys.argv[1]))
 print("open", flush=True)
 while (due := lake.next_window(RUN, 1, SIZE)) is not None:
-    lake.level(RUN, due[0], 2)
+    lake.roll_up(RUN, due[0], 2)
     print("level", flush=True)
     lake.merge()
 """

@@ -379,16 +379,16 @@ def test_what_is_acknowledged_stays_for_as_long_as_it_is_to_be_retained(
     fill(spool, identity, 40)
     ack_all(spool)
     assert [] == spool.pending(9)
-    assert 40 == len(list(spool.read(spool.oldest_position)))
+    assert 40 == len(list(spool.read(spool.kept_from)))
     assert 0 < spool.retained_bytes < spool.num_bytes
     spool.close()
     clock.now += 99.0
     again = retaining(tmp_path, clock)  # an agent that is restarted counts on
-    assert 40 == len(list(again.read(again.oldest_position)))
+    assert 40 == len(list(again.read(again.kept_from)))
     clock.now += 2.0
     fill(again, identity, 1, first=200)
     ack_all(again)
-    left = firsts(list(again.read(again.oldest_position)))
+    left = firsts(list(again.read(again.kept_from)))
     assert 0 < left[0]
     assert 200 == left[-1]
     again.close()
@@ -402,7 +402,7 @@ def test_the_bound_takes_the_oldest_acknowledged_first_and_nothing_else(
     middle = spool.pending(1_000)[19][0]
     spool.ack(middle)
     assert 0 < spool.retained_bytes <= 1_500
-    left = firsts(list(spool.read(spool.oldest_position)))
+    left = firsts(list(spool.read(spool.kept_from)))
     assert list(range(left[0], 200, 5)) == left
     assert 0 < left[0] <= 95
     assert 20 == len(spool.pending(1_000))

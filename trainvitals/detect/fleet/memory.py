@@ -31,7 +31,7 @@ _PER_LEVEL = 20
 
 
 class MemoryConfig(Settings, frozen=True, kw_only=True):
-    """What a leak is."""
+    """Definition of a leak."""
 
     section = "memory"
     ascending = (("least_blocks", "blocks"),)

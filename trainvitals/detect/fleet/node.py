@@ -44,7 +44,7 @@ FATAL_XIDS: dict[int, str] = {
     140: "an unrecovered memory error",
     143: "it could not be initialized",
 }
-"""Xids for which NVIDIA's catalogue asks for a reset, restart or check of the GPU; the training
+"""Xids for which NVIDIA's catalog asks for a reset, restart or check of the GPU; the training
 program is not the cause."""
 
 XIDS: dict[int, str] = {

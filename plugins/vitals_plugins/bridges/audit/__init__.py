@@ -1,1 +1,1 @@
-"""`vitals audit`: what Vitals would have done in a training that another tool logged."""
+"""`vitals audit`: applies Vitals' detectors and policy to a training logged by another tool."""

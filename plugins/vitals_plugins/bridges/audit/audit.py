@@ -25,8 +25,8 @@ from vitals_plugins.bridges.importers import History
 NEAR_ROWS = 20
 """Findings of one kind at most this many records apart are one alarm."""
 REFERENCE_ROWS, RECOVERY_ROWS = 50, 10
-"""Records before an onset whose median is where the loss was, and in a row that must be there
-again."""
+"""Records before an onset whose median is the reference loss, and consecutive ones that must reach
+it again."""
 TOLERANCE = 0.05
 """Share of that median by which it may be higher, at least."""
 _COLLAPSED = "collapse"
@@ -54,7 +54,7 @@ class Alarm:
     domain: str
     first_row: int
     last_row: int
-    """Places in the log."""
+    """Positions in the log."""
     first_step: int
     last_step: int
     onset_step: int
@@ -62,12 +62,12 @@ class Alarm:
     reasons: dict[str, int] = field(default_factory=dict)
     """Reasons, each with its first step."""
     actions: dict[str, int] = field(default_factory=dict)
-    """What would have been done, and how often, up to the first time that the run is rolled back or
-    stopped: from then on it would have been another run."""
+    """Actions and their number, up to the first rollback or halt: from then on it would have been
+    another run."""
     further: dict[str, int] = field(default_factory=dict)
-    """What would follow, had that changed nothing."""
+    """Actions after that, if it had changed nothing."""
     is_flat: bool = False
-    """Whether it began as a loss that never falls: it ends otherwise."""
+    """Whether it started as a loss that never falls: it ends differently."""
     severity: Severity = "log"
     acted_step: int | None = None
     """At which step it would have been rolled back or stopped, or paged for."""
@@ -127,11 +127,11 @@ class Audit:
     alarms: Sequence[Alarm]
     marks: Sequence[CurveMark]
     step_seconds: float | None
-    """The usual time of a step; None where the log does not tell."""
+    """The usual duration of a step; None if the log does not show it."""
     gpus: int
     assumptions: Sequence[str]
     lacking: Sequence[str]
-    """What so short a log says nothing about, and what that needs."""
+    """Checks for which the log is too short, and the required length."""
 
 
 def audit(
@@ -148,10 +148,10 @@ def audit(
 
     Args:
         history: the log.
-        judged_steps: what ``judge_history`` said of each of its records.
-        cadence: how its steps follow each other.
-        loss_kind: what its loss is good for.
-        gpus: how many it ran on; 0: not known.
+        judged_steps: results of ``judge_history`` for each record.
+        cadence: distance of its steps.
+        loss_kind: kind of its loss.
+        gpus: number of GPUs; 0: unknown.
         assumptions: the assumptions that were needed, as sentences.
         lacking: what the log is too short for, as sentences.
     """
@@ -245,11 +245,11 @@ def _worsen(alarm: Alarm, severity: Severity, step: int) -> None:
 
 
 class _Trouble(NamedTuple):
-    """A stretch of the log in which the loss was not where it had been."""
+    """Records of the log in which the loss was not at its reference."""
 
     onset: int
     end: int
-    """First and last place."""
+    """First and last position."""
     is_back: Callable[[LoggedStep], bool]
 
 
@@ -286,7 +286,7 @@ def _judge_ending(
 
 
 def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
-    """Return the place of the first record of the trouble, within the same start of the run."""
+    """Return the position of the problem's first record, within the same start of the run."""
     begin = max((index for index in restarts if index <= alarm.first_row), default=0)
     index = alarm.first_row
     while index > begin and alarm.onset_step <= log[index - 1].step:
@@ -297,10 +297,10 @@ def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[
 def _returns(
     alarm: Alarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
-    """Return what says of a record that the trouble is over; None if the log cannot tell."""
+    """Return a test whether a record shows recovery; None if the log cannot show it."""
     before = log[max(0, onset - REFERENCE_ROWS) : onset]
     if alarm.is_flat:
-        # A loss that did not fall has no level from before: it ends as the loss falls.
+        # A loss that did not fall has no earlier level: the problem ends when the loss falls.
         before = log[onset : alarm.last_row + 1][-REFERENCE_ROWS:]
     if (band := _band(before)) is not None:
         low, high = band
@@ -334,7 +334,7 @@ def _at_the_end(
 
 
 def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
-    """Return between what the loss counts as the same; None where there was too little before."""
+    """Return the range of the reference loss; None with too few records before."""
     losses = [_loss(logged) for logged in before if math.isfinite(_loss(logged))]
     if len(losses) < RECOVERY_ROWS:
         return None
@@ -347,7 +347,7 @@ def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
 def _recovered(
     log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
 ) -> int | None:
-    """Return the first record of ten in a row of which all but two, at most, are back."""
+    """Return the first of ten consecutive records of which at least eight have recovered."""
     away = 0
     for index in range(start, stop):
         away += not is_back(log[index])
@@ -360,7 +360,7 @@ def _recovered(
 
 
 def _is_finite(logged: LoggedStep) -> bool:
-    """Say whether nothing of a record is NaN or infinite: Trainer logs a NaN loss as 0."""
+    """Return whether all values of a record are finite: Trainer logs a NaN loss as 0."""
     norm = logged.grad_norm
     return math.isfinite(_loss(logged)) and (norm is None or math.isfinite(norm))
 
@@ -370,7 +370,7 @@ def _loss(logged: LoggedStep) -> float:
 
 
 def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
-    """Return the usual time of a step, as it was logged or by the times of the records."""
+    """Return the usual duration of a step, as logged or from the times of the records."""
     logged = [record.step_seconds for record in log if record.step_seconds is not None]
     if logged:
         return statistics.median(logged)
@@ -569,7 +569,7 @@ def _kind(value: float) -> Literal["nan", "+inf", "-inf"]:
 
 
 def _saved(audit: Audit) -> list[Block]:
-    """Say what each action would have saved, and by which assumptions."""
+    """Describe the savings of each action, and their assumptions."""
     acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:
         return []

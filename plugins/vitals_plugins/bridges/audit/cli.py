@@ -1,4 +1,4 @@
-"""`vitals audit`: what Vitals would have done in a run that it never watched, from its log."""
+"""`vitals audit`: applies Vitals' detectors and policy to an unmonitored run's log."""
 
 import sys
 from dataclasses import replace

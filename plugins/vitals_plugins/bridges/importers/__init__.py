@@ -1,4 +1,4 @@
-"""Other people's logs, each read into the same records: CSV, Trainer, TensorBoard, wandb."""
+"""Importers of third-party logs into one record format: CSV, Trainer, TensorBoard, wandb."""
 
 from vitals_plugins.bridges.importers.assumptions import Assumed, about, assumptions
 from vitals_plugins.bridges.importers.columns import ColumnChoice, History

@@ -27,7 +27,7 @@ class Assumed:
 
 
 def assumptions(history: History, assumed: Assumed) -> list[str]:
-    """Say what a log does not tell and had to be assumed, and what is odd about it."""
+    """Describe missing data, assumptions, and anomalies of a log."""
     cadence = cadence_of(history.steps)
     return [
         *_judged(assumed, cadence),
@@ -38,7 +38,7 @@ def assumptions(history: History, assumed: Assumed) -> list[str]:
 
 
 def about(history: History) -> str:
-    """Say what was read, and which column was taken for what."""
+    """Describe what was read, and the role of each column."""
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
     return (
@@ -48,7 +48,7 @@ def about(history: History) -> str:
 
 
 def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
-    """Say what a log does not tell and had to be assumed."""
+    """Describe missing data and assumptions of a log."""
     unit = "records" if cadence.counts_records else "steps"
     text = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
     if assumed.mode != "guard":
@@ -72,7 +72,7 @@ def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
 
 
 def lacking(config: JudgeConfig, num_records: int) -> list[str]:
-    """Return what so short a log says nothing about, each with what it needs."""
+    """Return the checks for which the log is too short, each with the required length."""
     needs = (
         ("spikes", config.detect.loss.warm_up),
         ("steps to be skipped, unless they are not finite", config.outlier.warm_up),

@@ -1,4 +1,4 @@
-"""Which columns of a log are which: names as the loggers write them, and what a cell may hold."""
+"""Roles of a log's columns: names written by loggers, and valid cells."""
 
 import contextlib
 import difflib
@@ -62,7 +62,7 @@ digits. The first one that a log has is used."""
 _USUAL = frozenset(name for names in KNOWN.values() for name in names)
 
 MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
-"""Words for "was not measured", which is not NaN."""
+"""Texts for "not measured", which is not NaN."""
 
 LARGEST_STEP = 1 << 53
 _EARLIEST, _LATEST = 1e8, 1e10
@@ -89,11 +89,11 @@ class ColumnChoice:
     evaluation_seconds: str | None = None
 
     def named(self) -> list[str]:
-        """Return the options that were given."""
+        """Return the names of the given options."""
         return [_option(role) for role in KNOWN if getattr(self, role) is not None]
 
     def may_be(self, name: str) -> bool:
-        """Say whether a column of that name may be one of those; of others no value is kept."""
+        """Return whether a column of that name may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = plain(name)
         return plain_name in _USUAL or any(
@@ -106,16 +106,16 @@ class History:
     """A log as it was read."""
 
     source: str
-    """The file, or the folder."""
+    """The file, or the directory."""
     form: str
     """Name of the log format."""
     steps: list[LoggedStep]
     columns: Mapping[Role, str]
-    """Which column was taken for what; a role that the log does not have is absent."""
+    """Column of each role; a role that the log does not have is absent."""
     notes: list[str] = field(default_factory=list)
     """Notes for the reader, one sentence each."""
     evaluations: Mapping[int, float] = field(default_factory=dict)
-    """Seconds of evaluations before the step at this place of ``steps``, or behind the last."""
+    """Seconds of evaluations before the step at this index of ``steps``, or after the last."""
     total_seconds: float | None = None
     """Seconds of the whole training, if the log has them but no times of steps."""
 
@@ -214,7 +214,7 @@ def plain(name: str) -> str:
 
 
 def number(value: object) -> float | None:
-    """Return what a cell holds; None where nothing was measured.
+    """Return a cell's value; None if nothing was measured.
 
     Raises:
         ValueError: the value is not a number.
@@ -239,7 +239,7 @@ def number(value: object) -> float | None:
 
 
 def step_number(value: object) -> int | None:
-    """Return the step a cell holds; None where it holds none.
+    """Return a cell's step; None if it is not one.
 
     Raises:
         ValueError: the value is not a whole number.
@@ -259,7 +259,7 @@ def step_number(value: object) -> int | None:
 
 
 def parse_time(value: object) -> float | None:
-    """Return the time a cell holds, in seconds since 1970; None where it holds none.
+    """Return a cell's time, in seconds since 1970; None if it is not one.
 
     Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
     """
@@ -287,7 +287,7 @@ class ImportedRows:
     def __init__(self, source: str, where: str) -> None:
         self.steps: list[LoggedStep] = []
         self.evaluations: dict[int, float] = {}
-        """Seconds by the place of the next step: they follow the step that they are logged at."""
+        """Seconds by the index of the next step: they follow the step at which they are logged."""
         self._source = source
         self._where = where
         self._dropped: Counter[str] = Counter()

@@ -47,7 +47,7 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
 
 
 def separator_of(line: str) -> str:
-    """Return what separates the cells of a line, as far as it tells."""
+    """Return the separator of a line's cells, if it has one."""
     return max(SEPARATORS, key=line.count)
 
 
@@ -64,7 +64,7 @@ def may_be_table(lines: Sequence[str]) -> bool:
 
 
 def is_numbers(line: str) -> bool:
-    """Return whether every cell of a line is a number, and so none the name of a column."""
+    """Return whether every cell of a line is a number, and so not a column name."""
     try:
         cells = [float(cell) for cell in line.strip().split(separator_of(line))]
     except ValueError:
@@ -118,11 +118,11 @@ def _turned(history: History) -> History:
 
 
 def _cell(cells: Sequence[str], position: int) -> str | None:
-    """Return the cell; None where there is no such column, or the line ends before it."""
+    """Return the cell; None if there is no such column, or the line is shorter."""
     return cells[position] if 0 <= position < len(cells) else None
 
 
 def _without_nul(lines: Iterator[str]) -> Iterator[str]:
-    """Leave out what a crash leaves at a file's end: blocks that were never written."""
+    """Skip NUL bytes that a crash leaves at a file's end: blocks that were never written."""
     for line in lines:
         yield line.replace("\0", "") if "\0" in line else line

@@ -1,4 +1,4 @@
-"""Opens a log's file, compressed or not, and turns what a disk says into our errors."""
+"""Opens a log's file, compressed or not, and translates I/O errors to ours."""
 
 import contextlib
 import gzip
@@ -21,7 +21,7 @@ _CHUNK = 1 << 20
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Let nothing but our errors out of a block that reads the file.
+    """Translate all errors in a block that reads the file to ours.
 
     Raises:
         StorageError: the file cannot be read.
@@ -43,7 +43,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def head(path: Path, num_bytes: int = 4096) -> bytes:
-    """Return the first bytes of the file, of what is compressed in it where it is gzip."""
+    """Return the first bytes of the file, decompressed if it is gzip."""
     with reading(path), open_bytes(path) as file:
         return file.read(num_bytes)
 
@@ -109,7 +109,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open the file, through gzip where its first bytes say so."""
+    """Open the file, through gzip if its first bytes are gzip's."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == GZIP
     return io.BufferedReader(_Unpacked(path)) if is_gzip else path.open("rb")

@@ -9,14 +9,14 @@ from trainvitals.goodput import BUCKETS, EndedSteps, Floats, Goodput, Ints, Laun
 from vitals_plugins.bridges.importers.columns import History
 
 _OWN = 2.0
-"""Up to this multiple of the usual time a step may have taken its time for itself."""
+"""Up to this multiple of the usual duration, all of it counts as the step."""
 
 
 def log_goodput(history: History) -> Goodput:
-    """Return where the time went between the first record and the last.
+    """Return the goodput between the first record and the last.
 
-    A log has steps and, at best, times: what is longer than a usual step is unknown, whatever it
-    was. Steps that were logged again, after the log went back, are rolled back.
+    A log has steps and, at best, times: time beyond a usual step is unknown. Steps that were logged
+    again, after the log went back, are rolled back.
 
     Raises:
         UsageError: it has neither times nor seconds per step.
@@ -36,7 +36,7 @@ def log_goodput(history: History) -> Goodput:
     num[0] = 1
     evaluated = np.zeros(len(step))
     for position, lasted in history.evaluations.items():
-        if position < len(step):  # what follows the last step is in no interval
+        if position < len(step):  # time after the last step is in no interval
             evaluated[position] = lasted
     unseen = "" if history.evaluations else "evaluations, "
     notes = [
@@ -105,7 +105,7 @@ def _of_whole(history: History, last_step: int) -> Goodput:
 def _by_times(
     at: Floats, seconds: Floats, num: Ints, is_back: Mask, evaluated: Floats
 ) -> tuple[Ints, Floats]:
-    """Return when each record ended, and how long its steps took: their own word, or the usual.
+    """Return when each record ended, and the duration of its steps: as logged, or the usual one.
 
     With the evaluations between them.
     """

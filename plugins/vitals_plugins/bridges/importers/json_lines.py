@@ -1,4 +1,4 @@
-"""Reads JSON Lines, one object a line: LLaMA-Factory's, OpenMMLab's, MAE's, metrics of your own."""
+"""Reads JSON Lines, one object per line: LLaMA-Factory's, OpenMMLab's, MAE's, or your own."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from vitals_plugins.bridges.importers.columns import add_record as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
 
 _NUMBER = "line number"
-"""In the place of a step, where the log has none."""
+"""Replaces the step, if the log has none."""
 _OF_EPOCH = frozenset({"iter", "iteration", "it"})
 """Names of a step that may restart in each epoch, as in OpenMMLab."""
 
 
 def is_json_lines(begin: bytes) -> bool:
-    """Say whether the first line of a file is an object of its own, and another one follows."""
+    """Return whether the first line of a file is a complete object, followed by another one."""
     first, _, rest = begin.lstrip().partition(b"\n")
     return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
 
@@ -31,7 +31,7 @@ def is_json_lines(begin: bytes) -> bool:
 def has_metrics(begin: bytes) -> bool:
     """Return whether a complete line of JSON Lines has a loss or a gradient norm by a usual name.
 
-    A data set in the same folder has none.
+    A data set in the same directory has none.
     """
     lines = begin.decode(errors="replace").split("\n")[:-1]
     names = {plain(name) for line in lines for name in _object(line) or ()}
@@ -41,7 +41,7 @@ def has_metrics(begin: bytes) -> bool:
 def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
     """Return the history; its rows are the lines.
 
-    A log without a step has its epochs in that place, or the numbers of its lines.
+    A log without a step uses its epochs, or the numbers of its lines.
 
     Raises:
         FormatError: no line is an object.
@@ -58,7 +58,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         step = "epoch" if "epoch" in names else _NUMBER
         notes.append(f"it has no step: the {'epoch' if step == 'epoch' else step} is in its place")
         names = [name for name in names if plain(name) not in KNOWN["step"]]
-        # A step of that name is there for the choice, and then what is in its place.
+        # The step column is always available, and then holds its replacement.
         columns = choose(["step", *names], column_options, str(path)) | {"step": step}
     else:
         columns = choose(names, column_options, str(path))

@@ -1,4 +1,4 @@
-"""Takes protobuf messages apart by the numbers of their fields (protobuf.dev, "Encoding")."""
+"""Parses protobuf messages by the numbers of their fields (protobuf.dev, "Encoding")."""
 
 import struct
 from collections.abc import Iterator

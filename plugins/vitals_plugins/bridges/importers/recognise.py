@@ -1,4 +1,4 @@
-"""Says what a path holds, by its content, and reads it."""
+"""Detects the format of a log by its content, and reads it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ _HEAD_BYTES = 1 << 18
 """Bytes of a text log: the settings that are printed first may be long."""
 TRAINER_STATE = "trainer_state.json"
 _DEPTH = 2
-"""Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
+"""Levels of subdirectories that are searched: ``wandb/offline-run-*/`` is the deepest."""
 
 ReadLog = Callable[[ColumnChoice], History]
 
 
 def read_history(path: Path, column_options: ColumnChoice) -> History:
-    """Return the log at the path: a file, or the only log in a folder.
+    """Return the log at the path: a file, or the only log in a directory.
 
     Raises:
         UsageError: there is none, there are several, or no column is the step or a loss.
-        FormatError: the file is damaged, or none of those that are known.
+        FormatError: the file is damaged, or its format is unknown.
     """
     read = _in_folder(path) if path.is_dir() else _of_file(path)
     history = read(column_options)
@@ -74,7 +74,7 @@ def _of_file(path: Path) -> ReadLog:
 
 
 _TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
-"""A line of a log begins so, and no JSON."""
+"""Start of a log's line that is not JSON."""
 
 
 def _longer(path: Path) -> bytes:
@@ -82,7 +82,7 @@ def _longer(path: Path) -> bytes:
 
 
 def _is_text(begin: bytes) -> bool:
-    """Say whether these may be the first bytes of UTF-8 text; the last letter may be cut."""
+    """Return whether these may be the first bytes of UTF-8 text; the last character may be cut."""
     try:
         begin.decode()
     except UnicodeDecodeError as error:
@@ -117,7 +117,7 @@ def _in_folder(folder: Path) -> ReadLog:
 
 
 def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
-    """Yield the logs right in a folder; the event files of one are one log."""
+    """Yield the logs directly in a directory; its event files are one log."""
     names = sorted(path for path in folder.iterdir() if path.is_file())
     logs: list[tuple[Path, ReadLog]] = []
     for path in names:
@@ -149,5 +149,5 @@ def _checkpoint_step(path: Path) -> int | None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders below; a link such as wandb's ``latest-run`` is not a second log."""
+    """Return the subdirectories; a link such as wandb's ``latest-run`` is not a second log."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

@@ -1,4 +1,4 @@
-"""Reads TensorBoard's event files through TensorBoard's own loader: every event, none sampled."""
+"""Reads TensorBoard's event files through TensorBoard's own loader, without sampling."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from vitals_plugins.bridges.importers.columns import (
 from vitals_plugins.bridges.importers.files import reading
 
 FIRST_EVENT = b"brain.Event:"
-"""In the first event of every event file; what is before it is TFRecord's frame and a time."""
+"""In the first event of every event file; before it are TFRecord's frame and a time."""
 
 _FRAME_BYTES = 16
 """Of TFRecord, around each event: its length and two checksums."""
 
 _WALL_TIME = "\0wall_time"
-"""In a tag's place, as no tag can be called."""
+"""A column name that no tag can have."""
 
 Value = tuple[str, int, float, float]
 """Tag, step, value, and when it was written."""
@@ -57,7 +57,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
     for row, cells in enumerate(_joined(values, tags_read)):
         add_record(rows, row, cells, columns)
-    columns["time"] = "wall_time"  # as people call it
+    columns["time"] = "wall_time"  # the displayed name
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")
     return History(
@@ -87,7 +87,7 @@ def _joined(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
 
 
 def _values(path: Path, notes: list[str]) -> Iterator[Value]:
-    """Yield the scalars of one file, as every writer since TensorFlow 1 wrote them."""
+    """Yield the scalars of one file, in the formats of all writers since TensorFlow 1."""
     loader, event_of, array_of, broken = _tensorboard()
     num_read = 0
     with reading(path):
@@ -117,12 +117,12 @@ def _scalar(value: Any, array_of: Any) -> float | None:
     try:
         array = array_of(value.tensor)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiu" else None
-    except (TypeError, ValueError, struct.error):  # a tensor of something else
+    except (TypeError, ValueError, struct.error):  # a tensor with other data
         return None
 
 
 def _tensorboard() -> tuple[Any, Any, Any, type[Exception]]:
-    """Return TensorBoard's loader, what makes an event of bytes, an array of a tensor, an error."""
+    """Return TensorBoard's loader, event decoder, tensor converter, and error class."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader

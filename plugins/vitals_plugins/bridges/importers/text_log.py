@@ -1,7 +1,7 @@
 """Reads what trainings print: nanoGPT, Megatron-LM, DeepSpeed, fairseq, PyTorch's examples, others.
 
-A form is known by how a line names its step. What else the line holds is found by its usual words,
-so a form needs one row here. The first form that two lines of the head have is taken.
+A format is detected by how a line names its step. The other values are found by their usual names,
+so a format needs one row here. The first format that two lines of the head match is used.
 """
 
 import re
@@ -19,7 +19,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Form(NamedTuple):
-    """How one program prints a step: groups ``step``, or ``epoch``, ``batch`` and ``batches``."""
+    """A program's format of a step: groups ``step``, or ``epoch``, ``batch`` and ``batches``."""
 
     name: str
     line: re.Pattern[str]
@@ -77,12 +77,12 @@ _OTHERS = (
     (re.compile(r"\[Rank 0\] step=\d+, skipped="), "DeepSpeed's own lines, which have no loss"),
     (re.compile(r"\d(?:it/s|s/it)\b"), "a progress bar, which names no step of the training"),
 )
-"""What is known, and cannot be read."""
+"""Known formats that cannot be read."""
 MIN_LINES = 2
 
 
 def form_of(begin: str) -> _Form | None:
-    """Return the form that the first lines of a file have; None: it is none of those known."""
+    """Return the format of a file's first lines; None: it is unknown."""
     lines = list(_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
@@ -92,7 +92,7 @@ def form_of(begin: str) -> _Form | None:
 
 
 def named(begin: str) -> str:
-    """Return what a text is that cannot be read; "" where nobody knows."""
+    """Return the name of a text's unreadable format; "" if unknown."""
     return next((description for pattern, description in _OTHERS if pattern.search(begin)), "")
 
 
@@ -100,8 +100,7 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
     """Return the history; its rows are the lines that report a step.
 
     Raises:
-        UsageError: none of the lines has a loss or a gradient norm, or a column was named that is
-            not there.
+        UsageError: no line has a loss or a gradient norm, or a named column is missing.
     """
     rows = ImportedRows(str(path), "line")
     records: list[tuple[int, dict[str, object]]] = []
@@ -166,7 +165,7 @@ def _loss(line: str) -> object:
 
 
 def _cells(line: str) -> dict[str, object]:
-    """Return what a line holds, by the role's name."""
+    """Return the values of a line, by role."""
     cells: dict[str, object] = {}
     for role, patterns in _PATTERNS.items():
         for pattern, scale in patterns:

@@ -1,4 +1,4 @@
-"""Reads the log that Hugging Face's Trainer keeps in ``trainer_state.json``."""
+"""Reads the log in ``trainer_state.json`` of Hugging Face's Trainer."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
     with reading(path):
         text = read_whole(path).decode("utf-8-sig")
         try:
-            state = json.loads(text)  # takes NaN and Infinity, which Trainer writes
+            state = json.loads(text)  # accepts NaN and Infinity, which Trainer writes
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} is not JSON: {error}") from error
     log = state.get("log_history") if isinstance(state, dict) else state
@@ -54,7 +54,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
 
 
 def _total(log: list[dict[str, Any]]) -> float | None:
-    """Return how long the training took, as Trainer logs it at its end: of its last start."""
+    """Return the duration of the last start, which Trainer logs at its end."""
     totals = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     last = totals[-1] if totals else None
     if not isinstance(last, int | float) or isinstance(last, bool) or not 0 < last < math.inf:
@@ -63,7 +63,7 @@ def _total(log: list[dict[str, Any]]) -> float | None:
 
 
 def _habits(state: dict[str, Any]) -> list[str]:
-    """Say what Trainer does to a loss before it is logged."""
+    """Describe Trainer's changes to a loss before it is logged."""
     every = state.get("logging_steps")
     notes = []
     if isinstance(every, int | float) and every > 1:

@@ -29,20 +29,20 @@ HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK = 32_768
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 _BLOCKS_AGAIN = 8
-"""Blocks that are read again: a record that began in one of them may not have ended."""
+"""Blocks that are read again: a record that started in one of them may be incomplete."""
 FRAME = struct.Struct("<IHB")
 """Before each piece of a record: checksum, length, which piece it is."""
 
 _RECORD_HISTORY, _HISTORY_ITEM, _HISTORY_STEP = 2, 1, 2
 _KEY, _NESTED_KEY, _INTEGER, _NUMBER, _TEXT, _VALUE_JSON = 1, 2, 5, 6, 7, 16
 _OWN_STEP = "_step"
-"""wandb's own count of ``log`` calls: the step where nothing better was logged."""
+"""wandb's own count of ``log`` calls: the step if nothing better was logged."""
 
 Cells = dict[str, object]
 
 
 def read_wandb(path: Path, column_options: ColumnChoice) -> History:
-    """Return the history; its rows are the calls of ``wandb.log``, as wandb joined them.
+    """Return the history; its rows are the calls of ``wandb.log``, merged as by wandb.
 
     Raises:
         FormatError: it is not a file of wandb's.
@@ -79,14 +79,14 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
 
 
 def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
-    """Return the calls that stand in a file which still grows, each with its ``_step``.
+    """Return the calls in a growing file, each with its ``_step``.
 
     Args:
         path: the file; nothing is read of one that is not there yet.
         at: 0, or the value returned by the previous call; its last rows may be returned again.
 
     Returns:
-        The calls, and the place to read on from.
+        The calls, and the position to continue from.
     """
     if not path.exists():
         return [], 0
@@ -120,7 +120,7 @@ def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator
         checksum, length, kind = FRAME.unpack_from(raw, at)
         body = raw[at + FRAME.size : at + FRAME.size + length]
         is_sound = len(body) == length and zlib.crc32(body, zlib.crc32(bytes([kind]))) == checksum
-        if not is_sound:  # on with the next block, as LevelDB does
+        if not is_sound:  # continue with the next block, as LevelDB does
             damaged, whole = damaged + 1, False
             at += block_remainder
             continue

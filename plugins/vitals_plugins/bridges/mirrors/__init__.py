@@ -1,5 +1,5 @@
-"""Mirrors: what Vitals sees of a run, written into the trackers that people use already.
+"""Mirrors: copy a run's data to other trackers.
 
-A mirror is a process of its own that reads a run as `vitals tail` does. Nothing of a tracker is
-imported by a rank, an agent or a collector, so none that hangs or fails can reach them.
+A mirror is a separate process that reads a run as `vitals tail` does. No rank, agent or collector
+imports a tracker's library, so a hanging or failing one cannot affect them.
 """

@@ -116,7 +116,7 @@ def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> Non
         return tracker
 
     os.set_blocking(pipe, False)
-    os.set_inheritable(pipe, False)  # else what a tracker starts holds it open
+    os.set_inheritable(pipe, False)  # otherwise child processes of a tracker keep it open
     with opened_run(choice, server) as (opened, run_id):
         states = state_folder(opened.folder, default_data_dir(os.environ), run_id)
         try:
@@ -149,7 +149,7 @@ def _alive(pipe: int, num_rows: int) -> None:
 
 
 class Pause:
-    """Waits between two looks: long after a look that took long."""
+    """Waits between two polls: longer after a long poll."""
 
     def __init__(
         self,
@@ -161,11 +161,11 @@ class Pause:
         self._began = cpu_seconds()
 
     def start_poll(self) -> None:
-        """Begin a look."""
+        """Start a poll."""
         self._began = self._cpu_seconds()
 
     def sleep(self) -> None:
-        """End a look, wait, and begin the next."""
+        """End a poll, wait, and start the next."""
         took = self._cpu_seconds() - self._began
         self._sleep(min(max(took / CPU_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
         self.start_poll()

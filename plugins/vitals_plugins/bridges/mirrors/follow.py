@@ -31,9 +31,9 @@ from vitals_collector.queries.open import Reader
 PAGE = 2_000
 """Steps of one batch."""
 _RECENT = 2
-"""The newest attempts, whose scalars are asked for at every look; of all others, at the last."""
+"""The latest attempts, whose scalars are queried at every poll; all others, at the last."""
 _SLACK = 1_000
-"""Steps by which one scalar may come later than another, but for the last look."""
+"""Steps by which one scalar may arrive later than another, except at the last poll."""
 _PLUMBING = frozenset(
     {"verdict", "readback_lag", "culprit_rank", "loss_max_rank", "skipped", "rank_loss"}
 )
@@ -43,14 +43,13 @@ _KNOWN = frozenset(metric.column for metric in STEP_METRICS)
 MAX_NAME = 200
 
 ATTEMPT, SKIPPED = "vitals/attempt", "vitals/skipped"
-"""With each step: which attempt trained it, counted from 1, and 1 where its update was not
-applied."""
+"""With each step: its attempt, counted from 1, and 1 if its update was not applied."""
 
 Level = Literal["info", "warning", "error"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured at one step."""
+    """Values of one step."""
 
     attempt: int
     """Counts from 1."""
@@ -58,11 +57,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     time_unix_ns: int
     values: dict[str, float]
     discarded: bool = False
-    """A rollback, or a restart from an earlier checkpoint, has left the step behind already."""
+    """A rollback, or a restart from an earlier checkpoint, has discarded the step already."""
 
 
 class ActionNote(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was done, as a line for people."""
+    """An action as a line of text."""
 
     key: str
     """Identifies it within the run, permanently."""
@@ -75,7 +74,7 @@ class ActionNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """A new attempt begins at a step that was trained before, or may have been."""
+    """A new attempt starts at a step that was, or may have been, trained before."""
 
     attempt: int
     step: int
@@ -97,7 +96,7 @@ class Cursor(msgspec.Struct, kw_only=True):
 
 
 class EntryBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Some entries in their order, and where the next begin."""
+    """Consecutive entries, and the position of the next ones."""
 
     entries: tuple[Entry, ...]
     cursor: Cursor
@@ -109,7 +108,7 @@ class Follower:
     Args:
         reader: source of the rows; a collector or a directory.
         run_id: the run's.
-        cursor: where to begin; it is not changed.
+        cursor: start position; it is not changed.
     """
 
     def __init__(self, reader: Reader, run_id: str, cursor: Cursor) -> None:
@@ -123,11 +122,11 @@ class Follower:
         return self._reader.ask(RunQuestion(run_id=self._run_id, volume=False))
 
     def batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
-        """Yield what is new, in batches of some thousand rows.
+        """Yield new entries, in batches of some thousand rows.
 
         Args:
             detail: the run as it is.
-            whole: ask for everything that may have come late, too: at the end of a run.
+            whole: also query data that may have arrived late: at the end of a run.
         """
         attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
         lineage = _Lineage(attempts)
@@ -146,8 +145,8 @@ class Follower:
             places[attempt.id] = attempt.fork_step
             if attempt.parent is not None:
                 entries.append(_fork(attempt))
-        # A stretch at a time: a question reads all rows behind its first step. The last step may be
-        # of another rank, so a stretch without rows may yet get some.
+        # In pages: a query reads all rows after its first step. The last step may be of another
+        # rank, so a page without rows may get some later.
         for first in range(places[attempt.id], attempt.last_step + 1, PAGE):
             reply = self._reader.ask(
                 TableQuestion(
@@ -181,7 +180,7 @@ class Follower:
         *,
         whole: bool,
     ) -> Iterator[EntryBatch]:
-        """Yield the scalars of those attempts, a stretch of steps at a time."""
+        """Yield the scalars of those attempts, in pages of steps."""
         names = [name for name in detail.metrics if name.startswith("scalars.")]
         if not names or not attempts:
             return
@@ -207,7 +206,7 @@ class Follower:
         if whole:
             return begin
         read = [places.get(attempt.id, begin) for places in self._cursor.scalars.values()]
-        # No further than the run is: what came from elsewhere may name a step far ahead.
+        # At most the run's last step: data from other programs may name a step far ahead.
         newest = min(max(read, default=begin), attempt.last_step + 1)
         return max(begin, newest - _SLACK)
 
@@ -291,11 +290,11 @@ class _Lineage:
             at = None if at.parent is None else by_id.get(at.parent)
 
     def ordinal(self, attempt: int) -> int:
-        """Return the attempt's number, from 1; 0 where it is not known yet."""
+        """Return the attempt's number, from 1; 0 if it is not known yet."""
         return self._ordinals.get(attempt, 0)
 
     def row(self, attempt: int, step: int, time_unix_ns: int) -> Row:
-        """Return a row that has only its place."""
+        """Return a row with only its position."""
         ordinal = self.ordinal(attempt)
         return Row(
             attempt=ordinal,
@@ -307,7 +306,7 @@ class _Lineage:
 
 
 def _rows(columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage) -> list[Row]:
-    """Return a row for each step of the answer's columns."""
+    """Return a row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {
         f"train/{_name(name)}": cells
@@ -339,7 +338,7 @@ def _name(name: str) -> str:
 
 
 def _scalar_name(name: str) -> str:
-    """Return a scalar's name in a tracker: its own, but where Vitals' own curves have that name."""
+    """Return a scalar's name in a tracker: its own, unless Vitals' own curves have that name."""
     head, _, curve = name.partition("/")
     is_taken = head == "vitals" or (head == "train" and _is_curve(curve))
     return _name(f"scalars/{name}" if is_taken else name)

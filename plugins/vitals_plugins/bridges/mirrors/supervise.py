@@ -1,4 +1,4 @@
-"""Starts a process for each target, and the next one where it failed or hangs.
+"""Starts a process for each target, and restarts it if it failed or hangs.
 
 A process writes a byte to a pipe after each call of the tracker's library. One that is silent for
 long is killed with all its children, and so are the remaining children of a failed one: a tracker's
@@ -17,17 +17,17 @@ from pathlib import Path
 from vitals_plugins.bridges.mirrors.worker import Target
 
 HANG_SECONDS = 180.0
-"""Without a sign of life for so long a tracker hangs; W&B itself gives a login 90 s."""
+"""A tracker that is silent for this long hangs; W&B itself gives a login 90 s."""
 START_SECONDS = 900.0
-"""More until the first sign: a long run's folder is read, and the tracker opened."""
+"""Longer until the first message: a long run's directory is read, and the tracker opened."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0
 STOP_SECONDS = 5.0
 HELD, USAGE = 3, 2
-"""Exit codes after which another try would help nothing: another process mirrors the run to this
-target, or what was asked for cannot be done."""
+"""Exit codes after which a restart would not help: another process mirrors the run to this target,
+or the request is invalid."""
 
 CommandOf = Callable[[Target, int], Sequence[str]]
-"""Gives the command of a target's process, which is to write to the pipe of that number."""
+"""Returns the command of a target's process, which writes to the pipe with that number."""
 
 
 class _Child:
@@ -45,7 +45,7 @@ class _Child:
         """Its final exit code; None while it runs."""
 
     def start_or_stop(self, now: float, hang_seconds: float, start_seconds: float) -> None:
-        """Start it where it is due, end it where it hangs."""
+        """Start it if it is due, end it if it hangs."""
         if self._process is None:
             if now >= self._due:
                 self._start(now, start_seconds)
@@ -64,7 +64,7 @@ class _Child:
         self._seen = now + start_seconds
 
     def poll_messages(self, now: float) -> None:
-        """Take its signs of life, or its end."""
+        """Read its messages, or its end."""
         assert self._process is not None
         signs = os.read(self.pipe, 65_536)
         if signs:
@@ -72,7 +72,7 @@ class _Child:
             if b"+" in signs:
                 self._num_failures = 0
             return
-        # The pipe is closed as it ends; whatever it started may have kept it open until now.
+        # The pipe closes when it ends; its children may have kept it open until now.
         code = self._process.wait()
         if code in (0, HELD, USAGE):
             self.exit_code = code
@@ -92,7 +92,7 @@ class _Child:
         )
 
     def _clear(self) -> None:
-        """End what is left of it, what is in a session of its own (W&B's writer) too."""
+        """Kill its remaining children, including those with their own session (W&B's writer)."""
         assert self._process is not None
         below = _below(self._process.pid)
         for end, pid in ((os.killpg, self._process.pid), *((os.kill, pid) for pid in below)):
@@ -103,7 +103,7 @@ class _Child:
         self._process, self.pipe = None, -1
 
     def stop(self) -> None:
-        """Let it end, and end it where it does not."""
+        """Ask it to end, and kill it if it does not."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ def _below(pid: int) -> list[int]:
     """Return all processes that a living one started, and those that these did."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it is gone, or this is not Linux
+    except OSError:  # it has ended, or this is not Linux
         return []
     return [each for child in children for each in (int(child), *_below(int(child)))]
 

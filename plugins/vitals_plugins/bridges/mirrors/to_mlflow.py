@@ -1,8 +1,8 @@
 """A run as a run of MLflow: metrics by step, its configuration as parameters, decisions as tags.
 
-It is found again by the tag ``vitals.run_id``. A step that was trained again is there twice, as
-MLflow takes nothing back: ``vitals/attempt`` at the same step, with the same time, tells them
-apart.
+The run is identified by the tag ``vitals.run_id``. A step that was trained twice appears twice,
+because MLflow deletes nothing: ``vitals/attempt`` at the same step, with the same time,
+distinguishes them.
 
 A server or a database ignores a value that exists already; a directory does not. So after a kill
 the history of the metrics is read first.
@@ -21,7 +21,7 @@ _RUN_TAG = "vitals.run_id"
 _METRICS_AT_ONCE, _OTHERS_AT_ONCE = 1_000, 100
 """MLflow's own limits of one request."""
 MAX_NOTES = 500
-"""Tags of decisions; behind them only rollbacks and halts have one."""
+"""Maximum number of decisions with a tag; later only rollbacks and halts have one."""
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]", re.ASCII)
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "lost": "FAILED", "halted": "FAILED"}
 
@@ -65,7 +65,7 @@ class MLflow:
         return str(self._client.create_experiment(name))
 
     def _find(self, about: About) -> str:
-        """Return MLflow's id of the run; "" where it is not there yet."""
+        """Return MLflow's id of the run; "" if it does not exist yet."""
         runs = self._client.search_runs(
             [self._experiment(about)], f"tags.`{_RUN_TAG}` = '{about.run_id}'", max_results=1
         )
@@ -99,7 +99,7 @@ class MLflow:
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries; each request is answered once it is stored."""
+        """Write the entries; each request returns once it is stored."""
         metrics = [
             self._metric(_allowed(name), value, entry.time_unix_ns // 1_000_000, entry.step)
             for entry in entries
@@ -137,7 +137,7 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """Return the name with ``_`` for each character that MLflow takes in no name."""
+    """Return the name with ``_`` for each character that MLflow does not allow."""
     return _NOT_ALLOWED.sub("_", name).strip("/. ") or "_"
 
 

@@ -17,7 +17,8 @@ from vitals_plugins.bridges.mirrors.worker import About, Target
 
 _POINTS_AT_ONCE = 10_000
 _MAX_ANSWER_BYTES = 64 << 10
-"""An answer has no content that matters here; a longer one is not read, and ends the connection."""
+"""The content of a response does not matter; a longer one is not read, and closes the
+connection."""
 _NOT_ALLOWED = re.compile(r"[^A-Za-z0-9_.\-/]")
 _KNOWN = {f"train/{metric.column}": metric for metric in STEP_METRICS}
 
@@ -59,7 +60,7 @@ class Otlp:
         """Send the entries.
 
         Raises:
-            TransportError: they were not taken.
+            TransportError: they were not accepted.
         """
         points: dict[str, list[Any]] = {}
         for row in entries:
@@ -92,10 +93,10 @@ class Otlp:
 
 
 def _session() -> Any:
-    """Return a session of requests that reads at most some KiB of each answer.
+    """Return a session of requests that reads at most some KiB of each response.
 
-    The exporter by itself would hold all of it in memory. None if the environment names a provider
-    of credentials, which makes its own session.
+    The exporter itself would hold all of it in memory. None if the environment names a provider of
+    credentials, which makes its own session.
     """
     if any(name.endswith("_CREDENTIAL_PROVIDER") and value for name, value in os.environ.items()):
         return None
@@ -112,7 +113,7 @@ def _session() -> Any:
 
 
 def otlp_name(name: str) -> str:
-    """Return the name as OpenTelemetry takes it: ``val_loss`` is ``train_scalar/val_loss``."""
+    """Return the name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
     metric_name = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
     return metric_name or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
 

@@ -29,7 +29,7 @@ _UNSAFE = '/\\\0<>:"|?*'
 
 
 def folder_name(name: str, run_id: str) -> str:
-    """Return what a run's folder is called: its name, and the end of its id, which no two share."""
+    """Return the name of a run's directory: its name, and the unique end of its id."""
     safe = "".join("_" if c in _UNSAFE or not c.isprintable() else c for c in name)
     safe = safe.strip(" .")[:80]
     return run_id if not safe or safe == run_id else f"{safe}-{run_id[-6:].lower()}"
@@ -55,7 +55,7 @@ class TensorBoard:
             self._write_run_info(about)
 
     def _cut(self, folder: Path) -> None:
-        """Take away what was written behind what was saved."""
+        """Delete data after the saved position."""
         for path in sorted(folder.glob("*.vitals")):
             size = self.kept["files"].get(str(path.relative_to(self._root)), 0)
             if path.stat().st_size > size:
@@ -66,7 +66,7 @@ class TensorBoard:
                 path.unlink()
 
     def _write_run_info(self, about: About) -> None:
-        """Write what the run is; and a first start, which purges nothing."""
+        """Write the run's description, and a first session start, which purges nothing."""
         file = self._file(discarded=False)
         when = about.started_unix_ns
         file.add(self._library.event(0, when, session_start=True))
@@ -109,7 +109,7 @@ class TensorBoard:
         self.kept.setdefault("forks", []).append([fork.step, fork.attempt])
 
     def _was_purged(self, event: Any) -> bool:
-        """Say whether an earlier fork left this row behind: its attempt is older than that one's.
+        """Return whether an earlier fork discarded this row: its attempt is older than the fork's.
 
         Rows of scalars and of steps have their attempt with them.
         """
@@ -182,7 +182,7 @@ class _Library:
         self._array_of: Any = make_ndarray
 
     def first_event(self) -> bytes:
-        """Return what every file begins with."""
+        """Return the first event of every file."""
         return bytes(
             self._events.Event(
                 wall_time=time.time(),
@@ -231,7 +231,7 @@ class _Library:
         return float(self._array_of(value.tensor).item())
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """Yield all events of the files right in a folder, in the files' order."""
+        """Yield all events of the files directly in a directory, in the files' order."""
         for path in sorted(folder.glob("*.vitals")):
             yield from self._loader(str(path)).Load()
 

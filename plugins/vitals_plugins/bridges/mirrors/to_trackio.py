@@ -1,4 +1,4 @@
-"""A run as a run of trackio, in its local store; `trackio sync` takes that to a Space.
+"""A run as a run of trackio, in its local store; `trackio sync` copies it to a Space.
 
 Each row has an id that trackio's store knows, so existing rows are ignored. Rows are written
 through the store and not through ``trackio.log``, which holds rows in memory and loses them if its
@@ -36,7 +36,7 @@ class Trackio:
         self.kept: dict[str, Any] = {"project": self._project}
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries in two transactions: values, and what was done."""
+        """Write the entries in two transactions: values, and actions."""
         about = self._about
         rows = [entry for entry in entries if isinstance(entry, Row)]
         notes = [entry for entry in entries if not isinstance(entry, Row)]

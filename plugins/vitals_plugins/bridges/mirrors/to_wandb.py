@@ -1,4 +1,4 @@
-"""A run as a run of Weights & Biases, offline or online as WANDB_MODE says.
+"""A run as a run of Weights & Biases, offline or online according to WANDB_MODE.
 
 It has the run's id, so every start of the mirror, and a ``wandb sync`` of each of its directories,
 continues the same run. W&B's own step must rise: it counts rows here, and ``vitals/step`` is the
@@ -30,7 +30,7 @@ _MAX_TITLE = 63
 _EXIT_CODES = {"finished": 0, "running": 0}
 
 Key = tuple[int, int, tuple[str, ...]]
-"""Attempt, step, and the names of what was measured: of a row."""
+"""Attempt, step, and the names of the values of a row."""
 
 
 class WandB:
@@ -77,12 +77,12 @@ class WandB:
             self.kept["files"].append(str(self._file))
         self._at = 0
         self._last = -1
-        """The newest row that this process logged: earlier ones are in other files."""
+        """The latest row that this process logged: earlier ones are in other files."""
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
     def _unsaved_rows(self) -> Counter[Key]:
-        """Return the rows behind what was saved that are in W&B's file."""
+        """Return the rows after the saved position that are in W&B's file."""
         rows: list[tuple[int, dict[str, Any]]] = []
         for name in self.kept["files"][-1:]:
             rows = [row for row in logged_rows(Path(name), 0)[0] if row[0] >= self.kept["num_rows"]]

@@ -28,7 +28,7 @@ configured destinations."""
 def open_tracker(
     target: Target, about: About, saved_state: dict[str, Any], unclean: bool
 ) -> Tracker:
-    """Open the run in the tracker, made where it is missing.
+    """Open the run in the tracker, created if it is missing.
 
     Raises:
         MissingDependencyError: the tracker's package is not installed.

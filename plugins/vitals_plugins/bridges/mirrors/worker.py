@@ -38,17 +38,17 @@ class HeldError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run is mirrored to."""
+    """Tracker and location of a mirror."""
 
     kind: str
     where: str
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """Return the target that was named as ``KIND[:WHERE]``.
+        """Parse a target written as ``KIND[:WHERE]``.
 
         Raises:
-            UsageError: there is no such tracker, its place is missing, or it holds a secret.
+            UsageError: there is no such tracker, its location is missing, or it contains a secret.
         """
         kind, colon, where = text.partition(":")
         if kind not in KINDS or (colon and not where):
@@ -123,8 +123,9 @@ class About:
 class Tracker(Protocol):
     """One run as a tracker has it, open for writing.
 
-    What opens one is given ``kept`` as it was saved last, and whether the process before was killed
-    while it wrote: then some of what follows may be there already, and is not written twice.
+    A tracker is opened with the last saved ``kept``, and with whether the previous process was
+    killed during a write: then some of the following entries may exist already, and are not written
+    twice.
     """
 
     kept: dict[str, Any]
@@ -165,7 +166,7 @@ class StateFile:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep every other mirror of the same run and target away.
+        """Lock out every other mirror of the same run and target.
 
         Raises:
             HeldError: there is one.
@@ -184,7 +185,7 @@ class StateFile:
             os.close(lock)
 
     def load(self) -> MirrorState:
-        """Return what was saved; where there is nothing, a beginning.
+        """Return the saved state; a new one if there is none.
 
         Raises:
             FormatError: it is damaged.
@@ -214,13 +215,13 @@ class StateFile:
 
 
 def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
-    """Return the folder of the state files, made where it is missing.
+    """Return the directory of the state files, created if it is missing.
 
-    It is in the run's own where that is this user's: what a requeued job writes next is there too.
+    It is in the run directory if that belongs to this user, so that a requeued job continues it.
 
     Args:
-        folder: what is read; None: a collector.
-        data: this user's data folder.
+        folder: source directory; None: a collector.
+        data: this user's data directory.
         run_id: the run.
     """
     if folder is not None and folder.name == run_id:
@@ -246,22 +247,23 @@ def mirror(
     """Mirror a run until it is over.
 
     Args:
-        opened: where it is read.
+        opened: source of the run.
         run_id: the run.
-        target: where to.
+        target: target of the mirror.
         state: state of the run.
         open_tracker: opens the run in the tracker.
         is_over: whether the run has ended for good.
         alive: is called once the tracker is open, and after each of its calls, with the rows that
             it wrote.
-        sleep: waits until the next look.
-        say: tells people.
+        sleep: waits until the next poll.
+        say: prints messages.
     """
     with state.lock():
         saved = state.load()
         follower = Follower(opened.reader, run_id, saved.cursor)
         detail = follower.detail()
-        # No sign before it is open: some make a database, and one that is half made stays broken.
+        # No message before it is open: some create a database, and a partly created one stays
+        # broken.
         tracker = open_tracker(target, About.of(detail), saved.kept, saved.is_writing)
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"

@@ -1,4 +1,4 @@
-"""Tries every device of this node: ``python -m vitals_plugins.lab.burn_in.program SECONDS``.
+"""Tests every device of this node: ``python -m vitals_plugins.lab.burn_in.program SECONDS``.
 
 ``vitals doctor --burn-in`` runs it as a process of its own, so that whatever a broken device does
 to it (a crash, a hang) is seen from outside. After each kernel it prints what is known so far as
@@ -30,7 +30,7 @@ from trainer_hooks.recovery.memory import host_memory_left
 from vitals_plugins.lab.selftest import LARGEST, WrongAnswer, all_reduce, gemm, memory
 
 MAX_BYTES = 4 << 30
-"""Memory that is tried at most: of the host, and of each GPU."""
+"""Maximum memory to test: of the host, and of each GPU."""
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # beyond the caches
 _GEMM_SECONDS = 0.1
 _GROUP_TIMEOUT = timedelta(seconds=60)
@@ -38,15 +38,15 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(eq=False)
 class BurnInDevice:
-    """A core or a GPU, the thread that is bound to it, and what was seen of it."""
+    """A core or a GPU, its thread, and results."""
 
     name: str
-    """For people: ``cpu 3``, ``cuda:0``."""
+    """Displayed name: ``cpu 3``, ``cuda:0``."""
     device: torch.device
     max_bytes: int
-    """Memory to try."""
+    """Memory to test."""
     core: int | None = None
-    """To bind the thread to; None for a GPU, and where the system binds none."""
+    """Core of the thread; None for a GPU, or if the system does not support binding."""
     model: str = ""
     failed: str = ""
     rounds: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class BurnInDevice:
         return memory(self.blocks[index], visit + turn)
 
     def check(self) -> dict[str, str]:
-        """Return what is known so far, as one of the doctor's checks."""
+        """Return the current results, as one of the doctor's checks."""
         tried = ", ".join(f"{kernel} {count:,}x" for kernel, count in self.rounds.items())
         megabytes = sum(block.nbytes for block in self.blocks) >> 20
         parts = [self.model, f"{tried} ({megabytes:,} MiB held)", self.failed]
@@ -179,7 +179,7 @@ def reducing(devices: Sequence[BurnInDevice]) -> Kernel:
 def try_devices(
     devices: Sequence[BurnInDevice], kernels: dict[str, Kernel], *, seconds: float
 ) -> Iterator[list[dict[str, str]]]:
-    """Run the kernels in turn, each on all devices at once; yield after each what is known so far.
+    """Run the kernels in turn, each on all devices at once; yield the results after each.
 
     Ends after the given time, with the running kernels. A device on which a kernel raises is not
     tested any more (after a GPU fault every call to it raises), nor are sums over all devices.
@@ -197,7 +197,8 @@ def try_devices(
             for device, answer in trying:
                 try:
                     wrong = answer.result()
-                except RuntimeError as error:  # torch's for all faults of a device; told, not lost
+                # torch's error for all faults of a device; reported, not lost
+                except RuntimeError as error:
                     device.failed = f"{name} failed: {str(error).splitlines()[0]}"
                     continue
                 device.rounds[name] += 1
@@ -209,14 +210,14 @@ def try_devices(
 
 
 def main(seconds: float) -> None:
-    """Try all devices, and print what is known after each kernel."""
+    """Test all devices, and print the results after each kernel."""
     os.nice(19)
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
     devices = find_devices()
     for checks in try_devices(devices, kernels_for(devices), seconds=seconds):
         print(json.dumps(checks), flush=True)  # noqa: T201 - the parent reads it
-    os._exit(0)  # a thread that hangs in a device must not keep it alive
+    os._exit(0)  # a thread that hangs in a device must not keep the process alive
 
 
 if __name__ == "__main__":

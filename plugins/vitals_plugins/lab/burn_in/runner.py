@@ -19,14 +19,14 @@ from trainvitals.io.heartbeat import read_heartbeat
 from trainvitals.io.private import private_bases
 
 START_SECONDS = 60.0
-"""In which torch must be loaded and the devices found; the time that was asked for follows."""
+"""Time to load torch and find the devices; the requested time follows."""
 GRACE_SECONDS = 10.0
 _FRESH_NS = 10_000_000_000
 _PROGRAM = (sys.executable, "-m", "vitals_plugins.lab.burn_in.program")
 
 
 def running_here(environ: Mapping[str, str]) -> list[str]:
-    """Return the ids of the runs of this user whose ranks on this node gave a sign just now."""
+    """Return the ids of this user's runs with ranks on this node that are alive."""
     runs = set()
     base = next(private_bases(environ, []), None)
     for journal in discover(base) if base else []:
@@ -42,11 +42,11 @@ def running_here(environ: Mapping[str, str]) -> list[str]:
 def burn_in(
     seconds: int, environ: Mapping[str, str], *, program: Sequence[str] = _PROGRAM
 ) -> tuple[list[Check], bool]:
-    """Try every device of this node; return a check for each, and whether Ctrl-C ended it.
+    """Test every device of this node; return a check for each, and whether Ctrl-C ended it.
 
     Args:
         seconds: counted from when torch is loaded and the devices are found.
-        environ: of the program.
+        environ: environment of the program.
         program: gets the seconds as its argument, and prints lines of checks as JSON.
 
     Raises:
@@ -63,7 +63,7 @@ def burn_in(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environ,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends that one
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
     )
     assert process.stdout is not None
     checks: list[Check] = []
@@ -84,7 +84,7 @@ def burn_in(
             if line.endswith(b"\n"):  # the last one may be cut
                 checks = msgspec.json.decode(line, type=list[Check])
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1)  # its output ends a moment before it does
+            process.wait(1)  # its output ends shortly before it does
     except KeyboardInterrupt:
         is_interrupted = True
     timer.cancel()

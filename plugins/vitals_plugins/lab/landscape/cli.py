@@ -177,7 +177,7 @@ def _measured(
     seed: int,
     mode: str,
 ) -> tuple[str, str, int, Losses]:
-    """Return what it begins and ends at, how many batches there were, and the losses."""
+    """Return start, end, number of batches, and the losses."""
     try:
         import torch
     except ImportError:
@@ -216,7 +216,7 @@ def _measured(
 
 
 def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
-    """Return where along a direction losses are computed; the checkpoint is among them.
+    """Return the positions along a direction; 0, the checkpoint, is among them.
 
     Raises:
         UsageError: the radius or number of points is invalid.
@@ -277,13 +277,13 @@ def _batches(built: Built, num: int, entry: str, seed: int) -> list[Any]:
     """Return the loader's first batches.
 
     Raises:
-        UsageError: there is no loader, or it gives none.
+        UsageError: there is no loader, or it is empty.
     """
     import torch
 
     if built.loader is None:
         raise UsageError(f"{entry} returned no loader to take batches from", hint=_WITH_LOADER)
-    torch.manual_seed(seed)  # a loader that shuffles gives the same ones
+    torch.manual_seed(seed)  # a loader that shuffles returns the same ones
     try:
         first_batches = list(itertools.islice(iter(built.loader), num))
     except Exception as error:
@@ -296,7 +296,7 @@ def _batches(built: Built, num: int, entry: str, seed: int) -> list[Any]:
 
 
 def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
-    """Load the checkpoint into the model; return what it is called.
+    """Load the checkpoint into the model; return its name.
 
     Raises:
         UsageError: it does not exist, or belongs to another model.

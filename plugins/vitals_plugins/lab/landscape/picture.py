@@ -1,4 +1,4 @@
-"""Draws the loss along a line, or on a plane, as an SVG picture that needs nothing else."""
+"""Draws the loss along a line, or on a plane, as a self-contained SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a model whose weights are moved along straight lines; all is put back afterwards."""
+"""The loss of a model with weights moved along straight lines, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vitals_plugins.lab.repro.play import LossOf, Scene, copied, kind_of, slots
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Direction = Sequence[Tensor | None]
-"""What is added to each tensor of ``slots(model)``, in their order; None: nothing."""
+"""Offsets of each tensor of ``slots(model)``, in their order; None: none."""
 
 
 def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
-    """Return random directions whose filters are as long as the model's own.
+    """Return random directions with filters as long as the model's own.
 
     Filter normalization (Li et al., "Visualizing the Loss Landscape of Neural Nets", 2018, section
     4): each filter of a normal direction is scaled to the norm of the same filter of the weights,
@@ -29,9 +29,9 @@ def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
     and the parameters of norms (all with one axis), frozen parameters and buffers are unchanged.
 
     Args:
-        model: with the weights that the directions begin at.
-        num: how many.
-        seed: the same gives the same, on every device.
+        model: with the weights at the start of the directions.
+        num: number of directions.
+        seed: equal seeds give equal directions, on every device.
 
     Raises:
         UsageError: no trainable parameter has two axes.
@@ -75,8 +75,8 @@ def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
     neural network optimization problems", 2015.
 
     Args:
-        model: with the weights that it begins at.
-        other: what ``values`` gave at the other end.
+        model: with the weights at its start.
+        other: result of ``values`` at the other end.
     """
     return [
         end.to(_wide(tensor)) - tensor.detach().to(_wide(tensor))
@@ -87,12 +87,12 @@ def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the type that its sums are made in."""
+    """Return the type of its sums."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class Surface:
-    """Gives the mean loss of some batches at moved weights."""
+    """Returns the mean loss of some batches at moved weights."""
 
     def __init__(self, scene: Scene, batches: Sequence[Any], rng: dict[str, Any]) -> None:
         self._scene = scene
@@ -127,7 +127,7 @@ class Surface:
                 loss = self._scene.loss_of(copied(batch, None))
         except Exception as error:
             if not self._needs_grad and "grad" in str(error):
-                self._needs_grad = True  # a loss of derivatives, such as a penalty
+                self._needs_grad = True  # a loss with derivatives, such as a penalty
                 return self._one(batch)
             text = str(error).partition("\n")[0]
             raise _no_loss(f"raised {type(error).__name__}: {text}"[:300]) from error
@@ -148,14 +148,14 @@ def surface(
 ) -> Iterator[Surface]:
     """Yield the loss around the model's weights, which are restored afterwards.
 
-    Weights, buffers, gradients (there are none afterwards), generators, and which modules train.
+    Weights, buffers, gradients (none afterwards), generators, and training modes.
 
     Args:
         model: with the weights in the middle.
-        loss_of: gives the loss of a batch.
+        loss_of: returns the loss of a batch.
         batches: at least one; the loss is their mean.
         mode: whether modules are as in training (dropout, BatchNorm by the batch) or evaluation.
-        seed: of the random numbers that each point is computed with.
+        seed: of the random numbers at each point.
     """
     training = [(module, module.training) for module in model.modules()]
     around = capture_rng()
@@ -172,7 +172,7 @@ def surface(
 
 
 Losses = tuple[tuple[float, ...], ...]
-"""``losses[j][i]``: at place i along the first direction and j along the second; a line is one
+"""``losses[j][i]``: at position i along the first direction and j along the second; a line is one
 row."""
 
 
@@ -182,7 +182,7 @@ def losses_along(
     places: Sequence[float],
     on_point: Callable[[], None] = lambda: None,
 ) -> Losses:
-    """Return the losses at the places along one direction, or on the grid of two."""
+    """Return the losses at the positions along one direction, or on the grid of two."""
     first, *second = directions
     rows = []
     for up in places if second else (0.0,):

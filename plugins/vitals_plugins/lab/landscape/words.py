@@ -16,7 +16,7 @@ _BARRIER = 0.01
 
 
 class LineFacts(NamedTuple):
-    """The loss along one direction through the middle, where nothing was moved."""
+    """The loss along one direction through the middle, which is the unmoved model."""
 
     slope: float | None
     """Its first derivative in the middle, from the neighbors; None if one is non-finite."""
@@ -27,15 +27,15 @@ class LineFacts(NamedTuple):
     share."""
     high: float | None
     is_open: tuple[bool, bool]
-    """Whether it is within still at the first place, and at the last."""
+    """Whether the interval reaches the first position, and the last."""
     lowest_at: float
     lowest: float
     is_minimum: bool
-    """Whether no place has a lower loss than the middle."""
+    """Whether no position has a lower loss than the middle."""
 
 
 def line_facts(places: Sequence[float], losses: Sequence[float], within: float) -> LineFacts | None:
-    """Return what a line tells; None where the loss in the middle is not finite.
+    """Return facts about a line; None if the loss in the middle is non-finite.
 
     Args:
         places: rising and evenly spaced; one of them is 0.
@@ -91,14 +91,14 @@ class PathFacts(NamedTuple):
     begin: float
     end: float
     barrier: float | None
-    """By how much the loss on the way is above the higher end's, 0 where it is not; None where an
-    end is not finite."""
+    """Height of the loss above the higher end's, 0 if it is not above; None if an end is
+    non-finite."""
     highest_at: float
     highest: float
 
 
 def path_facts(places: Sequence[float], losses: Sequence[float]) -> PathFacts:
-    """Return what the way from 0 to 1 tells."""
+    """Return facts about the line from 0 to 1."""
     begin, end = losses[0], losses[-1]
     if not (math.isfinite(begin) and math.isfinite(end)):
         return PathFacts(begin, end, None, math.nan, math.nan)

@@ -1,4 +1,4 @@
-"""`vitals plan`: what a training will take, before it begins."""
+"""`vitals plan`: resources of a training, before it starts."""
 
 from typing import Annotated, cast, get_args
 
@@ -163,7 +163,7 @@ def _write(plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_gues
 
 
 def _count(num_params: float) -> str:
-    """Return a number of parameters as people say it."""
+    """Return a readable number of parameters."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if num_params >= size:
             return f"{num_params / size:,.4g} {word}"

@@ -36,12 +36,12 @@ SOURCES: Mapping[str, str] = {
 
 
 class Gpu(NamedTuple):
-    """A GPU as people call it."""
+    """A GPU model."""
 
     device: str
     """As its driver calls it, which ``peak_flops`` knows."""
     memory_gb: float
-    """10^9 bytes, as its data sheet says."""
+    """10^9 bytes, as in its data sheet."""
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     layers: int
     width: int
     vocab: int = 0
-    """0: what the output layer keeps is not counted."""
+    """0: the output layer's activations are not counted."""
 
 
 class _Bytes(NamedTuple):
@@ -112,7 +112,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Their sum: what is held while the first block goes backward."""
+        """Their sum: memory in use during the first block's backward."""
         return sum(self)
 
 
@@ -138,7 +138,7 @@ def states(
 def activations(
     shape: Shape, num_tokens: int, training_type: TrainingType, *, checkpointing: bool
 ) -> float:
-    """Return the bytes that backward needs of one forward pass over so many tokens.
+    """Return the bytes that backward needs of one forward pass over ``num_tokens`` tokens.
 
     A block keeps 16 values a token and width (Korthikanti et al., 2022, section 4.1: 34 bytes with
     dropout, of which 2 are its masks, and with halves). With every block checkpointed it keeps its
@@ -222,13 +222,13 @@ class BatchSizeCost(NamedTuple):
     tokens: float
     steps: float
     more_steps: float
-    """Steps, as a multiple of the least that any batch needs."""
+    """Steps, as a multiple of the minimum of any batch."""
     more_tokens: float
-    """Tokens, as a multiple of the least that any batch needs."""
+    """Tokens, as a multiple of the minimum of any batch."""
 
 
 def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> BatchSizeCost:
-    """Return the batch, and what it costs: by default as large as the noise scale.
+    """Return a batch size with its cost; by default as large as the noise scale.
 
     ``(S / S_min - 1) (E / E_min - 1) = 1`` with ``B_noise = E_min / S_min`` (McCandlish et al.,
     2018, equations 2.7 and 2.11), so a batch B needs ``1 + B_noise / B`` times the steps and
@@ -252,14 +252,14 @@ _LEANER, _EXPERTS = 4, 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """What is to be trained, and on what."""
+    """Model, data and hardware of a training."""
 
     num_params: float
     tokens: float
     gpu: str
     num_gpus: int = 1
     shape: Shape | None = None
-    """None: the usual one of that size."""
+    """None: the usual one for that size."""
     sequence_length: int = 2048
     micro_batch: int = 1
     """Sequences at a time on one GPU."""
@@ -293,7 +293,7 @@ class PlanInput:
         if shape is None:
             return
         blocks = 12.0 * shape.layers * shape.width**2
-        counted_params = blocks + 2.0 * shape.vocab * shape.width  # with the embeddings of words
+        counted_params = blocks + 2.0 * shape.vocab * shape.width  # with the token embeddings
         if self.num_params < blocks / _LEANER or self.num_params > _EXPERTS * counted_params:
             raise UsageError(
                 f"layers {shape.layers:,} and width {shape.width:,} make about {blocks:.2g} "
@@ -336,7 +336,7 @@ _USABLE = 0.92
 
 
 def plan(plan_input: PlanInput) -> TrainingPlan:
-    """Return what a training will take.
+    """Return the resources of a training.
 
     Raises:
         UsageError: the GPU has no peak for the type.

@@ -1,4 +1,4 @@
-"""``vitals repro``: plays a bad step again, and says why it was bad.
+"""``vitals repro``: replays a bad step, and finds its cause.
 
 Only the replay needs torch: without it, this still lists the steps that can be replayed.
 """
@@ -96,10 +96,10 @@ def _lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> list[str]
 
 
 def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, CapsuleFile]:
-    """Return the run and the file of the step's newest capsule.
+    """Return the run and the file of the step's latest capsule.
 
     Raises:
-        UsageError: there is none; it says which there are.
+        UsageError: there is none; the message lists those that exist.
     """
     fitting = find_fitting(run, vitals_dir)
     with_capsules = [(each, find_capsules(each.path)) for each in fitting]
@@ -132,7 +132,7 @@ def _loaded(capsule: Capsule, loader: Any) -> Sequence[Any]:
     """Return the step's batches, from the loader's dataset by the ids of their samples.
 
     Raises:
-        UsageError: there is no loader, or it does not tell.
+        UsageError: there is no loader, or it does not provide it.
     """
     from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""The function of a user's own that builds the model, its loss, and the loader: ``--entry``."""
+"""The user's function that builds the model, its loss, and the loader: ``--entry``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Built(NamedTuple):
 
 
 def build(entry: str) -> Built:
-    """Return what the user's function builds.
+    """Return the result of the user's function.
 
     Raises:
         UsageError: it cannot be imported, raises, or returns something else.
@@ -35,7 +35,7 @@ def build(entry: str) -> Built:
     from torch import nn
 
     try:
-        # The command line is not the file's own: argparse would take it for that.
+        # Our command line is not the file's: argparse in it would parse ours.
         with mock.patch.object(sys, "argv", [entry.rpartition(":")[0]]):
             function = _function(entry)
             built = function()

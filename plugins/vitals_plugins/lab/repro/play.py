@@ -33,7 +33,7 @@ _IN_LOSS = "the loss function"
 
 
 class ReplayLimits(NamedTuple):
-    """Above what a finite step is bad; None: nothing finite is."""
+    """Limits above which a finite step is bad; None: no finite step is."""
 
     loss: float | None = None
     grad_norm: float | None = None
@@ -45,7 +45,7 @@ class Played(NamedTuple):
     losses: tuple[float, ...] = ()
     """Loss of each micro-batch."""
     bad_gradients: tuple[str, ...] = ()
-    """Parameters whose gradient is not finite."""
+    """Parameters with a non-finite gradient."""
     grad_norm: float = 0.0
     error: str = ""
     """Why the replay failed."""
@@ -66,7 +66,7 @@ class Played(NamedTuple):
 
 
 class NonfiniteOrigin(NamedTuple):
-    """Where the first value came from that is not finite."""
+    """Origin of the first non-finite value."""
 
     module: str
     """Its name in the model, or that it was in the loss function."""
@@ -87,7 +87,7 @@ class Scene:
     def __post_init__(self) -> None:
         self._slots = list(slots(self.model))
         self.kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
-        """Each tensor of ``slots``, and what it is put back to."""
+        """Each tensor of ``slots``, and its saved value."""
 
     def keep(self) -> None:
         """Use the current weights as the start of every replay."""
@@ -104,10 +104,10 @@ class Scene:
         """Compute loss and gradients; the model is as before afterwards.
 
         Args:
-            batches: each is given to the loss function, and its gradients are added up.
+            batches: each is passed to the loss function, and its gradients are added.
             rng: the generators before each.
-            dtype: compute in this precision at least; None: as the code says.
-            trace: notes where things come from.
+            dtype: minimum precision; None: as the code requests.
+            trace: records the origin of values.
         """
         losses: list[float] = []
         around = capture_rng()
@@ -187,7 +187,7 @@ class Scene:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Have weights and buffers as they were kept, and no gradients."""
+        """Restore saved weights and buffers, and delete gradients."""
         for tensor, saved_tensor in self.kept:
             tensor.copy_(saved_tensor)
         for module, name, tensor in self._slots:
@@ -197,7 +197,7 @@ class Scene:
 
     @contextmanager
     def _converted(self, dtype: torch.dtype) -> Iterator[None]:
-        """Let the model hold what is less precise in ``dtype``, for a while."""
+        """Temporarily convert lower-precision tensors of the model to ``dtype``."""
         converted = [(tensor, tensor.data) for _, _, tensor in self._slots]
         self.model.zero_grad(set_to_none=True)
         try:
@@ -213,7 +213,7 @@ class Scene:
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the model's parameters and buffers, each once, and where they are held."""
+    """Yield the model's parameters and buffers, each once, with their module and name."""
     seen: set[int] = set()
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -235,7 +235,7 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
-    """Note each module's name as it is done, and the checksum of what it returned."""
+    """Record each module's name after its call, and the checksum of its output."""
 
     def hook_of(name: str) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -267,7 +267,7 @@ def kind_of(value: object) -> str:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Run what is compiled as it was written: a fused kernel has no operators to name."""
+    """Run compiled code uncompiled: a fused kernel has no operators to name."""
     stance = getattr(torch.compiler, "set_stance", None)
     if stance is None:
         yield
@@ -281,7 +281,7 @@ def _eager() -> Iterator[None]:
 
 @contextmanager
 def _in_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Have the code within compute in ``dtype`` where it asks for less; no autocast is entered."""
+    """Make the code inside compute in ``dtype`` where it requests less, without autocast."""
     enter: Any = torch.amp.autocast_mode.autocast.__enter__
 
     def enter_disabled(self: Any) -> Any:
@@ -301,7 +301,7 @@ def _in_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Precision(TorchFunctionMode):
-    """Takes one precision for every lower one that is asked for."""
+    """Replaces every lower precision that is requested."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -330,13 +330,13 @@ class _NonfiniteResult(NamedTuple):
     module: str
     operator: str
     is_made: bool
-    """Whether it was made there: what went in was finite, or had no NaN."""
+    """Whether it originated there: its input was finite, or had no NaN."""
     is_view: bool
     parents: tuple[int, ...]
 
 
 class _OperationInput(NamedTuple):
-    """What went into an operation."""
+    """Input of an operation."""
 
     event: int
     is_nan: bool
@@ -364,16 +364,16 @@ class Trace(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._events: list[_NonfiniteResult] = []
         self._last: dict[int, int] = {}
-        """By address of the memory its newest event."""
+        """By address of the memory, its latest event."""
         self._held: list[Tensor] = []
         """Otherwise their addresses would be reused."""
         self._nodes: dict[Any, str] = {}
-        """Nodes of the graph, and the innermost module whose forward made them."""
+        """Nodes of the graph, and the innermost module whose forward created them."""
         self._is_forward = False
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Look at everything within."""
+        """Trace everything inside the block."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             self._names[id(module)] = clean_name(name) or type(module).__name__
@@ -392,14 +392,15 @@ class Trace(TorchDispatchMode):
             self._nodes.clear()
 
     def start_micro_batch(self) -> None:
-        """Begin with a micro-batch."""
+        """Start a micro-batch."""
         self._is_forward = True
         self._modules.clear()
 
     # ------------------------------------------------------------------------------- modules
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # What led here is whoever's this is called by; else it would count as this module's own.
+        # Nodes created before belong to the caller; otherwise they would count as this module's
+        # own.
         self._claim((args, kwargs), self._where())
         self._modules.append(self._names[id(module)])
 
@@ -408,7 +409,7 @@ class Trace(TorchDispatchMode):
             self._claim(output, self._modules.pop())
 
     def _claim(self, output: Any, module: str) -> None:
-        """Give the nodes that no inner module made to this one."""
+        """Assign the nodes that no inner module created to this one."""
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
         waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         while waiting:
@@ -436,7 +437,7 @@ class Trace(TorchDispatchMode):
             self._last.update(dict.fromkeys(map(_address, results), _FINITE))
             return result
         if name in ("copy_", "fill_", "zero_"):
-            sources = sources[1:]  # what was there is overwritten
+            sources = sources[1:]  # the previous value is overwritten
         is_written = any(isinstance(v, float) and math.isinf(v) for v in values)
         for tensor in results:
             self._record_operation(func, sources, tensor, is_written)
@@ -462,7 +463,7 @@ class Trace(TorchDispatchMode):
 
     def _source(self, tensor: Tensor) -> _OperationInput:
         event = self._last.get(_address(tensor), _UNKNOWN)
-        if event == _FINITE:  # or memory that nobody wrote yet
+        if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
         return _OperationInput(event, *_kinds(tensor))
 
@@ -470,7 +471,7 @@ class Trace(TorchDispatchMode):
         return self._modules[-1] if self._modules else _IN_LOSS
 
     def forwarded(self, loss: Tensor) -> None:
-        """Settle what the forward has shown; what follows is the backward of ``loss``."""
+        """Finish the trace of the forward; the following is the backward of ``loss``."""
         self._is_forward = False
         start = self._last.get(_address(loss), _UNKNOWN)
         if start >= 0:

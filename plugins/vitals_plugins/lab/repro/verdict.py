@@ -48,11 +48,11 @@ IN_WORDS: dict[Cause, str] = {
 _MOST_PLAYS = 256
 """Maximum number of replays of parts of a batch."""
 _MOST_ROWS = 8
-"""Bad samples that are looked for one by one."""
+"""Bad samples that are searched one by one."""
 _OUT_OF_RANGE = 100.0
 """Times the largest value of all other samples."""
 _WRONG_WEIGHT, _LARGE = 1e3, 1e2
-"""Times what a tensor's largest value was, and above which value, for it to count as wrong."""
+"""Factor over a tensor's earlier largest value, and minimum value, that count as wrong."""
 _BLOCK_WORDS = 8 << 20
 _SHOWN = 4
 
@@ -62,7 +62,7 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Cause
     sentence: str
-    """For people: why, and where it began."""
+    """Displayed cause and origin."""
     module: str = ""
     operator: str = ""
     direction: str = ""
@@ -73,7 +73,7 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Value in the run; None if it was non-finite or unknown."""
     played_loss: float | None = None
     is_bit_equal: bool | None = None
-    """Whether the loss came out the same, bit for bit; None where the run's was not finite."""
+    """Whether the loss is equal, bit for bit; None if the run's was non-finite."""
     weights: str = ""
     details: tuple[str, ...] = ()
     time_unix_ns: int = 0
@@ -94,7 +94,7 @@ class _Case:
 
     @property
     def limits(self) -> ReplayLimits:
-        """What made the step bad, where that was finite. A norm is compared where it was ours."""
+        """Limits that made a finite step bad. A norm is only compared if Vitals computed it."""
         facts = self.capsule.facts
         loss, limit = self.capsule.loss, facts.get("loss_limit")
         has_loss = limit is not None and math.isfinite(loss) and loss > limit
@@ -126,9 +126,9 @@ def judge(
         capsule: of the step.
         model: with the weights of the step.
         loss_of: the loss of a batch.
-        weights: where those weights come from.
+        weights: source of those weights.
         batches: the step's.
-        try_machine: returns what is wrong with a device; empty: nothing was found.
+        try_machine: returns the fault of a device; empty: none was found.
 
     Raises:
         PlayError: the loss function could not compute.
@@ -241,7 +241,7 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
 
 
 def _of_state(case: _Case) -> _Found | None:
-    """Return what is wrong with weights or optimizer state, of the run or as they were loaded."""
+    """Return a fault of weights or optimizer state, of the run or as loaded."""
     facts = case.capsule.facts
     if facts.get("replica") is not None:
         return _of_replica(case, facts["replica"])
@@ -267,7 +267,7 @@ def _of_state(case: _Case) -> _Found | None:
 
 
 def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
-    """Return what differed from a replica, and the first module whose output does for that."""
+    """Return the difference to a replica, and the first module whose output it changes."""
     name, first = replica["tensor"], replica["elements"][0]
     kind, _, rest = name.partition(".")
     live = dict(case.scene.model.named_parameters()).get(rest) if kind == "model" else None
@@ -294,7 +294,7 @@ def _owner(name: str) -> str:
 
 
 def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
-    """Return what a step is that plays well and was bad in the run."""
+    """Return the cause for a step that replays well and was bad in the run."""
     device = next((p.device for p in case.scene.model.parameters()), torch.device("cpu"))
     again = case.play(case.batches)
     repeats = again == played
@@ -309,7 +309,7 @@ def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], 
     elif equal is False:
         why.append("its loss is not the run's, bit for bit")
     if equal is not None and case.capsule.facts["world_size"] > 1:
-        # Its own loss was finite: what was bad may have come with the reduction.
+        # Its own loss was finite: the bad value may come from the reduction.
         why.append("another rank may have caused it: re-run theirs with --rank")
     why += _differences(case.capsule, device)
     if why:
@@ -336,7 +336,7 @@ def _differences(capsule: Capsule, device: torch.device) -> list[str]:
 
 
 def _try_machine(device: torch.device) -> str:
-    """Return the first wrong answer of the burn-in's kernels; empty where there is none."""
+    """Return the first wrong result of the burn-in's kernels; empty if there is none."""
     wrong, dtypes = None, [torch.float32, torch.float64]
     if device.type != "cuda" or torch.cuda.is_bf16_supported():
         dtypes.append(torch.bfloat16)
@@ -372,7 +372,7 @@ def _lowest(case: _Case) -> str:
     autocast = case.scene.autocast
     if autocast is not None and autocast.dtype:
         return autocast.dtype
-    # Autocast may begin within the model, where the run did not see it.
+    # Autocast may start within the model, where the run did not see it.
     dtypes = [p.dtype for p in case.scene.model.parameters() if p.is_floating_point()]
     dtypes += [] if case.lowest is None else [case.lowest]
     if not dtypes:
@@ -384,7 +384,7 @@ def _lowest(case: _Case) -> str:
 
 
 def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
-    """Return the samples that alone are bad, if the batch is fine without them; and their number.
+    """Return the samples that are bad on their own, if the rest is fine; and their number.
 
     With several micro-batches, in the first that is bad on its own.
     """
@@ -404,7 +404,7 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
     if case.is_bad([take_rows(batch, rest)]):
         return (), count
     for row in list(bad) if len(bad) > 1 else ():
-        # Alone it may be bad for another reason: all its labels are ignored, say.
+        # On its own it may be bad for another reason: all its labels are ignored, for example.
         others = [each for each in bad if each != row]
         if not case.is_bad([take_rows(batch, sorted({*rest, row}))]):
             bad, rest = others, sorted({*rest, row})
@@ -502,7 +502,7 @@ def _is_bit_equal(capsule: Capsule, played: Played) -> bool | None:
 
 
 def _bits(case: _Case, played: Played) -> str:
-    """Say whether the loss came out as it was, and with which weights."""
+    """Return whether the loss is equal, and with which weights, as a sentence."""
     equal = _is_bit_equal(case.capsule, played)
     loss = case.capsule.facts.get("loss")
     if loss is None:

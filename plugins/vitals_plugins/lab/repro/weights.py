@@ -20,24 +20,24 @@ from trainvitals.policy.plan import read_plan
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the model's weights come from, and what is known of them."""
+    """Source of the model's weights, and their known properties."""
 
     text: str
-    """For people: ``the weights of step 300, 40 steps earlier``."""
+    """Displayed text: ``the weights of step 300, 40 steps earlier``."""
     is_exact: bool
-    """Whether the step began with them."""
+    """Whether the step started with them."""
     bad: list[str] = field(default_factory=list)
     """Tensors that are not finite, optimizer state included."""
     absolute: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude by name."""
 
     def largest(self, name: str) -> float | None:
-        """Return a tensor's largest magnitude; None where it is not known."""
+        """Return a tensor's largest magnitude; None if it is unknown."""
         return self.absolute.get(name)
 
 
 def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
-    """Load the newest checkpoint at or before the step into the model, in place.
+    """Load the latest checkpoint at or before the step into the model, in place.
 
     Without a checkpoint, the model keeps its weights.
 
@@ -50,7 +50,7 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
 
     directory = Path(capsule.facts.get("checkpoint_dir") or run_dir.path / "checkpoints")
     key = b""
-    with suppress(VitalsError, OSError):  # no key was ever made: then nothing is signed
+    with suppress(VitalsError, OSError):  # no key was ever created: then nothing is signed
         key = run_dir.file_key()
     folder = CheckpointFolder(directory, run_id=run_dir.run_id, key=key)
     plan = read_plan(run_dir.read_plan())
@@ -84,7 +84,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
     stored = payload.specs(folder)
     live, boxes, missing = _live(model), [], []
     for name, tensor in live.items():
-        # A buffer is each rank's own.
+        # A buffer is stored per rank.
         for key in (name, f"rank.{rank}.{name}", f"rank.0.{name}"):
             if key in stored:
                 if stored[key] != Spec.of(tensor):
