@@ -141,6 +141,16 @@ class TestDocumentation:
         assert len(text.split()) <= 900
         assert text == report.fill_readme(text, [make_result("passed", "passed", "failed")])
 
+    @pytest.mark.parametrize(
+        ("status", "named"), [("passed", ": NVLink, Xid"), ("failed", ": several GPUs, NVLink")]
+    )
+    def test_several_gpus_count_only_if_their_part_passed(self, status, named):
+        result = make_result(gpus=["NVIDIA H100 80GB HBM3"] * 8)
+        result["parts"]["nccl_ranks_agree"] = {"group": "check", "status": status, "why": ""}
+        text = report.fill_readme(README, [result])
+        assert f"[Not run](docs/RUN_ON_CUDA.md#limits){named}" in text
+        assert "2026-12-01, 8 x H100 80GB HBM3, torch" in " ".join(text.split())
+
     def test_a_measurement_is_no_claim(self):
         assert (0, 0) == report.count_claims(make_result("passed", group="speed"))
 

@@ -48,7 +48,7 @@ STEPS, ROUNDS = (30, 5) if HAS_CUDA else (2, 2)
 
 def make_adamw(params: Iterable[nn.Parameter], *, is_fused: bool = True) -> torch.optim.Optimizer:
     """Return an AdamW that hardly changes the parameters, or the default of torch."""
-    return torch.optim.AdamW(params, lr=1e-6, **({"fused": True} if is_fused else {}))
+    return torch.optim.AdamW(params, lr=1e-6, fused=True if is_fused else None)
 
 
 class UpdateLoop:

@@ -39,8 +39,8 @@ def find_packages(names: Iterable[str], python: str) -> dict[str, str]:
         names: distributions that are installed here.
         python: version of the target's Python, for the markers of requirements.
     """
-    environment = {
-        **default_environment(),
+    environment: dict[str, str] = {
+        **_default_markers(),
         "python_version": python,
         "python_full_version": f"{python}.0",
         "sys_platform": "linux",
@@ -61,9 +61,13 @@ def find_packages(names: Iterable[str], python: str) -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
+def _default_markers() -> dict[str, str]:
+    return {name: str(value) for name, value in default_environment().items()}
+
+
 def required_names(python: str) -> Iterator[str]:
     """Yield the names of our requirements without extras, and of the tests' tools."""
-    environment = {**default_environment(), "python_version": python, "extra": ""}
+    environment = {**_default_markers(), "python_version": python, "extra": ""}
     for line in distribution("trainvitals").requires or ():
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate(environment):
