@@ -48,6 +48,19 @@ def started(training, **options):
     return ring
 
 
+def test_reserved_memory_takes_a_state_that_grows_and_gives_it_back_whole():
+    training = Training()
+    ring = make_ring(training)
+    ring.reserve()  # before the optimizer has any state
+    training.run(3)
+    before = training.bits()
+    ring.capture(3, 1, trusted=True)
+    ring.commit(3, True)
+    training.run(2)
+    ring.restore(ring.newest_committed().id)
+    assert before == training.bits()
+
+
 def states(ring):
     return {ref.step: ref.state for ref in ring.refs()}
 

@@ -510,10 +510,10 @@ class SnapshotRing:
         return slot
 
     def reserve(self) -> None:
-        """Allocate the memory of all slots for copies from a GPU, exactly and before the run."""
-        if self._pinned:
-            self._is_reserved = True
-            for slot in self.slots if self._beside is None else (*self.slots, self._beside):
+        """Allocate the memory of all slots at once, page-locked if the state is on a GPU."""
+        self._is_reserved = True
+        for slot in (*self.slots, self._evaluated_slot):
+            if slot is not None:
                 self._reserve(slot)
 
     def _reserve(self, slot: _Slot) -> None:
@@ -944,7 +944,8 @@ class RecoveryManager:
         )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
-        ring.reserve()
+        if state.device.type == "cuda":
+            ring.reserve()
         ring.may_lend = all(ranks.gather(ring.may_lend))
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)
