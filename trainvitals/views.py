@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -314,6 +314,8 @@ class FindingView(msgspec.Struct, frozen=True, kw_only=True):
 class FindingsQuestion(Question[tuple[FindingView, ...]], frozen=True, kw_only=True):
     """What the run's detectors said, by step."""
 
+    has_findings: ClassVar[bool] = True
+
     run_id: str
 
 
@@ -365,6 +367,8 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 @route("GET", "/v1/runs/{run_id}/steps/{step}")
 class StepQuestion(Question[StepView], frozen=True, kw_only=True):
     """What is known of one step, on every attempt that trained it."""
+
+    has_findings: ClassVar[bool] = True
 
     run_id: str
     step: Int64
@@ -1018,6 +1022,8 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class VerdictQuestion(Question[RunVerdict], frozen=True, kw_only=True):
     """State, cause, action, cost, precedent and the next command of a run."""
 
+    has_findings: ClassVar[bool] = True
+
     run_id: str
 
 
@@ -1051,6 +1057,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 @route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
 class IncidentsQuestion(Question[tuple[IncidentView, ...]], frozen=True, kw_only=True):
     """Incidents with their story, latest first."""
+
+    has_findings: ClassVar[bool] = True
 
     run_id: str
 

@@ -5,12 +5,6 @@ from typing import TypeVar
 
 from trainvitals.clock import Clock
 from trainvitals.question import Question
-from trainvitals.views import (
-    FindingsQuestion,
-    IncidentsQuestion,
-    StepQuestion,
-    VerdictQuestion,
-)
 from vitals_collector.live.engine import AlertEngine, assemble
 from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.queries.query import Query
@@ -45,10 +39,8 @@ class FolderQuery(Query):
 
     def ask(self, question: Question[A]) -> A:
         """Return the answer; ``Query.ask`` documents the errors."""
-        if isinstance(
-            question, FindingsQuestion | IncidentsQuestion | StepQuestion | VerdictQuestion
-        ):
-            self._watch(question.run_id)
+        if question.has_findings:
+            self._watch(question.run_id)  # type: ignore[attr-defined]
         return super().ask(question)
 
     def _watch(self, run_id: str) -> None:
