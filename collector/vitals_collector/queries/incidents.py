@@ -319,7 +319,7 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
-    # Of a death some writers know no step: it is where the others saw it.
+    # Alerts and agents know no step of a death: it is the step that the ranks reported.
     end = max((event.view.step for event in coded), default=0)
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:

@@ -93,7 +93,7 @@ class VerdictFacts:
     is_lasting: bool = False
     """Whether the condition of a finding still held at the last step."""
     cause: str = ""
-    """The root of it, which is told first."""
+    """Its root, which is shown first."""
     findings: Sequence[FindingView] = ()
     decisions: Sequence[DecisionView] = ()
     alerts: Sequence[AlertView] = ()
