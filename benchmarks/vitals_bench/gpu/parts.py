@@ -12,7 +12,7 @@ GROUP_SECONDS: Mapping[str, int] = {
     "check": 150,
     "tests": 40,
     "speed": 120,
-    "agent": 60,
+    "agent": 100,
     "suite": 150,
 }
 """Limit of each group on a machine with a GPU, in the order in which they run."""

@@ -137,6 +137,7 @@ class GpuCheck:
         self._request = request
         self._show = show
         self._parts = load_parts()
+        self._end = time.monotonic() + request.limit_seconds
         machine = run_part(MACHINE, _MACHINE_SECONDS)
         if machine["status"] != "passed":
             raise UsageError(
@@ -173,12 +174,11 @@ class GpuCheck:
 
     def run(self) -> int:
         """Run the parts; return 1 if one failed or did not run, otherwise 0."""
-        end = time.monotonic() + self._request.limit_seconds
         self._store()
         for group in self._request.groups:
             # Without a GPU the few parts that run share the whole time.
             limit = GROUP_SECONDS[group] if self.num_gpus else self._request.limit_seconds
-            self._run_group(group, min(end, time.monotonic() + limit))
+            self._run_group(group, min(self._end, time.monotonic() + limit))
         self._show((self._request.out / TEXT_NAME).read_text())
         return int(any(has_failed(result) for result in self.result["parts"].values()))
 
