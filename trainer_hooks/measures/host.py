@@ -370,7 +370,7 @@ class Change(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether to report this change: the 1st, 2nd, 4th, 8th... of the setting.
+        """Whether to report this change: only the 1st, 2nd, 4th, 8th... one.
 
         A schedule may change a setting at every step.
         """

@@ -63,7 +63,7 @@ class LocalShard:
         return replace(self, wholes=wholes, pieces=tuple(pieces))
 
     def writes(self, name: str, offsets: Shape) -> bool:
-        """Return whether this rank, of all that hold the box, is the one that writes it."""
+        """Return whether this rank is the one that writes the box, among those that hold it."""
         return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy
 
 
