@@ -16,7 +16,7 @@ from trainer_hooks.step.reduce_vector import (
 )
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy.state import DeviceRule
-from trainvitals.records import StepRecord
+from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, OVERFLOW, WITHHELD, StepRecord
 
 ODD = (math.nan, math.inf, -math.inf)
 FLAG = torch.tensor(1.0, dtype=torch.float64)
@@ -89,3 +89,10 @@ def test_the_rule_in_plain_numbers_says_what_the_device_says(mode, seed):
     # Withheld or not, in a row or not: the course is no calm one.
     rows = {(withheld, row) for withheld, _, row in seen}
     assert {(True, 1), (True, 2), (False, 0), (False, 1)} <= rows
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard", "heal"])
+@pytest.mark.parametrize("bits", [0, BAD_LOSS, BAD_GRADIENTS, WITHHELD, OVERFLOW])
+def test_an_update_is_blocked_by_a_fault_in_modes_that_act_and_by_the_scaler_in_all(mode, bits):
+    derived = Derived(bits=bits, loss=1.0, grad_norm=1.0, loss_scale=math.nan)
+    assert derived.blocked(mode) == (bits == OVERFLOW or (bits != 0 and mode != "observe"))
