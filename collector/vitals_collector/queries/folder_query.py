@@ -17,8 +17,8 @@ class FolderQuery(Query):
     """A ``Query`` that runs the fleet detectors over a run's rows before it returns findings.
 
     A collector does so as rows arrive; without this, a directory would show less than its
-    dashboard. Other queries do not wait: the detectors take half a minute for a run of a million
-    steps. No notifications are sent.
+    dashboard. Other queries do not wait: on a run of a million steps the detectors need half
+    a minute. No notifications are sent.
     """
 
     newest_alerts_by = "started_unix_ns"

@@ -13,8 +13,7 @@ _MIN_FOLDED = 256
 
 
 class Extremes(NamedTuple):
-    """Minimum, maximum and a middle finite value of each cell, and whether it has non-finite
-    values."""
+    """Minimum, maximum and middle of each cell's finite values, and whether it has others."""
 
     low: Floats
     high: Floats
