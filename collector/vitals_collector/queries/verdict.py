@@ -330,8 +330,7 @@ def _sentence(trigger: _Trigger) -> str:
 
 
 def _nonfinite(trigger: _Trigger) -> str:
-    """Return whether the values were NaN or Inf; records without a value have it in their
-    reason."""
+    """Return NaN or Inf, from the values; otherwise from the reason."""
     if not any(not math.isfinite(value) for value in trigger.values):
         reasons = " ".join(trigger.reasons).casefold()
         named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
