@@ -2,9 +2,9 @@
 
     make release        python supply/release.py build/sbom.json
 
-Wheel and sdist are built twice, from two exports of the commit in different folders, and must be
-the same. Beside them lie the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
-statement (SLSA provenance, version 1) about them. Nothing is signed: whoever publishes signs.
+Wheel and sdist are built twice, from two exports of the commit in different directories, and must be
+the same. The directory also gets the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
+statement (SLSA provenance, version 1) about them. Nothing is signed: sign when you publish.
 """
 
 from __future__ import annotations
