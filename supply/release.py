@@ -2,8 +2,8 @@
 
     make release        python supply/release.py build/sbom.json
 
-Wheel and sdist are built twice, from two exports of the commit in different directories, and must be
-the same. The directory also gets the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
+Wheel and sdist are built twice, from two exports of the commit in different directories, and must
+be the same. dist/ also gets the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
 statement (SLSA provenance, version 1) about them. Nothing is signed: sign when you publish.
 """
 

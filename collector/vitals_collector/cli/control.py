@@ -237,7 +237,7 @@ def _number(value: str, action: Action) -> float | None:
 
 
 def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandView:
-    """Return the state of a command once it is final, at the latest after ``wait`` seconds."""
+    """Return the state of a command once it is final, or after ``wait`` seconds."""
     give_up = time.monotonic() + wait
     view = sent
     while view.status not in _ANSWERED and time.monotonic() < give_up:

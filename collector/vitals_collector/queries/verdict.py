@@ -281,7 +281,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
         decision = decided.decision
         cause_text = trigger(decision, decision.cause or decision.rule)
         cause_text.is_acted_on |= decision.action != "continue"
-        # The step of a rollback or a halt is that of the decision: the bad steps precede it.
+        # A rollback or a halt has the step of its decision: the bad steps precede it.
         if decision.action == "skip_step" or not cause_text.steps:
             cause_text.add(decision)
     ordered = sorted(

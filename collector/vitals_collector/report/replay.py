@@ -506,7 +506,7 @@ class _Own:
 
 
 _Turns = Mapping[tuple[int, int], _Own]
-"""Keyed by step and attempt."""
+"""Keyed by (step, attempt)."""
 
 
 def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
