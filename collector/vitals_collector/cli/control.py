@@ -517,7 +517,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 
 def _default_folder(server: Server) -> Path | None:
-    """Return the folder to read where no collector was named and none of this user's is known."""
+    """Return the directory to read, if no collector was given and this user has none."""
     return None if known_collector(server.collector) is not None else folder_here()
 
 

@@ -119,7 +119,7 @@ class RunEndCondition:
         return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
 
 
-# ----------------------------------------------------------------------------- what is followed
+# ----------------------------------------------------------------------------- finding the run
 
 
 @contextlib.contextmanager
@@ -202,7 +202,7 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
     return result
 
 
-# -------------------------------------------------------------------------------- how it is shown
+# -------------------------------------------------------------------------------- display
 
 
 def _display(every: int) -> Display:

@@ -1,4 +1,4 @@
-"""Writes tables and reports to stdout or to a file; overwrites other content only with `--force`."""
+"""Writes tables and reports to stdout or a file; replaces other content only with `--force`."""
 
 import contextlib
 import importlib

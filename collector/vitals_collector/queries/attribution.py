@@ -1,7 +1,7 @@
 """First change before a problem, from the recorded onsets, and its sentence.
 
-Without a collector (reading a directory), or if it had just started, the stored rows from well
-before the step are passed through the same rule in order, as they would have arrived live.
+Without a collector (reading a directory), or if it had just started, the same rule processes the
+stored rows in order, from well before the step, like a live run.
 """
 
 from collections.abc import Iterator, Sequence

@@ -23,7 +23,7 @@ _OF_GPU = (
     "last_xid",
 )  # fmt: skip
 _RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid")
-"""Columns of which any new value is reported, however small."""
+"""Columns whose new values are always reported, however small the change."""
 THROTTLED = "throttle_reasons"
 _GPUS_AT_ONCE = 64
 _MIN_SCORE = 6.0

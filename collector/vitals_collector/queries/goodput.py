@@ -333,7 +333,7 @@ def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> 
     return spans
 
 
-# ------------------------------------------------------------------------------------ what it cost
+# ------------------------------------------------------------------------------------ cost
 
 
 def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -> float | None:

@@ -85,7 +85,7 @@ class ProgressReader:
         newest = detail.attempts[-1] if detail.attempts else None
         step = detail.summary.last_step if newest is None else newest.last_step
         series = self._series(detail, step)
-        # A collector may have stored more steps meanwhile.
+        # In the meantime, a collector may have stored more steps.
         step = max((reply.step[-1] for reply in series.values() if reply.step), default=step)
         progress = Progress(
             summary=detail.summary,

@@ -463,7 +463,7 @@ def _selected(
         span = span._replace(from_step=max(0, span.from_step - _reach(request.smoothing)))
     return source, CurveRequest(
         span, curve.column
-    )  # a mean of what is drawn is none of what is stored
+    )  # the mean of the drawn points differs from that of the stored ones
 
 
 def _reach(weight: float) -> int:
