@@ -147,7 +147,7 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
     """Return unusual throttle reasons as bit masks: the usual reasons, and all.
 
-    A throttle may be over some samples before its effect shows in steps.
+    A throttle may start and end some samples before its effect shows in steps.
     """
     usual = began = 0
     for bit in THROTTLES:

@@ -143,7 +143,7 @@ class Query:
         clock: the current time, to distinguish a running run from a lost one.
         lost_after_seconds: time without a row after which a run is lost.
         up_since_unix_ns: time since which rows could arrive; 0 if none can.
-        volumes: retention of a run's rows, for display.
+        volumes: limits of the data kept per run, for display.
         gpu_hour_price: price of a GPU-hour; 0: not set.
         goodput: shared cache of the goodput sums.
     """

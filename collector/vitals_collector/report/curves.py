@@ -185,7 +185,7 @@ def place(step: int, span: tuple[int, int], num: int) -> int:
 def columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
 ) -> dict[int, PlotColumn]:
-    """Return the columns with a finite or NaN value."""
+    """Return the columns with at least one value, finite or not."""
     columns_by_place: dict[int, PlotColumn] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:
