@@ -1,7 +1,7 @@
-"""Writes the generated pages of this folder: the reference, the detectors, the adapters' table.
+"""Writes the generated pages of this directory: reference, detectors, adapters' table.
 
-Each page is a pure function of the code it describes; a test fails while a page is stale. Run it
-as `make docs`.
+Each page is a pure function of the code it describes; a test fails if a page is outdated. Run it as
+`make docs`.
 """
 
 import sys
@@ -80,7 +80,7 @@ GUIDES = {
     "SnapshotMissed": "[memory](guides/checkpoints.md#memory)",
     "StragglerRank": "[stragglers](guides/stragglers.md)",
 }
-"""The guide of an alert, as a link."""
+"""Link to the guide of an alert."""
 _SEVERITIES = {
     "page": "page: someone must act now",
     "notify": "notify: no urgency",
@@ -89,7 +89,7 @@ _SEVERITIES = {
 
 
 def runbook_page() -> str:
-    """Return a section per alert: links of messages lead to it."""
+    """Return a section per alert, as the target of links in messages."""
     lines = ["# Runbook", "", NOTICE, RUNBOOK, ""]
     rules = (*prometheus.ABSENCE_RULES, *prometheus.LOSS_RULES, *prometheus.ACCESS_RULES)
     for severity, text in _SEVERITIES.items():
@@ -148,14 +148,14 @@ def _metric_row(metric: MetricSpec) -> str:
 
 
 def _series(metric: MetricSpec) -> str:
-    """Return the name by which the metric's values are asked for."""
+    """Return the series name of the metric, as used in queries."""
     if metric.stream != "layers":
         return f"{metric.stream}.{metric.column}"
     return "layers.NAME" if metric.column == "grad_norm" else f"layers.NAME:{metric.column}"
 
 
 def error_classes() -> list[type[VitalsError]]:
-    """Return every error of the tree, by code."""
+    """Return every error class, by code."""
     classes = [
         item
         for item in vars(errors).values()
@@ -188,7 +188,7 @@ def errors_page() -> str:
 
 
 def settings_page() -> str:
-    """Return the tables of what judges a run."""
+    """Return the tables of the settings for detectors and policy."""
     lines = [
         "# Settings",
         "",
@@ -210,7 +210,7 @@ def settings_page() -> str:
 
 
 def _rules() -> Iterator[str]:
-    """Yield the lines about a person's own rules: keys, functions and operators."""
+    """Yield the lines about custom rules: keys, functions and operators."""
     texts = meanings(Rule)
     yield from ("", "## `[[rules]]`", "")
     yield "Custom alerts, one table `[[rules]]` for each ([guide](guides/alerts.md))."
@@ -225,7 +225,7 @@ def _rules() -> Iterator[str]:
 
 
 def commands() -> Iterator[tuple[str, Any, Any]]:
-    """Yield (`vitals name`, command, context) of every command, groups before what is in them."""
+    """Yield (`vitals name`, command, context) of every command, groups before their commands."""
     app, _ = build_app()
     yield from _walk("vitals", typer.main.get_command(app), None)
 
@@ -259,7 +259,7 @@ def cli_page() -> str:
 
 
 def integrations_page() -> str:
-    """Return what each framework's adapter owes, and the versions it was tested with."""
+    """Return the requirements for each framework's adapter, and the versions it was tested with."""
     pins = {
         name: dict(
             line.split("==")
@@ -268,7 +268,7 @@ def integrations_page() -> str:
         )
         for name in ("newest", "oldest")
     }
-    # The frameworks need a recent PyTorch; without one the lowest version is the package's own.
+    # Recent frameworks require a recent PyTorch; without one, the package's lowest version applies.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -1,4 +1,4 @@
-"""Puts the program `helm` beside this Python, for the checks of the chart.
+"""Installs the program `helm` next to this Python, for the checks of the chart.
 
     python supply/helm.py
 

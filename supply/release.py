@@ -2,9 +2,9 @@
 
     make release        python supply/release.py build/sbom.json
 
-Wheel and sdist are built twice, from two exports of the commit in different folders, and must be
-the same. Beside them lie the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
-statement (SLSA provenance, version 1) about them. Nothing is signed: whoever publishes signs.
+Wheel and sdist are built twice, from two exports of the commit in different directories, and must
+be the same. dist/ also gets the SBOM, SHA256SUMS of all three, and provenance.json: an in-toto
+statement (SLSA provenance, version 1) about them. Nothing is signed: sign when you publish.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BUILD_TYPE = "urn:trainvitals:make-release:1"
 
 
 def git(*words: str) -> bytes:
-    """Return what git says of this checkout.
+    """Return the output of a git command in this checkout.
 
     Raises:
-        SystemExit: it refuses; with its words.
+        SystemExit: git failed; with its error message.
     """
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False)
     if done.returncode:
@@ -42,10 +42,10 @@ def git(*words: str) -> bytes:
 
 
 def check(version: str, changelog: str, changed: str) -> None:
-    """Refuse to release what is not written down, or not committed.
+    """Refuse to release uncommitted changes, or a version without a changelog section.
 
     Raises:
-        SystemExit: with the way out.
+        SystemExit: one of these; the message names the fix.
     """
     if changed:
         raise SystemExit(
@@ -61,14 +61,14 @@ def check(version: str, changelog: str, changed: str) -> None:
 
 
 def built(commit: str, folder: Path) -> dict[str, bytes]:
-    """Return sdist and wheel of a commit, built below the folder, by name."""
+    """Return sdist and wheel of a commit, by name, built below the directory."""
     source, made = folder / "source", folder / "made"
     source.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
         archive.extractall(source, filter="data")
     committed = git("log", "-1", "--format=%ct", commit).decode().strip()
     environ = os.environ | {"SOURCE_DATE_EPOCH": committed}
-    # The wheel is built from the sdist: so that has all that it takes.
+    # The wheel is built from the sdist, which shows that the sdist is complete.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(made), str(source)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -82,7 +82,7 @@ def sums(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def statement(digests: Mapping[str, str], commit: str) -> dict[str, object]:
-    """Return the provenance of the files: of what commit, by which versions of what tools."""
+    """Return the provenance of the files: the commit, and the versions of the tools."""
     tools = {name: importlib.metadata.version(name) for name in TOOLS}
     return {
         "_type": "https://in-toto.io/Statement/v1",
@@ -101,7 +101,7 @@ def statement(digests: Mapping[str, str], commit: str) -> dict[str, object]:
 
 
 def of_version(sbom: bytes, version: str) -> bytes:
-    """Return the SBOM with our version, which its maker does not find in pyproject.toml."""
+    """Return the SBOM with the version, which its generator cannot read in pyproject.toml."""
     listed = json.loads(sbom)
     listed["metadata"]["component"]["version"] = version
     return json.dumps(listed, indent=2).encode() + b"\n"
@@ -111,7 +111,7 @@ def release(sbom: Path, target: Path) -> list[Path]:
     """Write the release of the last commit; return its files.
 
     Raises:
-        SystemExit: it cannot be released, with the way out.
+        SystemExit: it cannot be released; the message names the fix.
     """
     about = (ROOT / "trainvitals" / "__init__.py").read_text()
     version = re.search(r'^__version__ = "(.+)"$', about, re.M)

@@ -1,5 +1,5 @@
-"""Generates what a deployment needs, from the catalog: rules, dashboards, units, batch scripts.
+"""Generates deployment files from the catalog: rules, dashboards, units, batch scripts.
 
-Every generator is a pure function from settings to the texts of files. What it makes with the
-default settings lies in the folders beside this package.
+Every generator is a pure function from settings to file contents. The results with the default
+settings are in the directories next to this package.
 """

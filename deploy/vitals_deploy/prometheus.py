@@ -1,8 +1,7 @@
-"""Prometheus: a scrape configuration, and rules which read what the engine said.
+"""Prometheus: a scrape configuration, and rules on the alerts of the collector.
 
-The rules never detect from scraped samples: at five steps a second a scrape sees one step in
-seventy-five. They hand on the collector's alerts, and watch what it cannot say: that it, or an
-agent, is gone.
+The rules never detect from scraped samples: at five steps per second a scrape sees one step in 75.
+They forward the collector's alerts, and check what it cannot report: that it, or an agent, is down.
 """
 
 import json
@@ -17,11 +16,11 @@ from trainvitals.io.server_identity import SERVER_NAME, TlsTrust
 from vitals_deploy.templates import fill
 
 TOKEN_FILE = "vitals-read.token"
-"""Written as a place to put the token: Prometheus refuses a configuration without it."""
+"""Placeholder for the token: Prometheus refuses a configuration without one."""
 AGENTS_TOKEN_FILE = "vitals-agents.token"
-"""So is this: what opens the agents, and nothing else."""
+"""Placeholder for the token for the agents."""
 CERTIFICATE_FILE = "vitals-collector.pem"
-"""So is this: by what Prometheus knows the collector before it sends the token."""
+"""Placeholder for the certificate that Prometheus checks before it sends the token."""
 
 _TLS = '{"ca_file": "vitals-collector.pem", "server_name": "vitals-collector"}'
 _DISCOVERY = "    # The collector lists the agents"
@@ -37,27 +36,27 @@ _FROM_FILES = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertingRule:
-    """One alerting rule. Its texts say what happened, what Vitals did and what to do."""
+    """One alerting rule. Its texts describe the event, the reaction of Vitals, and the fix."""
 
     name: str
     expr: str
     summary: str
     description: str
     did: str
-    """What Vitals did, as the end of a sentence that begins with its name."""
+    """Reaction of Vitals, as the end of a sentence that starts with its name."""
     to_do: str
     ends: str = ""
-    """When it is over, as the end of a sentence; for the runbook."""
+    """End of the alert, as the end of a sentence; for the runbook."""
     hold: str = ""
-    """How long the expression must hold, as Prometheus writes it; empty is at once."""
+    """Time for which the expression must hold, in Prometheus syntax; empty: immediately."""
     severity: str = ""
-    """`page` or `notify`; empty where the series itself carries it."""
+    """`page` or `notify`; empty if the series itself has a severity label."""
     metrics: tuple[str, ...] = field(default=())
-    """Metrics of the catalog in the expression; a test holds them against it."""
+    """Metrics of the catalog in the expression; a test compares both."""
 
 
 def _by_alert(texts: Mapping[str, str], otherwise: str) -> str:
-    """Return the template that says the text of `$labels.alert`; of a newer one something else."""
+    """Return the template that selects the text by `$labels.alert`; others get a general one."""
     alerts_of: dict[str, list[str]] = {}
     for alert, text in texts.items():
         alerts_of.setdefault(text, []).append(json.dumps(alert))
@@ -68,7 +67,7 @@ def _by_alert(texts: Mapping[str, str], otherwise: str) -> str:
 
 
 def _to_do(alert: AlertSpec) -> str:
-    """Return what to do, with commands that can be pasted."""
+    """Return the recommended action, with commands to paste."""
     return alert.to_do.replace(" RUN", " {{ $labels.run }}")
 
 
@@ -81,8 +80,8 @@ _PAGE = "/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
 ENGINE_RULES = (
     AlertingRule(
         name="VitalsAlert",
-        # The last word counts for a day: a collector that died resolves nothing, only a word of
-        # its own does, or of another collector over the same database.
+        # The last value counts for a day: a collector that died resolves nothing. Only a later
+        # value resolves it, its own or that of another collector on the same database.
         expr="max by (run, alert, severity, cause) (last_over_time("
         'collector_alert_firing{severity=~"page|notify"}[24h])) == 1 '
         "unless on (run, alert, severity, cause) max by (run, alert, severity, cause) "
@@ -105,8 +104,8 @@ ENGINE_RULES = (
 ABSENCE_RULES = (
     AlertingRule(
         name="VitalsCollectorDown",
-        # A scrape that fails is seen within two intervals; with the hold that is within 60 s. A
-        # Prometheus that starts with no data may scrape for the first time only after 20 s.
+        # A failed scrape is noticed within two intervals, with the hold within 60 s. A Prometheus
+        # that starts without data may first scrape after 20 s.
         expr='max(up{job="vitals-collector"}) == 0 or absent(up{job="vitals-collector"})',
         hold="30s",
         severity="page",
@@ -118,8 +117,8 @@ ABSENCE_RULES = (
     ),
     AlertingRule(
         name="VitalsAgentDown",
-        # The state of a run counts on for 50 min where no collector says another one: a dead
-        # collector resolves nothing. Less than the hour for which an ended run is told of.
+        # The state of a run counts for 50 min unless a collector reports another one: a dead
+        # collector resolves nothing. This is less than the hour for which an ended run is exported.
         expr='up{job="vitals-agent"} == 0 and on (run) '
         '(last_over_time(train_run_state{state="running"}[50m]) == 1 '
         'unless on (run) train_run_state{state!="running"} == 1) '
@@ -135,7 +134,7 @@ ABSENCE_RULES = (
     ),
     AlertingRule(
         name="VitalsAgentStalled",
-        # An agent that then dies takes its words with it: they count until VitalsAgentDown fires.
+        # The metrics of an agent that dies end with it: they count until VitalsAgentDown fires.
         expr="last_over_time(agent_cycle_age_seconds[15m]) > 120",
         hold="1m",
         severity="notify",
@@ -227,8 +226,8 @@ LOSS_RULES = (
 ACCESS_RULES = (
     AlertingRule(
         name="VitalsAccessRefused",
-        # Known tokens that are used beyond their rights tell by one request. No token and a wrong
-        # one are what a scanner or a mistyped address brings: only many of them tell.
+        # For known tokens used beyond their rights, one request is enough. Missing and wrong tokens
+        # also come from scanners or mistyped URLs: only many of them fire.
         expr="sum by (reason) (increase("
         'collector_refused_requests_total{reason!~"V41[01]"}[15m])) > 0 '
         'or sum by (reason) (increase(collector_refused_requests_total{reason=~"V41[01]"}[15m])) '
@@ -266,16 +265,16 @@ def files(
     public_url: str = "",
     runbook_url: str = RUNBOOK,
 ) -> dict[str, str]:
-    """Return the scrape configuration, the rules and, where they are given, the agents' targets.
+    """Return the scrape configuration, the rules and, if given, the agents' targets.
 
     Args:
         collector: host and port of the collector.
         alertmanager: host and port of the Alertmanager.
-        token_file: file with the collector's read token, as Prometheus will see it.
-        tls: by what the collector's token file says that it is known; None leaves a place for it.
-        agents: target groups as `agent_targets` returns them; None asks the collector for them.
-        public_url: the dashboard's address for people, where alerts link a run's page; "" for none.
-        runbook_url: where the runbook is published.
+        token_file: path of the collector's read token, as Prometheus sees it.
+        tls: trust information in the collector's token file; None writes a placeholder.
+        agents: target groups as `agent_targets` returns them; None: query the collector for them.
+        public_url: public URL of the dashboard, for links from alerts to a run's page; "" for none.
+        runbook_url: URL of the published runbook.
     """
     pem, server_name = trusted(tls)
     tls_config = {"ca_file": CERTIFICATE_FILE} if pem else {}
@@ -304,10 +303,10 @@ def files(
 
 
 def trusted(tls: TlsTrust | None) -> tuple[str, str]:
-    """Return what Prometheus trusts, PEM, and the name that it checks; "" is what it would do.
+    """Return the CA certificates (PEM) and the server name for Prometheus; "" for its defaults.
 
-    It always checks a name: that of the address, unless the certificate is one that a collector
-    made, whose name is always the same.
+    Prometheus always checks a name: that in the URL, unless the certificate was created by a
+    collector, which always uses the same name.
     """
     if tls is None:
         return "put the certificate of the collector's tokens.json here\n", SERVER_NAME
@@ -317,7 +316,7 @@ def trusted(tls: TlsTrust | None) -> tuple[str, str]:
 
 
 def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
-    """Return the rules as YAML; every text is quoted as JSON, which YAML reads as it is."""
+    """Return the rules as YAML; strings are quoted as JSON, which is valid YAML."""
     lines = ["# Alert rules of Vitals. Generated by `vitals deploy prometheus`.", "groups:"]
     for group, rules in GROUPS:
         lines += [f"  - name: {group}", "    rules:"]
@@ -328,7 +327,7 @@ def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
 
 def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[str]:
     for metric in rule.metrics:
-        spec(metric)  # a metric that the catalog does not know would never fire
+        spec(metric)  # fail for unknown metrics: their rules would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]
     if rule.hold:
         lines.append(f"        for: {rule.hold}")
@@ -348,7 +347,7 @@ def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[
 
 
 def agent_targets(runs: Path) -> list[dict[str, object]]:
-    """Return a target group for each agent that wrote its address below the run directories."""
+    """Return a target group for each agent that wrote its URL below the run directories."""
     groups: list[dict[str, object]] = []
     for path in sorted(runs.glob("*/agents/*/agent.json")):
         url = _agent_url(path)
@@ -362,4 +361,4 @@ def _agent_url(path: Path) -> str:
     try:
         return str(json.loads(path.read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""  # an agent that is just starting or ending: it has no address to scrape
+        return ""  # an agent that is starting or ending has no URL to scrape

@@ -1,4 +1,4 @@
-"""The detectors of docs/DETECTORS.md, in the registry's order; each lies with its examples."""
+"""The detectors of docs/DETECTORS.md, in the registry's order, with their examples."""
 
 from collections.abc import Iterable
 

@@ -16,7 +16,7 @@ from trainvitals.detect.spike import BURST_DEFAULTS, BurstDetector
 from trainvitals.records import StepRecord
 
 BLOOM = (0.242, 0.947, 2.39)
-"""What BLOOM-176B's gradient norm was in the steps before its spike."""
+"""Gradient norm of BLOOM-176B in the steps before its spike."""
 
 
 def noisy(values: Sequence[float], spread: float, seed: int) -> list[float]:
@@ -26,17 +26,17 @@ def noisy(values: Sequence[float], spread: float, seed: int) -> list[float]:
 
 
 def falling(steps: int, start: float = 3.2, end: float = 2.6) -> list[float]:
-    """Return a loss that falls as it does: fast, then ever more slowly."""
+    """Return a typical loss curve: fast at first, then ever more slowly."""
     return [end + (start - end) * math.exp(-3.0 * i / steps) for i in range(steps)]
 
 
 def losses(values: Sequence[float]) -> list[StepRecord]:
-    """Return the records of a loss alone."""
+    """Return records with only a loss."""
     return [StepRecord(step=i, attempt=1, loss=value) for i, value in enumerate(values)]
 
 
 def norms(values: Sequence[float], seed: int) -> list[StepRecord]:
-    """Return the records of a gradient norm beside a loss that goes its way."""
+    """Return records of a gradient norm, with a matching loss."""
     around = noisy([2.6] * len(values), 0.01, seed)
     return [
         StepRecord(step=i, attempt=1, loss=loss, grad_norm=norm)
@@ -45,7 +45,7 @@ def norms(values: Sequence[float], seed: int) -> list[StepRecord]:
 
 
 def nonfinite() -> list[Panel]:
-    """A NaN on one rank; a gradient scaler that finds its scale."""
+    """A NaN on one rank; a gradient scaler that searches its scale."""
     bad = losses(noisy(falling(120), 0.015, 1))
     bad[70] = StepRecord(step=70, attempt=1, loss=math.nan, nonfinite_ranks=(3,))
     scaled = norms(noisy([0.4] * 120, 0.12, 2), 2)
@@ -82,7 +82,7 @@ def in_force() -> list[Panel]:
 
 
 def loss_spike() -> list[Panel]:
-    """Three bad batches; five steps within the noise; what is in order."""
+    """Three bad batches; five steps within the noise; healthy cases."""
     poisoned = noisy(falling(160), 0.015, 3)
     poisoned[110:113] = [7.4, 8.1, 6.9]
     within = noisy([2.0 * (1.5 if 220 <= i < 225 else 1.0) for i in range(260)], 0.1, 3)
@@ -112,7 +112,7 @@ def _reinforcement() -> Panel:
 
 
 def grad_norm_spike() -> list[Panel]:
-    """One step of sixty times the norm; one of fifteen."""
+    """One step of sixty times the norm; one of fifteen times."""
     spiked, heavy = noisy([0.3] * 140, 0.15, 7), noisy([0.3] * 140, 0.15, 8)
     spiked[90], heavy[90] = 18.0, 4.5
     return [
@@ -147,7 +147,7 @@ def _median_of_window(state: State) -> float | None:
 
 
 def _evidence(records: Sequence[StepRecord]) -> Panel:
-    """Draw the sum of evidence that the detector keeps, beside what is enough."""
+    """Draw the detector's sum of evidence, and its threshold."""
     detector, sums = BurstDetector(), []
     for record in records:
         detector.update(record)
@@ -162,7 +162,7 @@ def _evidence(records: Sequence[StepRecord]) -> Panel:
 
 
 def loss_level() -> list[Panel]:
-    """A slow walk away, a step up that stays, one that recovers."""
+    """A slow drift, a permanent step up, and one that recovers."""
     walk = noisy([2.5 + _start(i) + max(0, i - 250) * 0.0035 for i in range(560)], 0.012, 11)
     shift = noisy([(2.5 if i < 250 else 2.58) + _start(i) for i in range(620)], 0.004, 12)
     up = [0.0 if i < 250 else 0.11 * math.exp(-(i - 250) / 45) for i in range(560)]
@@ -186,7 +186,7 @@ def _median_of_level(state: State) -> float | None:
 
 
 def loss_drift() -> list[Panel]:
-    """10 % for good within the noise, 2 % in 100 steps; epochs of a set learned by heart."""
+    """A permanent rise of 10% within the noise, 2% in 100 steps; epochs of a memorized set."""
     up = noisy([2.0 if i < 1200 else 2.2 for i in range(1800)], 0.1, 15)
     ramp = noisy([2.0 * 1.02 ** (max(0, i - 1200) / 100) for i in range(1800)], 0.05, 16)
     stairs = [1.1] * 416 + [0.71 * (1.0 + i / 5000) for i in range(384)]
@@ -200,7 +200,7 @@ def loss_drift() -> list[Panel]:
 
 
 def loss_progress() -> list[Panel]:
-    """All is lost again; nothing is ever learned; a collapse. A loss that has converged."""
+    """All progress lost; no progress; a collapse. A loss that has converged."""
     learned = [2.0 + 5.0 * math.exp(-i / 60) for i in range(600)]
     lost = noisy(learned + [min(7.0, 2.0 + 0.03 * i) for i in range(400)], 0.05, 18)
     never, collapsed = noisy([6.9] * 700, 0.05, 19), noisy(learned + [0.1] * 200, 0.05, 20)

@@ -1,4 +1,4 @@
-"""Examples of the watchers of a node's samples: its GPUs."""
+"""Examples of the detectors for a node's samples: its GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +14,7 @@ APART_SECONDS = 10
 
 
 def samples(rows: Sequence[Mapping[str, Mapping[str, Value]]]) -> list[NodeSample]:
-    """Return samples of one node, of its GPUs' columns; ``step`` is the number of the sample."""
+    """Return samples of one node, from its GPUs' columns; ``step`` is the number of the sample."""
     return [
         NodeSample(node="node-7", time_unix_ns=i * APART_SECONDS * SECOND, step=i, gpus=gpus)
         for i, gpus in enumerate(rows)
@@ -22,7 +22,7 @@ def samples(rows: Sequence[Mapping[str, Mapping[str, Value]]]) -> list[NodeSampl
 
 
 def of_gpu(gpu: str, column: str, unit: float = 1.0) -> Callable[[NodeSample], float | None]:
-    """Return what reads a column of a GPU's, a gap where it did not answer."""
+    """Return a function that reads a column of a GPU, with a gap if it did not respond."""
 
     def read(sample: NodeSample) -> float | None:
         value = sample.gpus.get(gpu, {}).get(column)
@@ -56,7 +56,7 @@ def _clock(ghz: float, celsius: int, reasons: int) -> dict[str, Value]:
 
 
 def gpu_error() -> list[Panel]:
-    """Corrected errors by the hundred, and a fatal Xid; a GPU with a past."""
+    """Corrected errors by the hundred, and a fatal Xid; a GPU with earlier errors."""
     failing = [_errors(max(0, i - 30) * 5, 79 if i >= 75 else 0) for i in range(90)]
     past = [_errors(4000 + i // 20, 31) for i in range(90)]
     corrected = {"corrected errors": of_gpu("3", "ecc_corrected_errors")}
@@ -75,7 +75,7 @@ def _errors(corrected: int, xid: int) -> dict[str, dict[str, Value]]:
 
 
 def gpu_lost() -> list[Panel]:
-    """A GPU that answers no more; one that misses two samples."""
+    """A GPU that no longer responds; one that misses two samples."""
     lost = [_power(i, lost=i >= 50) for i in range(90)]
     short = [_power(i, lost=i in (50, 51)) for i in range(90)]
     lines = {"GPU 3": of_gpu("3", "power_watts"), "GPU 4": of_gpu("4", "power_watts")}

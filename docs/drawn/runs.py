@@ -1,7 +1,7 @@
-"""Lets the real detectors judge a course, and makes a panel of it; no mark is set by hand.
+"""Runs the real detectors on a course, and draws a panel of the result; no mark is set by hand.
 
-A panel is asked for what it must show: a detector that speaks, or silence. Where the detectors do
-not do that, there is no panel but an error.
+A panel names its expected result: a finding of one detector, or none. If the detectors differ, an
+error is raised.
 """
 
 import copy
@@ -24,18 +24,18 @@ from trainvitals.records import Finding, StepRecord
 SECOND = 1_000_000_000
 State = dict[str, Any]
 Levels = Mapping[str, Callable[[State], float | None]]
-"""By label: what a detector's state shows that it compares with."""
+"""Reads the limit from a detector's state, by label."""
 
 
 class ExampleError(Exception):
-    """An example does not show what it is there for."""
+    """An example does not show the expected result."""
 
 
 def check(title: str, findings: Sequence[Finding], detector: str) -> tuple[Finding, ...]:
-    """Return what a detector said; naming none asks for silence.
+    """Return the findings of a detector; without a name, none are expected.
 
     Raises:
-        ExampleError: it was silent, or somebody spoke where silence was to be shown.
+        ExampleError: there is no finding, or an unexpected one.
     """
     mine = tuple(finding for finding in findings if finding.detector == detector)
     if detector and not mine:
@@ -48,7 +48,7 @@ def check(title: str, findings: Sequence[Finding], detector: str) -> tuple[Findi
 
 
 def _height(lines: Sequence[Line], at: float) -> float | None:
-    """Return the height of the first curve where a mark belongs."""
+    """Return the height of the first curve at the position of a mark."""
     heights = dict(lines[0].points)
     value = heights.get(at)
     return value if value is not None and math.isfinite(value) else None
@@ -78,19 +78,19 @@ def in_loop(
     every: int = 1,
     loss_kind: LossKind = "minimize",
 ) -> Panel:
-    """Let the whole set of detectors judge records, none of them withheld, and return the panel.
+    """Run all detectors on records, none of them withheld, and return the panel.
 
     Args:
-        title: what the course is.
+        title: title of the course.
         records: the course.
-        detector: who must speak; none: all must be silent.
-        column: what is drawn.
+        detector: expected detector; empty: no findings are expected.
+        column: column to draw.
         limit: also draw the limit that each step was compared with.
-        levels: what ``detector``'s state is asked for at each step.
-        of: whose state that is, where ``detector`` does not say it.
+        levels: values to read from the state of ``detector`` at each step.
+        of: detector whose state is read, if it is not ``detector``.
         log: draw logarithms.
-        every: draw every so many steps; those that were spoken of always.
-        loss_kind: what the run says of its loss.
+        every: draw every Nth step; steps with findings always.
+        loss_kind: kind of loss that the run declares.
     """
     detectors = DetectorSet(loss_kind=loss_kind)
     own = SpikeDetector("grad_norm" if column == "grad_norm" else "loss")
@@ -115,7 +115,7 @@ def in_loop(
 def _levels_of(
     name: str, records: Sequence[StepRecord], levels: Levels, kept: set[int]
 ) -> list[Line]:
-    """Ask a detector's state after each step."""
+    """Read a detector's state after each step."""
     if not levels:
         return []
     detector = {"grad_norm_burst": BurstDetector, "loss_level": LevelDetector}[name]()
@@ -147,20 +147,20 @@ def watched(
     log: bool = False,
     every: int = 1,
 ) -> Panel:
-    """Feed the whole set of watchers with merged steps, and return the panel.
+    """Run all fleet detectors on merged steps, and return the panel.
 
     Args:
-        title: what the course is.
+        title: title of the course.
         steps: the course.
-        detector: who must speak; none: all must be silent.
-        lines: by label, what is drawn of a step; the first is what is marked, a label that begins
-            with a dash is left out of the legend.
+        detector: expected detector; empty: no findings are expected.
+        lines: values to draw of a step, by label; the first gets the marks, labels that start with
+            a dash are not in the legend.
         y_label: name of the axis.
-        limit: a label, and what the state of a watcher shows that it compares with.
-        of: whose state that is, where ``detector`` does not say it.
-        totals: bytes of memory of the GPUs, which their samples tell.
+        limit: a label, and the function that reads the limit from a detector's state.
+        of: detector whose state is read, if it is not ``detector``.
+        totals: memory of the GPUs in bytes, as in their samples.
         log: draw logarithms.
-        every: draw every so many steps; those that were spoken of always.
+        every: draw every Nth step; steps with findings always.
     """
     watchers, findings, levels = FleetDetectors(), list[Finding](), list[Point]()
     if totals:
@@ -196,7 +196,7 @@ def sampled(
     lines: Mapping[str, Callable[[NodeSample], float | None]],
     y_label: str,
 ) -> Panel:
-    """Feed the whole set of watchers with a node's samples, numbered by ``step``."""
+    """Run all fleet detectors on a node's samples, numbered by ``step``."""
     watchers = FleetDetectors()
     mine = check(title, [f for s in samples for f in watchers.update_node(s)], detector)
     drawn = [
@@ -211,9 +211,9 @@ def sampled(
 
 
 def silence(title: str, times: Sequence[float], seconds_after: float, detector: str = "") -> Panel:
-    """Let steps end at ``times``, ask every second for overdue ones, and draw how long none came.
+    """End steps at ``times``, check every second for overdue ones, and draw the wait.
 
-    A mark's place is the second at which it was told.
+    A mark is at the second of its finding.
     """
     watchers, timed_findings, waits, limits = FleetDetectors(), [], [], []
     step, last = -1, 0.0
@@ -229,7 +229,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
         told = [(now, finding) for finding in watchers.idle(now * SECOND)]
         timed_findings += told
         waits.append((float(now), now - last))
-        if told or step != step_before:  # else it is what it was
+        if told or step != step_before:  # otherwise it is unchanged
             limit = _limit_of_silence(watchers, now)
         limits.append((float(now), limit))
     mine = check(title, [finding for _, finding in timed_findings], detector)
@@ -246,6 +246,6 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
 
 
 def _limit_of_silence(watchers: FleetDetectors, now: int) -> float | None:
-    """Ask a copy, long after: its finding names the limit."""
+    """Query a copy, much later: its finding names the limit."""
     (*_, finding) = (None, *copy.deepcopy(watchers).idle(now * SECOND + 10**18))
     return None if finding is None else finding.limit

@@ -1,4 +1,4 @@
-"""Examples of the watchers of merged steps: the optimizer's numbers, the layers', the ranks'."""
+"""Examples of the detectors for merged steps: values of the optimizer, the layers, the ranks."""
 
 import inspect
 import math
@@ -21,26 +21,26 @@ EVERY = 10
 """Rows of layers come every tenth step."""
 
 _HIDDEN = "-"
-"""Begins a label that is left out of the legend."""
+"""Start of labels that are not in the legend."""
 
 
 def step(number: int, *, attempt: int = 1, **parts: object) -> MergedStep:
-    """Return a merged step, a second after the one before."""
+    """Return a merged step, one second after the previous one."""
     return MergedStep(step=number, attempt=attempt, time_unix_ns=number * SECOND, **parts)  # type: ignore[arg-type]
 
 
 def of_run(column: str) -> Callable[[MergedStep], float | None]:
-    """Return what reads a column of the run's."""
+    """Return a function that reads a column of the run."""
     return lambda merged: _float(merged.run.get(column))
 
 
 def of_rank(column: str, rank: int) -> Callable[[MergedStep], float | None]:
-    """Return what reads a column of one rank's."""
+    """Return a function that reads a column of one rank."""
     return lambda merged: _float(merged.ranks[column][rank])
 
 
 def of_layer(layer: str, column: str) -> Callable[[MergedStep], float | None]:
-    """Return what reads a column of one layer's."""
+    """Return a function that reads a column of one layer."""
     return lambda merged: merged.layers[layer][column]
 
 
@@ -52,7 +52,7 @@ def _float(value: Value) -> float | None:
 
 
 def learning_rate() -> list[Panel]:
-    """A jump, a schedule that a resume forgot; warm restarts, a step decay."""
+    """A jump, a schedule lost at a resume; warm restarts, a step decay."""
     cosine = [_warm_cosine(i, 240) for i in range(240)]
     jump = [rate * (4.0 if i >= 150 else 1.0) for i, rate in enumerate(cosine)]
     resumed = [_warm_cosine(i - 150 if i >= 150 else i, 240) for i in range(240)]
@@ -83,7 +83,7 @@ def _rates(title: str, rates: Sequence[float], detector: str = "", resumed: int 
 
 
 def loss_scale() -> list[Panel]:
-    """Overflow upon overflow; the search from 2**32, and a doubled scale that is taken back."""
+    """Repeated overflows; the search from 2**32, and a doubled scale that is reverted."""
     collapse = _scales(65536.0, {150: 9})
     search = _scales(2.0**32, {0: 20, 100: 1, 180: 1})
     lines = {"loss scale": of_run("loss_scale"), "limit": lambda merged: 1.0}
@@ -95,7 +95,7 @@ def loss_scale() -> list[Panel]:
 
 
 def _scales(scale: float, overflows: dict[int, int]) -> list[MergedStep]:
-    """Return 240 steps with so many overflows in a row from each of these steps on."""
+    """Return 240 steps with this number of consecutive overflows from each of these steps."""
     bad = {first + n for first, num in overflows.items() for n in range(num)}
     steps = []
     for i in range(240):
@@ -123,7 +123,7 @@ def weight_norm() -> list[Panel]:
 
 
 def layer_gradient() -> list[Panel]:
-    """One layer leaves its course; all do together."""
+    """One layer leaves its normal range; all do together."""
     alone = _layers({BROKEN: dict.fromkeys(range(45, 60), 9.0)}, {})
     together = _layers({layer: {45: 9.0, 46: 6.0} for layer in LAYERS}, {})
     return [
@@ -219,7 +219,7 @@ def _activations(title: str, sizes: Sequence[float], detector: str = "") -> Pane
 
 
 def rank_loss() -> list[Panel]:
-    """One rank always lies above; each rank does now and then."""
+    """One rank is always above the others; each rank is at times."""
     rng = random.Random(22)
     broken, heavy = [], []
     for i in range(240):
@@ -266,7 +266,7 @@ def _rank_panel(title: str, rows: Sequence[MergedStep], detector: str = "") -> P
 
 
 def each_rank(column: str, ranks: int) -> dict[str, Callable[[MergedStep], float | None]]:
-    """Return what reads a column of every rank's: rank 0's first, the others' under one name."""
+    """Return functions that read a column of each rank: rank 0's first, the others share a name."""
     names = {rank: f"{_HIDDEN}{rank}" for rank in range(ranks)} | {0: "rank 0", 1: "the others"}
     return {name: of_rank(column, rank) for rank, name in names.items()}
 

@@ -1,6 +1,6 @@
-"""Draws panels of lines and marks as a small SVG picture, the same bytes each time.
+"""Draws panels of lines and marks as a small SVG image, the same bytes each time.
 
-The picture brings its own ground, which follows the reader's light or dark scheme.
+The image has a background that follows the reader's light or dark scheme.
 """
 
 import math
@@ -19,11 +19,11 @@ WIDTH = 760
 _LEFT, _RIGHT, _TITLE, _HEIGHT, _FOOT = 68, 16, 26, 112, 40
 _PLOT = WIDTH - _LEFT - _RIGHT
 _CHAR = 6.0
-"""Width of a letter of 11 pixels, roughly: only where words are put depends on it."""
+"""Approximate width of an 11-pixel letter: only used to place labels."""
 _LABEL_EVERY = 160.0
-"""Pixels that a mark's word needs for itself; marks nearer than that share one."""
+"""Minimum width for a mark's label; marks closer than that share one."""
 _LANE = 12
-"""Pixels at the top that belong to the marks' words."""
+"""Height at the top for the marks' labels."""
 
 _LIGHT = {
     "b": "fill:#ffffff", "f": "fill:none;stroke:#d0d7de", "g": "stroke:#eaeef2",
@@ -46,7 +46,7 @@ _DARK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A curve: points in order; one without a finite value is a gap."""
+    """A curve: points in order; a point without a finite value is a gap."""
 
     label: str
     points: Sequence[Point]
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Where a detector spoke; without a height, the value was not finite; a word may be empty."""
+    """A finding; without a height, the value was non-finite; the label may be empty."""
 
     x: float
     y: float | None
@@ -65,7 +65,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One course of a run, and what was found in it."""
+    """One course of a run, and its findings."""
 
     title: str
     x_label: str
@@ -73,7 +73,7 @@ class Panel:
     lines: Sequence[Line]
     marks: Sequence[Mark] = ()
     findings: Sequence[Finding] = ()
-    """The findings that the marks stand for."""
+    """Findings of the marks."""
     log: bool = False
 
 
@@ -106,7 +106,7 @@ def _style() -> str:
 
 
 class _Axis:
-    """Where a value lies between two ends, and which values are written beside the axis."""
+    """Maps a value to a position between two ends, and selects the tick values."""
 
     def __init__(self, values: Sequence[float], size: int, *, log: bool, margin: float) -> None:
         values = [math.log10(v) for v in values if v > 0.0] if log else list(values)
@@ -138,7 +138,7 @@ def _ones(power: int) -> list[float]:
 
 
 def _nice(stride: float) -> float:
-    """Return the number of 1, 2, 5, 10, 20... that is next to a distance, from above."""
+    """Return the smallest of 1, 2, 5, 10, 20... that is not below a distance."""
     power = math.floor(math.log10(stride))
     return next(n for p in (power, power + 1) for n in _ones(p) if n >= stride * 0.999)
 
@@ -174,7 +174,7 @@ def _ground(panel: Panel, x: _Axis, y: _Axis) -> list[str]:
 
 
 def _curve(line: Line, x: _Axis, y: _Axis) -> list[str]:
-    """Return a curve with its gaps; a small cross at the top where a value is not finite."""
+    """Return a curve with its gaps; a small cross at the top marks a non-finite value."""
     crosses = [_cross(x.at(at)) for at, v in line.points if v is not None and not math.isfinite(v)]
     places = [
         None if v is None or not math.isfinite(v) else (x.at(at), _HEIGHT - y.at(v))
@@ -189,7 +189,7 @@ def _curve(line: Line, x: _Axis, y: _Axis) -> list[str]:
 
 
 def _is_straight(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Say whether ``b`` lies on the way from ``a`` to ``c``: then it need not be drawn."""
+    """Return whether ``b`` is on the line from ``a`` to ``c``, so that it can be left out."""
     return abs((b[1] - a[1]) * (c[0] - b[0]) - (c[1] - b[1]) * (b[0] - a[0])) < 1e-6
 
 
@@ -222,7 +222,7 @@ def _top(mark: Mark, y: _Axis) -> float:
 
 
 def _word(group: Sequence[Mark], x: _Axis, end: float) -> str:
-    """Return what a group of marks says, right of it where there is room until ``end``."""
+    """Return the label of a group of marks, right of it if there is space until ``end``."""
     if not group[-1].word:
         return ""
     words = f"{group[-1].word} ({group[-1].level})"
@@ -254,6 +254,6 @@ def _number(value: float) -> str:
 
 
 def _shown(value: float) -> str:
-    """Return a tick's number: short, and never ``-0``."""
+    """Return a tick label: short, and never ``-0``."""
     words = f"{value + 0.0:g}" if 1e-4 <= abs(value) < 1e5 or not value else f"{value:.0e}"
     return words.replace("e+0", "e").replace("e-0", "e-")

@@ -1,7 +1,7 @@
-"""What the detectors say of real trainings whose loss rises for good reasons, and of a fault there.
+"""Detector results on real trainings with legitimate loss increases, and on a fault in each.
 
-The trainings' logs lie beside this file, in ``real/``; the bench makes them
-(`benchmarks/vitals_bench/judgement/series.py`), and ``python -m docs.drawn.trained`` anew.
+The trainings' logs are in ``real/`` next to this file. The benchmark writes them
+(`benchmarks/vitals_bench/judgement/series.py`); ``python -m docs.drawn.trained`` re-creates them.
 """
 
 import csv
@@ -22,13 +22,13 @@ from trainvitals.records import Finding, StepRecord
 
 FOLDER = Path(__file__).parent / "real"
 FAULT = 400
-"""Step at which the damaged twin of each training loses Adam's second moments."""
+"""Step at which the damaged twin of each training loses the second moments of Adam."""
 AFTER = 30
-"""Steps after it within which it is to be found."""
+"""Steps after the fault within which it must be found."""
 EPISODE = 20
-"""Steps between findings of a detector up to which they are one episode."""
+"""Maximum distance of a detector's findings in one episode, in steps."""
 BEFORE = 100
-"""Steps before the fault that are drawn."""
+"""Steps drawn before the fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +36,22 @@ class Training:
     """A real small training of the page."""
 
     name: str
-    """Of its file, and of its picture."""
+    """Name of its file and its image."""
     of: str
-    """Its name in the bench."""
+    """Its name in the benchmarks."""
     seed: int = 0
-    """What it is drawn from; of the GANs the first whose fault shows in loss or norm."""
+    """Random seed; for the GANs, the first one whose fault shows in loss or norm."""
     title: str
     about: str
     loss_kind: LossKind = "minimize"
     change: int = -1
-    """Step of the change that is announced; -1 for none."""
+    """Step of the announced change; -1 for none."""
     declared: str = ""
-    """How it is declared."""
+    """Declaration in the run."""
     every: int = 2
-    """Draw every so many steps."""
+    """Draw every Nth step."""
     log: bool = False
-    """Draw the loss by its logarithm."""
+    """Draw the logarithm of the loss."""
 
 
 TRAININGS = (
@@ -114,7 +114,7 @@ def read(training: Training, *, damaged: bool = False) -> list[StepRecord]:
 
 @cache
 def heard(training: Training, *, declared: bool, damaged: bool = False) -> tuple[Finding, ...]:
-    """Return what the detectors of a rank find in a training: the first finding of each episode."""
+    """Return the findings of a rank's detectors in a training: the first of each episode."""
     detectors = DetectorSet(loss_kind=training.loss_kind if declared else "minimize")
     findings: list[Finding] = []
     for record in read(training, damaged=damaged):
@@ -134,7 +134,7 @@ def _episodes(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def is_found(training: Training, detector: str) -> bool:
-    """Say whether a detector speaks of the fault, where the run declared what it is."""
+    """Return whether a detector finds the fault in a run with its declarations."""
     return any(
         finding.detector == detector and FAULT <= finding.step <= FAULT + AFTER
         for finding in heard(training, declared=True, damaged=True)
@@ -143,7 +143,7 @@ def is_found(training: Training, detector: str) -> bool:
 
 @cache
 def withheld(training: Training, *, declared: bool, clips: bool = True) -> int:
-    """Return how many updates of the healthy training would be withheld."""
+    """Return the number of withheld updates in the healthy training."""
     log = [LoggedStep(r.step, r.step, r.loss, r.grad_norm) for r in read(training)]
     config = JudgeConfig(loss_kind=training.loss_kind if declared else "minimize")
     expected = [training.change] if declared and training.change >= 0 else []
@@ -155,7 +155,7 @@ def withheld(training: Training, *, declared: bool, clips: bool = True) -> int:
 
 
 def panels(training: Training) -> list[Panel]:
-    """Return the training as it is heard with nothing declared, declared, and with the fault."""
+    """Return the training's panels: without declarations, with them, and with the fault."""
     healthy = read(training)
     drawn = [_panel(training, "nothing is declared", healthy, heard(training, declared=False))]
     if training.declared:
@@ -196,7 +196,7 @@ def _panel(
 
 
 def _with_counts(title: str, findings: Sequence[Finding]) -> str:
-    """Return the title with what is said and how often: marks lie too near for words."""
+    """Return the title with the counts of findings: marks are too close for labels."""
     counts = Counter(finding.kind.replace("_", " ") for finding in findings)
     words = ", ".join(f"{kind} x{n}" if n > 1 else kind for kind, n in counts.items())
     return f"{title}: {words or 'silent'}"

@@ -23,9 +23,9 @@ def can_be_captured(device: torch.device) -> bool:
 
 
 def is_graph_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor lies in the private memory pool of a CUDA graph.
+    """Return whether the tensor is in the private memory pool of a CUDA graph.
 
-    Walks over all segments of the allocator: for rare questions only.
+    Walks over all segments of the allocator, so do not call it in every step.
     """
     try:
         segments = torch.cuda.memory_snapshot()

@@ -1,1 +1,1 @@
-"""The `vitals` command: the core's own commands, and those that installed programs register."""
+"""The `vitals` command: built-in commands, and those that installed programs register."""

@@ -1,6 +1,6 @@
-"""``vitals demo``: a real small training with faults, watched and healed on this machine.
+"""``vitals demo``: a real small training with faults, guarded by Vitals on this machine.
 
-What it injects, what it expects to read in the ledger, and whether it did, come first.
+Prints the injected faults, the expected decisions, and whether they match.
 """
 
 import os
@@ -35,18 +35,18 @@ NAN_GRADIENT_STEP = 150
 SHUFFLED_PARAMETERS_STEP = 400
 NAN_PARAMETERS_STEP = 540
 LOSS_TOLERANCE = 0.02
-"""How far above the clean run's validation loss the guarded run may end."""
+"""Maximum excess of the guarded run's validation loss over the clean run's, as a ratio."""
 MIN_REASON_WIDTH = 110
-"""Columns of a terminal from which the table has its reasons."""
+"""Terminal width from which the table includes reasons."""
 IDLE_SECONDS = 600.0
-"""How long the dashboard stays up without a browser; an open page keeps its connection."""
+"""Time that the dashboard stays up without a browser; an open page keeps its connection."""
 _SOCKETS = Path("/proc/net/tcp")
 _ESTABLISHED = "01"
 _OF_JOBS = (signal.SIGTTOU, signal.SIGTSTP)
 
 
 class Expected(NamedTuple):
-    """One ledger entry that must be there; rank -1: no single rank is to blame."""
+    """A decision that the run must record; rank -1: no single rank is at fault."""
 
     fault: str
     action: str
@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 
 
 class Match(NamedTuple):
-    """An expected entry and the decision that answers it, if there is one."""
+    """An expected decision and the matching one, if any."""
 
     expected: Expected
     decision: Decision | None
@@ -103,7 +103,7 @@ def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[M
 
 
 def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
-    """Return the decisions that answer nothing: false alarms."""
+    """Return the decisions without an expected entry: false alarms."""
     used = {id(m.decision) for m in matches}
     return [d for d in decisions if id(d) not in used]
 
@@ -120,11 +120,11 @@ _LEDGER_SECONDS = 30.0
 
 
 class DemoResult(msgspec.Struct):
-    """What the training script leaves."""
+    """Result of the training script."""
 
     run_id: str
     validation_loss: float | None
-    """None where it is not finite."""
+    """None: non-finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def register(app: typer.Typer) -> None:
 
 
 def print_next(console: Console, runs: Path) -> None:
-    """Print what to do with what the demo leaves, as lines to paste."""
+    """Print the next steps, as lines to paste."""
     folder, vitals = shlex.quote(str(runs)), _own_command()
     console.print("\nnext, here or in another terminal:")
     for command, meaning in (
@@ -191,7 +191,7 @@ def print_next(console: Console, runs: Path) -> None:
 
 
 def _own_command() -> str:
-    """Return what this command line is called by from here: `make demo` puts it on no PATH."""
+    """Return the command to call this program from here: `make demo` does not put it on PATH."""
     if shutil.which("vitals"):
         return "vitals"
     script = Path(sys.argv[0])
@@ -200,7 +200,7 @@ def _own_command() -> str:
 
 
 def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> None:
-    """Keep the dashboard up until Ctrl-C or, if given, for so long without a browser."""
+    """Keep the dashboard up until Ctrl-C or, if given, for this long without a browser."""
     limit = (
         "" if idle_seconds is None else f", or {idle_seconds / 60:.0f} minutes without a browser"
     )
@@ -222,15 +222,15 @@ def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> Non
 
 @contextmanager
 def alone_in_foreground() -> Iterator[None]:
-    """Have a Ctrl-C on this terminal reach this process alone.
+    """Deliver a Ctrl-C on this terminal only to this process.
 
-    Under `make demo` it would reach make as well, which would call the demo's good end an error.
+    Under `make demo` it would also reach make, which would report an error.
     """
     terminal, group = sys.stdout.fileno(), os.getpgrp()
-    if group == os.getpid() or os.tcgetpgrp(terminal) != group:  # a shell has seen to it already
+    if group == os.getpid() or os.tcgetpgrp(terminal) != group:  # a shell has already done so
         yield
         return
-    # Stopped by Ctrl-Z it would leave the shell waiting for make, and make for it.
+    # Stopped by Ctrl-Z, it would leave the shell waiting for make, and make waiting for it.
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_JOBS}
     os.setpgid(0, 0)
     os.tcsetpgrp(terminal, os.getpid())
@@ -244,7 +244,7 @@ def alone_in_foreground() -> Iterator[None]:
 
 
 def has_visitors(port: int) -> bool:
-    """Return whether anyone is connected to this port; False where the system does not tell."""
+    """Return whether anyone is connected to this port; False if the system does not support it."""
     try:
         sockets = _SOCKETS.read_text().splitlines()[1:]
     except OSError:
@@ -264,7 +264,7 @@ class _Demo:
         self._ranks = ranks
 
     def run(self, *, compare: bool) -> bool:
-        """Train the arms, print the summary, return whether everything is as it must be."""
+        """Train the arms, print the summary, return whether all results are as expected."""
         stack, say = self._stack, self._console.print
         stack.start_collector()
         stack.start_agent()
@@ -282,7 +282,7 @@ class _Demo:
             decisions = self._ledger(client, guarded.run_id, len(expected()))
         matches = match(expected(), decisions)
         extra = unexpected(matches, decisions) + false_alarms
-        # A pipe has no width of its own; 80 columns would fold every reason into a ribbon.
+        # A pipe has no width; with 80 columns every reason would wrap into a narrow column.
         output = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
         print_summary(output, matches, extra, clean, guarded, bare)
         against = compare_losses(guarded, clean)
@@ -292,10 +292,10 @@ class _Demo:
     # ------------------------------------------------------------------------------ training
 
     def _train(self, arm: Arm) -> DemoResult:
-        """Train one arm under torchrun, showing how far it is.
+        """Train one arm under torchrun, and show its progress.
 
         Raises:
-            VitalsError: the training failed; with the end of its log.
+            VitalsError: the training failed; includes the end of its log.
         """
         result = self._stack.home / f"result-{arm.name.replace(': ', '-')}.json"
         log = self._stack.home / f"train-{arm.name.replace(': ', '-')}.log"
@@ -312,7 +312,7 @@ class _Demo:
             self._show(arm, child.process.poll)
             code = child.process.wait()
         if code != 0 and result.exists():
-            # Seen on busy machines, with and without us: gloo aborts a rank while it exits.
+            # Occurs on busy machines, also without Vitals: gloo aborts a rank while it exits.
             self._console.print(f"{arm.name}: done, but torchrun ended with exit code {code}")
         if not result.exists():
             raise VitalsError(
@@ -338,7 +338,7 @@ class _Demo:
             progress.update(task, completed=STEPS)
 
     def _progress(self, client: CollectorClient, arm: Arm) -> tuple[int, str]:
-        """Return how far the newest run of that name is, and its last decision."""
+        """Return the step of the latest run of that name, and its last decision."""
         if arm.mode == "off":
             return 0, "not watched"
         try:
@@ -360,7 +360,7 @@ class _Demo:
         return client_of(collector, timeout=10.0)
 
     def _ledger(self, client: CollectorClient, run_id: str, at_least: int) -> list[Decision]:
-        """Return the run's decisions from the collector, once the run's end has arrived there."""
+        """Return the run's decisions from the collector, once it has the run's end."""
         deadline = time.monotonic() + _LEDGER_SECONDS
         while True:
             decisions = [view.decision for view in client.ask(DecisionsQuestion(run_id=run_id))]
@@ -371,7 +371,7 @@ class _Demo:
 
 
 def compare_losses(result: DemoResult, clean: DemoResult) -> float | None:
-    """Return how far the loss is above the clean run's, as a ratio; None if one is not finite."""
+    """Return the excess of the loss over the clean run's, as a ratio; None if one is non-finite."""
     if result.validation_loss is None or clean.validation_loss is None:
         return None
     return result.validation_loss / clean.validation_loss - 1.0
@@ -385,10 +385,10 @@ def print_summary(
     guarded: DemoResult,
     bare: list[tuple[str, DemoResult]],
 ) -> None:
-    """Print each fault, what was decided by which rule, what it cost, and the losses."""
+    """Print each fault, the decision and its rule, its cost, and the losses."""
     table = Table(title="Decision log", title_justify="left")
     columns: tuple[str, ...] = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
-    # In a narrow terminal the reasons would be ribbons; `vitals why` tells them.
+    # Too wide for a narrow terminal; `vitals why` shows the reasons.
     columns = columns if console.width >= MIN_REASON_WIDTH else columns[:-1]
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column != "reason")

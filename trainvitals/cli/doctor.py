@@ -1,4 +1,4 @@
-"""`vitals doctor`: looks at this machine and says what will not work, and what to do about it."""
+"""`vitals doctor`: checks this machine, and reports problems with their fixes."""
 
 import json
 import os
@@ -22,24 +22,23 @@ from trainvitals.errors import UsageError, VitalsError
 from trainvitals.plugins import load_plugin
 
 Status = Literal["ok", "info", "note", "fail"]
-"""``info`` is no fault: something optional that is not installed. A ``note`` is a fault that
-training survives."""
+"""``info``: something optional is not installed. ``note``: a problem that training survives."""
 
 TRIALS = "trainvitals.trials"
 """Entry points that are called with an empty directory, and raise if training here would fail."""
 
 MIN_SHARED_BYTES = 64 << 20
-"""Less free shared memory than this is worth a word: Docker's default is 64 MB in all, and
-DataLoader workers need most of it."""
+"""Minimum free shared memory without a note: Docker's default is 64 MB in total, and DataLoader
+workers need most of it."""
 
 
 MIN_DISK_BYTES = 16 << 20
-"""With less room than this for run directories, their disk is as good as full."""
+"""Below this free space for run directories, the disk counts as full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at, and the remedy where it is not well."""
+    """Result of one check, with the fix if it failed."""
 
     name: str
     status: Status
@@ -64,7 +63,7 @@ def check_versions() -> Iterator[Check]:
 
 
 def check_torch(installed: Callable[[str], str | None]) -> Check:
-    """Return whether the torch that is installed can be guarded; without one, runs are read."""
+    """Return whether Vitals supports the installed torch; without torch, runs can only be read."""
     version = installed("torch")
     if version is None:
         return Check(
@@ -84,7 +83,7 @@ def check_torch(installed: Callable[[str], str | None]) -> Check:
 
 
 def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
-    """Yield for the base install and each extra whether its packages are there."""
+    """Yield for the base install and each extra whether its packages are installed."""
     for extra, modules in PACKAGES.items():
         missing = [module for module in modules if not importable(module)]
         if not missing:
@@ -116,7 +115,7 @@ def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Yield whether journals lie where only this user reaches them, in memory, with room left."""
+    """Yield whether journals are private to this user, in memory, and have free space."""
     from trainvitals.io.private import is_memory_backed, private_bases
 
     refused: list[VitalsError] = []
@@ -147,7 +146,7 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
-    """Return whether run directories can be made where `VITALS_DIR` says."""
+    """Return whether run directories can be created in `VITALS_DIR`."""
     directory = Path(environ.get("VITALS_DIR") or "vitals_runs").absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
@@ -171,7 +170,7 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
 
 
 def examine(environ: Mapping[str, str]) -> list[Check]:
-    """Return every check of this machine, in the order they are shown."""
+    """Return every check of this machine, in display order."""
     torch = check_torch(_installed_version)
     return [
         *check_versions(),
@@ -191,7 +190,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def render(checks: list[Check]) -> str:
-    """Return the checks as lines of text, each fault with its remedy below."""
+    """Return the checks as text, each problem with its fix below."""
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
     for check in checks:

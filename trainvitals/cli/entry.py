@@ -1,6 +1,6 @@
 """Start of every `vitals` command; imports nothing before Ctrl-C is handled.
 
-The command line takes a second to import on a busy machine, and people end what they mistyped.
+Importing the command line takes a second on a busy machine, and users interrupt mistyped commands.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Entry of the console script: commands in, exit code out, an error as text and never a traceback.
+"""Entry point of the console script: prints errors as text, never as a traceback.
 
-Exit codes: 0 ok, 1 failed, 2 wrong usage, 130 interrupted. Data goes to stdout, everything else to
-stderr.
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 130 interrupted. Data are written to stdout, everything
+else to stderr.
 """
 
 import sys
@@ -15,7 +15,7 @@ from trainvitals.cli.programs import missing_package, register_all
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.printable import printable
 
-# Of a command line of httpx's own, with rich and pygments: 3 MB in a collector, and time at starts.
+# Skip httpx's command line: it imports rich and pygments, 3 MB in a collector and slow starts.
 sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def build_app() -> tuple[typer.Typer, dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code where the command did not exit by itself."""
+    """Run one command; return its exit code if the command did not exit itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     app, owners = build_app()
     program = next((owners[word] for word in arguments if word in owners), "")
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: VitalsError) -> int:
-    """Print the error with its code and way out on stderr; return the exit code for it."""
-    # The text may quote a stranger's: what follows a newline in it begins no line of its own.
+    """Print the error with its code and fix on stderr; return the exit code for it."""
+    # The text may contain untrusted input: a newline in it must not start a new line.
     text = "\n  ".join(map(printable, error.text.splitlines()))
     hint = f"\n\nhint: {printable(error.hint)}" if error.hint else ""
     typer.echo(f"error: {text} [{error.code}]{hint}", err=True)

@@ -35,7 +35,7 @@ TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collec
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 FactsForm = Annotated[Format, typer.Option("--format", help="table, json or csv.")]
 ReportFormat = Literal["table", "json"]
-"""Format of a report, whose parts do not fit into the rows of a CSV file."""
+"""Format of a report whose parts do not fit into the rows of a CSV file."""
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file whose content differs.")]
 Control = Annotated[
     bool,
@@ -47,9 +47,9 @@ Control = Annotated[
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a dataclass by the options that its fields declare.
+    """Replace each dataclass parameter by the options that its fields declare.
 
-    Typer sees the fields in place of the parameter. The command receives an instance.
+    Typer gets the fields instead of the parameter. The command receives an instance.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Data on stdout, as a table for people, JSON or CSV for programs."""
+"""Data on stdout, as a table for users, JSON or CSV for programs."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ from trainvitals.jsonable import to_json
 from trainvitals.printable import printable
 
 MAX_CELL = 60
-"""Characters of a table's cell, but in its last column."""
+"""Maximum characters of a table's cell, except in the last column."""
 
 _FORMULA = ("=", "+", "-", "@")
 
 
 class Format(StrEnum):
-    """How data is written."""
+    """Format of the output."""
 
     TABLE = "table"
     JSON = "json"
@@ -29,7 +29,7 @@ class Format(StrEnum):
 
 
 def write_json(body: object, *, to: TextIO | None = None) -> None:
-    """Write the body as indented JSON, to stdout where nothing else is given."""
+    """Write the body as indented JSON, to stdout by default."""
     text = msgspec.json.format(to_json(body), indent=2).decode()
     (to or sys.stdout).write(_escaped(text) + "\n")
 
@@ -40,13 +40,13 @@ def write_json_line(body: object) -> None:
 
 
 def _escaped(text: str) -> str:
-    """Return JSON with what a terminal could take for a command escaped; JSON lets C1 stand."""
+    """Return JSON with terminal control characters escaped: JSON allows C1 characters."""
     lines = (line if line.isprintable() else _escape(line) for line in text.split("\n"))
     return "\n".join(lines)
 
 
 def _escape(line: str) -> str:
-    # In JSON such a character stands inside a string, nowhere else. ``dumps`` lets DEL stand.
+    # In JSON such characters only occur inside strings. ``dumps`` does not escape DEL.
     escaped = (c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     return "".join(escaped).replace("\x7f", "\\u007f")
 
@@ -62,8 +62,8 @@ def write_rows(
 ) -> None:
     """Write rows as CSV or as aligned columns, never cut to a terminal's width.
 
-    A cell of a table that others follow is cut where it would push them out of sight. Text that a
-    spreadsheet would take for a formula has an apostrophe before it in CSV.
+    Long cells are cut, except in the last column. In CSV, text that a spreadsheet would evaluate as
+    a formula is prefixed with an apostrophe.
     """
     to = to or sys.stdout
     if form is Format.CSV:
@@ -97,7 +97,7 @@ def write_table(
 
 
 def format_time(time_unix_ns: int) -> str:
-    """Return the time for people, to the second, in UTC; "" for none."""
+    """Return the time as text, to the second, in UTC; "" for none."""
     if time_unix_ns <= 0:
         return ""
     try:
@@ -112,7 +112,7 @@ def _short(cell: str) -> str:
 
 
 def _exact(value: object) -> str:
-    """Return the cell of a file for programs: numbers in full, and no text that could be run."""
+    """Return a CSV cell: numbers in full, and no text that could be evaluated."""
     cell = float.__repr__(value) if isinstance(value, float) else _cell(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
         return cell

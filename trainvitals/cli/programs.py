@@ -1,9 +1,9 @@
 """Finds the commands of every installed program, without importing a program by name.
 
 A program announces `register(app: typer.Typer) -> None` in the entry point group
-`trainvitals.commands`. A program whose packages are missing keeps its commands: each then says what
-to install. House rule for `register`: import what is heavy inside the command, and end every
-command's help with `epilog="Example: vitals ..."`.
+`trainvitals.commands`. If its packages are missing, its commands stay and print what to install.
+Rules for `register`: import heavy packages inside the command, and end every command's help with
+`epilog="Example: vitals ..."`.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ ORDER = (
     *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
     *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard"),
 )
-"""Order of commands in the help, after which others follow; groups come last."""
+"""Order of commands in the help; others follow, groups come last."""
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
@@ -45,10 +45,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "landscape": ("landscape",),
     "deploy": ("deploy",),
 }
-"""Command names by who brings them, for the message where that program cannot be loaded."""
+"""Command names by program, for the message if that program cannot be loaded."""
 
 OWN = ("demo", "up", "doctor", "resume")
-"""Modules of `trainvitals.cli` with a `register` of their own."""
+"""Modules of `trainvitals.cli` with their own `register`."""
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "base": (
@@ -67,7 +67,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "oidc": ("authlib",),
     "grafana": ("grafana_api", "requests"),
 }
-"""Modules behind the base install and each extra, held against pyproject.toml by a test."""
+"""Modules of the base install and each extra; a test compares them with pyproject.toml."""
 
 EXTRAS = {
     "deploy": "grafana",
@@ -79,7 +79,7 @@ EXTRAS = {
     "mirror": "collector",
     "audit": "collector",
 }
-"""The extra a program needs, where it is not called as the program."""
+"""Extra that a program needs, if its name differs from the program's."""
 
 HOUSE = frozenset(
     {
@@ -95,7 +95,7 @@ HOUSE = frozenset(
 
 
 def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
-    """Return the error that says what to install so that `program` works."""
+    """Return the error that explains what to install for `program`."""
     module = (error.name or str(error)).partition(".")[0]
     if module in HOUSE:
         return UsageError(
@@ -110,7 +110,7 @@ def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
 
 
 def install(extra: str) -> str:
-    """Return the line that installs an extra, or the base."""
+    """Return the command that installs an extra, or the base."""
     return "pip install trainvitals" if extra == "base" else f"pip install 'trainvitals[{extra}]'"
 
 

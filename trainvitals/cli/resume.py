@@ -1,4 +1,4 @@
-"""``vitals resume``: a person says that a run which its ladder stopped may go on."""
+"""``vitals resume``: allows a run that Vitals halted to continue."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,14 +38,14 @@ def register(app: typer.Typer) -> None:
 
 
 def find_halted(run: str, vitals_dir: Path) -> RunDir:
-    """Return the run that is meant; of several that fit, the only one that is halted.
+    """Return the requested run; if several match, the only one that is halted.
 
     Args:
-        run: a run directory, a folder with runs, or an id, the beginning of one, or a name.
+        run: a run directory, a directory with runs, or an id, the start of one, or a name.
         vitals_dir: where to look for an id or a name.
 
     Raises:
-        UsageError: there is none, or it is not clear which.
+        UsageError: no run matches, or several do.
     """
     fitting = find_fitting(run, vitals_dir)
     halted = [run_dir for run_dir in fitting if _is_halted(run_dir)]
@@ -61,14 +61,14 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
 
 
 def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
-    """Return the runs that may be meant, oldest first; at least one.
+    """Return the matching runs, oldest first; at least one.
 
     Args:
-        run: a run directory, a folder with runs, or an id, the beginning of one, or a name.
+        run: a run directory, a directory with runs, or an id, the start of one, or a name.
         vitals_dir: where to look for an id or a name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no run matches.
     """
     folder = Path(run).expanduser()
     if is_run_id(folder.absolute().name) and run and folder.is_dir():
@@ -90,7 +90,7 @@ def _is_halted(run_dir: RunDir) -> bool:
     try:
         return run_dir.halted() is not None
     except PermissionError:
-        return False  # another user's run, whose folder is closed to us
+        return False  # another user's run, whose directory is not accessible
 
 
 def _halt_text(run_id: str, marker: HaltMarker) -> str:
@@ -103,7 +103,7 @@ def _halt_text(run_id: str, marker: HaltMarker) -> str:
 
 
 def _name(run: RunDir) -> str:
-    """Return what the run is called; "" where its file is missing or damaged."""
+    """Return the name of the run; "" if its file is missing or damaged."""
     try:
         info = run.info()
     except (VitalsError, OSError):

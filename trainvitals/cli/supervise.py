@@ -1,7 +1,7 @@
-"""Starts the programs as processes of their own, in order, and stops them in reverse.
+"""Starts the programs as separate processes, in order, and stops them in reverse.
 
-The programs are run as modules of this same interpreter, so nothing depends on PATH. Each has a log
-file; what one says before it dies is shown, so that no start fails without its reason.
+The programs run as modules of this interpreter, so nothing depends on PATH. Each has a log file; a
+failed start shows its end.
 """
 
 import os
@@ -39,12 +39,12 @@ STOP_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 MAX_REVIVALS = 3
 COMMAND_STOP_SECONDS = 40.0
-"""torchrun itself gives its ranks 30 seconds to end; killed before, it would leave them behind."""
+"""torchrun gives its ranks 30 seconds to end; if killed earlier, it would leave them running."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A program that was started."""
+    """A started program."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -58,7 +58,7 @@ class Child:
         return "\n".join(lines[-num_lines:])
 
     def why(self) -> str:
-        """Return in one line why it does not run: its error and the way out, else its last line."""
+        """Return one line on why it ended: its error and the fix, otherwise its last line."""
         log = self.log.read_text(errors="replace")
         error = re.search(r"^error: (.+?)(?: \[V\d+\])?$(?:\n\nhint: (.+))?", log, re.M)
         if error is None:
@@ -67,12 +67,12 @@ class Child:
 
     @property
     def lacks_a_package(self) -> bool:
-        """Whether it ended as something is not installed: it is of no use to start it again."""
+        """Whether it ended because a package is missing: a restart does not help."""
         return f"[{MissingDependencyError.code}]" in self.log.read_text(errors="replace")
 
 
 class Stack:
-    """Collector, agent and dashboard around a folder of runs. Use it as a context manager."""
+    """Collector, agent and dashboard for a directory of runs. Use it as a context manager."""
 
     def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
         self.home = home.absolute()
@@ -91,7 +91,7 @@ class Stack:
         return self.data / "tokens.json"
 
     def training_environ(self) -> dict[str, str]:
-        """Return the environment for a training whose agent is this stack's.
+        """Return the environment for a training that uses the agent of this stack.
 
         Without a collector there is no agent here: the training starts its own.
         """
@@ -105,22 +105,22 @@ class Stack:
     # ---------------------------------------------------------------------------- starting
 
     def start_collector(self) -> str:
-        """Start the collector and return its address, once it answers."""
+        """Start the collector and return its URL, once it responds."""
         (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
         child = self._start("collector", ["--data", str(self.data)])
         self.collector_url = self._until(child, lambda: _served(self.data, child.process.pid))
         return self.collector_url
 
     def start_agent(self) -> None:
-        """Start the agent for the folder of runs, shipping to the collector, wherever that is.
+        """Start the agent for the directory of runs, shipping to the collector, wherever that is.
 
-        It is told the collector's data folder: one that is started again may have another port.
+        It gets the collector's data directory, not its URL: after a restart the port may differ.
         """
         options = ["--dir", str(self.runs), "--collector", str(self.data)]
         self._start("agent", [*options, "--token-file", str(self.token_file)])
 
     def start_dashboard(self, *, port: int = 0, control: bool = False) -> str:
-        """Start the dashboard and return its one-click address, as it printed it."""
+        """Start the dashboard and return the one-click URL that it printed."""
         options = ["--collector", str(self.data), "--token-file", str(self.token_file)]
         if control:
             options.append("--control")
@@ -138,7 +138,7 @@ class Stack:
         self, name: str, options: Sequence[str], log: Path, how: int
     ) -> subprocess.Popen[bytes]:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as output:  # private: the dashboard prints the way in
+        with os.fdopen(fd, "wb") as output:  # private: the dashboard prints its secret URL
             return subprocess.Popen(
                 [sys.executable, "-m", "trainvitals", name, *options],
                 stdin=subprocess.DEVNULL,
@@ -149,10 +149,10 @@ class Stack:
             )
 
     def _until(self, child: Child, probe: Callable[[], T | None]) -> T:
-        """Return the probe's first answer.
+        """Return the probe's first result.
 
         Raises:
-            TransportError: the program ended, or said nothing in time.
+            TransportError: the program ended, or did not respond in time.
         """
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -172,19 +172,19 @@ class Stack:
         )
 
     def give_up(self) -> str:
-        """Stop the program that was started last, and return in one line why it did not answer."""
+        """Stop the latest program, and return one line on why it did not respond."""
         child = self._children.pop()
         stop_process(child.process)
         return child.why()
 
     def dead(self) -> Child | None:
-        """Return a program that ended by itself, or None."""
+        """Return a program that ended unexpectedly, or None."""
         return next((c for c in self._children if c.process.poll() is not None), None)
 
     def revive(self) -> Iterator[str]:
-        """Start again what ended by itself, at most ``MAX_REVIVALS`` times each; yield what to say.
+        """Restart programs that ended, at most ``MAX_REVIVALS`` times each; yield messages.
 
-        A training must not end because a program beside it did.
+        A training must not end because another program did.
         """
         for child in [program for program in self._children if program.process.poll() is not None]:
             message = f"the {child.name} ended with exit code {child.process.returncode}"
@@ -201,7 +201,7 @@ class Stack:
             yield f"{message}; it is started again"
 
     def control_codes(self) -> list[str]:
-        """Return what the dashboard has said of control codes since the last call."""
+        """Return the control codes that the dashboard printed since the last call."""
         lines: list[str] = []
         for child in self._children:
             if child.name == "dashboard":
@@ -212,7 +212,7 @@ class Stack:
     # ---------------------------------------------------------------------------- stopping
 
     def stop(self) -> None:
-        """Stop everything in reverse order: the agent drains before its collector goes."""
+        """Stop everything in reverse order: the agent drains before its collector stops."""
         for child in sorted(self._children, key=lambda c: _STOP_ORDER.index(c.name)):
             stop_process(child.process)
         self._children.clear()
@@ -237,7 +237,7 @@ class Stack:
         trace: TracebackType | None,
     ) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # A second Ctrl-C, while this takes its seconds, would leave programs behind.
+        # A second Ctrl-C during the stop would leave programs running.
         now = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
         try:
             self.stop()
@@ -250,7 +250,7 @@ _STOP_ORDER = ("agent", "dashboard", "collector")
 
 
 def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> int:
-    """Ask the process to end, insist after ``seconds``, and return its exit code."""
+    """Terminate the process, kill it after ``seconds``, and return its exit code."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -262,7 +262,7 @@ def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS
 
 @contextmanager
 def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[Child]:
-    """Run a command in the background with its output in ``log``; stop it if it is left early."""
+    """Run a command in the background with its output in ``log``; stop it on early exit."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             list(command),
@@ -288,10 +288,10 @@ def run_command(
     Args:
         command: the program and its arguments.
         environ: its environment.
-        look: called about once a second while it runs.
+        look: called about once per second while it runs.
 
     Raises:
-        UsageError: there is no such command.
+        UsageError: the command does not exist.
         KeyboardInterrupt: at a Ctrl-C, once the command has ended.
     """
     try:
@@ -320,7 +320,7 @@ def _wait(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
 
 
 class _Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: they came to this process alone."""
+    """SIGTERM or SIGHUP, which reached only this process."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -328,21 +328,21 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt) -> int:
-    """Let the command end, insist where it does not, and return its exit code.
+    """Let the command end, kill it if it does not, and return its exit code.
 
-    A Ctrl-C reached it from the terminal already. Another signal on top of that, too early, keeps
-    torchrun from waiting for its ranks.
+    A Ctrl-C already reached it from the terminal. Another signal too early keeps torchrun from
+    waiting for its ranks.
     """
     try:
         if not isinstance(interrupt, _Ended):
             return process.wait(STOP_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass  # it does not listen, or the person will not wait
+        pass  # it does not react, or the user does not wait
     return stop_process(process, COMMAND_STOP_SECONDS)
 
 
 def _served(data: Path, pid: int) -> str | None:
-    """Return the address of the collector that is this process, once it answers."""
+    """Return the URL of the collector in this process, once it responds."""
     file, collector = read_collector_file(data), collector_on(data)
     if file is None or file.pid != pid or collector is None:
         return None
@@ -356,5 +356,5 @@ def _one_click(log: Path) -> str | None:
 
 
 def environ_of_this_process() -> dict[str, str]:
-    """Return a copy of the environment, unbuffered so that logs are whole."""
+    """Return a copy of the environment, with unbuffered output so that logs are complete."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""``vitals up`` and ``vitals run``: the programs for this machine, alone or around a training."""
+"""``vitals up`` and ``vitals run``: the programs for this machine, also around a training."""
 
 import shutil
 import time
@@ -91,7 +91,7 @@ def _without(what: str, why: str) -> None:
 
 
 def _start_collector(stack: Stack) -> None:
-    # The folder, not the address, is what commands on this machine are given: it has the tokens.
+    # Commands on this machine get the directory, not the URL: it contains the tokens.
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 

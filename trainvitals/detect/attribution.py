@@ -73,8 +73,8 @@ _LONGEST_BATCHES = 10
 _HEALED = 5
 """Steps after a loss that was out, by which it is known whether it is back."""
 _STILL = 10
-"""Steps after which an episode that ended is no cause: clean steps lie behind it. What lasts, such
-as a setting or written weights, counts for ``WINDOW`` steps."""
+"""Steps after which an ended episode is not the cause: clean steps follow it. Lasting changes, such
+as a setting or written weights, count for ``WINDOW`` steps."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16

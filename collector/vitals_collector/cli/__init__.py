@@ -1,1 +1,1 @@
-"""What a person types: `vitals collector` and the commands that read, act and replay."""
+"""Commands: `vitals collector`, and the commands that read, act and replay."""

@@ -206,7 +206,7 @@ def stacks(
 
 
 def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], int]:
-    """Return what the ranks said to a question so far, and how many ranks there are."""
+    """Return the ranks' responses to a query so far, and the number of ranks."""
     run_id, number = sent.command.run_id, sent.command.number
     views = reader.ask(StacksQuestion(run_id=run_id))
     world_size = reader.ask(RunQuestion(run_id=run_id)).summary.world_size
@@ -216,7 +216,7 @@ def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], 
 def _until_all(
     look: Callable[[], tuple[tuple[StacksView, ...], int]], wait: float, *, pause: float
 ) -> tuple[tuple[StacksView, ...], int]:
-    """Look until each rank has said something, at most for so many seconds."""
+    """Poll until each rank has responded, at most for ``wait`` seconds."""
     give_up = time.monotonic() + wait
     while True:
         views, world_size = look()
@@ -226,7 +226,7 @@ def _until_all(
 
 
 def _number(value: str, action: Action) -> float | None:
-    """Return the value that an action is given; None where there is none."""
+    """Return the value passed to an action; None without one."""
     try:
         return float(value) if value else None
     except ValueError:
@@ -237,7 +237,7 @@ def _number(value: str, action: Action) -> float | None:
 
 
 def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandView:
-    """Return what became of a command, as far as it is known within so many seconds."""
+    """Return the state of a command once it is final, or after ``wait`` seconds."""
     give_up = time.monotonic() + wait
     view = sent
     while view.status not in _ANSWERED and time.monotonic() < give_up:
@@ -249,7 +249,7 @@ def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandV
 
 
 def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
-    """Sign the command with the run's key and leave it in its folder, for the agent beside it."""
+    """Sign the command with the run's key and write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
@@ -273,7 +273,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
 
 
 def _check_open(run: RunSummary) -> None:
-    """Refuse a command for a run that said goodbye; a silent one may be there again."""
+    """Refuse a command for a run that has ended; one without rows may return."""
     if run.state not in ("running", "lost"):
         raise UsageError(
             f"run {run.run_id} is {run.state}, so it cannot take a command",
@@ -467,10 +467,10 @@ def send_test_messages(
 
 
 def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
-    """Return the fingerprint of the alert that a person names; what is none is a fingerprint.
+    """Return the fingerprint of an alert given by name or by fingerprint.
 
     Raises:
-        UsageError: several alerts that are not over have the name, of which none is the newest.
+        UsageError: several open alerts have the name.
     """
     if re.fullmatch("[0-9a-f]{16}", alert):
         return alert
@@ -517,7 +517,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 
 def _default_folder(server: Server) -> Path | None:
-    """Return the folder to read where no collector was named and none of this user's is known."""
+    """Return the directory to read, if no collector was given and this user has none."""
     return None if known_collector(server.collector) is not None else folder_here()
 
 

@@ -1,7 +1,6 @@
 """`vitals export`: every row of one stream of a run, as CSV or Parquet.
 
-It is asked for and written a stretch of steps at a time, so memory stays the same for runs of any
-length.
+Steps are queried and written in parts, so memory does not depend on the length of the run.
 """
 
 import sys
@@ -25,10 +24,10 @@ from vitals_collector.cli.writing import parquet_file, replaced, write_parquet
 from vitals_collector.queries.open import Reader
 
 _ROWS = 20_000
-"""About so many are held at a time."""
+"""Approximate number of rows in memory."""
 _NO_LAST = 2**63 - 1
 _WHOLE = ("step", "attempt", "time_unix_ns", "monotonic_ns", "rank")
-"""Columns of Parquet that are whole numbers; all other numbers are floats."""
+"""Columns written to Parquet as integers; other numbers are floats."""
 
 Columns = dict[str, Sequence[object]]
 
@@ -129,11 +128,11 @@ def _of_series(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Col
 
 
 def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
-    """Yield what is asked for, of as many steps at a time as the answers can hold in full."""
-    first, num_steps = -1, _ROWS // 2  # what comes before the first step is at -1
+    """Yield the columns in parts, each with as many steps as a response can hold in full."""
+    first, num_steps = -1, _ROWS // 2  # values from before the first step have step -1
     while first == -1 or first <= last_step:
         last = first + num_steps - 1
-        # A scalar may be of a step that no rank has a row of.
+        # A scalar may have a step without a row of any rank.
         columns = ask(first, last if last < last_step else _NO_LAST)
         if columns is not None:
             yield columns
@@ -166,7 +165,7 @@ def _type(arrow: Any, name: str, values: Sequence[object]) -> Any:
 
 
 def _free(path: Path, *, force: bool) -> Path:
-    """Return the path of a file that is not there yet, or may be overwritten."""
+    """Return the path of a file that does not exist, or may be overwritten."""
     if path.exists() and not force:
         raise UsageError(
             f"{path} exists", hint="write to another file, or overwrite it with --force"

@@ -1,4 +1,4 @@
-"""`vitals tail --follow`: a run while it goes on, as a panel in a terminal, as lines in a pipe."""
+"""`vitals tail --follow`: progress of an active run, as a panel in a terminal, lines in a pipe."""
 
 import contextlib
 import math
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 5.0
 CPU_SHARE = 0.025
-"""Of a core: a look that takes longer, as over a run of a million steps, is followed by a pause."""
+"""Maximum share of a core: a long poll, as of a run of a million steps, is followed by a pause."""
 RESTART_SECONDS = 30.0
-"""How long a run that failed or was interrupted may take to begin again before that is its end."""
+"""Maximum time for a failed or interrupted run to restart before it counts as ended."""
 
 T = TypeVar("T")
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """Output for a run's progress."""
 
     def show(self, progress: Progress) -> None:
-        """Show the run as it is now."""
+        """Show the current progress."""
         ...
 
     def say(self, line: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line."""
         ...
 
 
@@ -53,7 +53,7 @@ def follow(choice: RunChoice, server: Server, *, every: int) -> None:
 
     Args:
         choice: the run, which may not exist yet.
-        server: the collector to query, unless the run is in a folder.
+        server: the collector to query, unless the run is in a directory.
         every: steps between two lines if stdout is not a terminal.
     """
     display = _display(every)
@@ -99,14 +99,14 @@ def _follow(
 
 @dataclass(slots=True)
 class RunEndCondition:
-    """Decides whether a run has ended for good. Reads no clock."""
+    """Decides whether a run has ended permanently. Reads no clock."""
 
     down_since_ns: int | None = None
     is_new: bool = False
-    """Whether the run was found down at the last look, and not before."""
+    """Whether the run was first found down at the previous poll."""
 
     def reached(self, summary: RunSummary, now_ns: int) -> bool:
-        """Return whether it is over. torchrun and schedulers start again what failed."""
+        """Return whether it has ended. torchrun and schedulers restart failed runs."""
         self.is_new = False
         if summary.state == "running":
             self.down_since_ns = None
@@ -119,12 +119,12 @@ class RunEndCondition:
         return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
 
 
-# ----------------------------------------------------------------------------- what is followed
+# ----------------------------------------------------------------------------- finding the run
 
 
 @contextlib.contextmanager
 def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]]:
-    """Give the run's reader, once there is something to read of it."""
+    """Provide the run's reader, once it has data."""
     folder, run = as_folder(choice.run, choice.folder)
     address = find_collector(server.collector, server.token_file) if folder is None else None
     if address is not None:
@@ -132,7 +132,7 @@ def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]
             yield Opened(client, lambda: None), run_of(client, address, run)
         return
     run_dir = run_dir_of(run, folder)
-    # This run alone: what others in the folder wrote is not read.
+    # Only this run: data of others in the directory are not read.
     with open_folder(run_dir.path) as opened:
 
         def has_rows() -> bool:
@@ -144,13 +144,13 @@ def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]
 
 
 def run_of(client: CollectorClient, address: CollectorAddress, run: str) -> str:
-    """Return the id of the run that is meant, as soon as the collector has one."""
+    """Return the id of the requested run, as soon as the collector has one."""
     waits = f"waiting for a run: the collector at {address.url} has none yet"
     return choose_run(_wait_for(lambda: client.ask(RunsQuestion()), waits), run).run_id
 
 
 def run_dir_of(run: str, folder: Path | None) -> RunDir:
-    """Return the directory of the run that is meant, as soon as it is there."""
+    """Return the directory of the requested run, as soon as it exists."""
     where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
 
     def find() -> RunDir | None:
@@ -161,10 +161,10 @@ def run_dir_of(run: str, folder: Path | None) -> RunDir:
 
 
 def _run_dir(folder: Path, run: str) -> RunDir | None:
-    """Return the run that is meant; None while there is none.
+    """Return the requested run; None while there is none.
 
     Raises:
-        UsageError: it is a file, or none of the runs in it is meant.
+        UsageError: it is a file, or none of its runs matches.
     """
     if not os.path.lexists(folder):
         return None
@@ -176,7 +176,7 @@ def _run_dir(folder: Path, run: str) -> RunDir | None:
 
 
 class _Named:
-    """A run directory as ``choose_run`` looks at it."""
+    """A run directory in the form that ``choose_run`` takes."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -192,7 +192,7 @@ class _Named:
 
 
 def _wait_for(find: Callable[[], T | None], text: str) -> T:
-    """Return what is found, as soon as it is; say once that it is waited for."""
+    """Return the result as soon as there is one; print once that the command waits for it."""
     result = find()
     if not result:
         typer.echo(text, err=True)
@@ -202,7 +202,7 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
     return result
 
 
-# -------------------------------------------------------------------------------- how it is shown
+# -------------------------------------------------------------------------------- display
 
 
 def _display(every: int) -> Display:
@@ -215,14 +215,14 @@ def _display(every: int) -> Display:
 
 
 class Lines:
-    """One line every so many steps."""
+    """One line every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._shown = 0, -1
 
     def show(self, progress: Progress) -> None:
-        """Write a line if the run went far enough, back, or on in another attempt."""
+        """Write a line after enough steps, a rollback, or the start of another attempt."""
         attempt, last = self._shown
         is_soon = attempt == progress.attempt and progress.step < last + self._every
         if progress.step < 0 or is_soon:
@@ -244,7 +244,7 @@ def _status_texts(progress: Progress) -> list[str]:
 
 
 def _values(progress: Progress) -> dict[str, str]:
-    """Return the numbers of the newest step as text; what was not measured is left out."""
+    """Return the values of the latest step as text, without those that were not measured."""
     values = progress.values
     texts = {"step": f"{progress.step:,}"}
     for name, column in (("loss", "loss"), ("grad norm", "grad_norm"), ("lr", "learning_rate")):
@@ -269,9 +269,9 @@ def _number(value: float) -> str:
 
 
 class LivePanel:
-    """A small panel at the end of the terminal, drawn again in place; lines are written above.
+    """A small panel at the end of the terminal, redrawn in place; lines are written above.
 
-    The cursor stays visible: whatever ends this process leaves a sound terminal.
+    The cursor stays visible, so that the terminal is usable however this process ends.
     """
 
     def __init__(self, console: "Console") -> None:
@@ -280,7 +280,7 @@ class LivePanel:
         self._drawn = ""
 
     def show(self, progress: Progress) -> None:
-        """Draw the panel in the place of the one before."""
+        """Replace the previous panel."""
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text

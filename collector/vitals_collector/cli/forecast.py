@@ -1,4 +1,4 @@
-"""`vitals forecast`: when a run ends, at what loss, and how far it is behind another."""
+"""`vitals forecast`: the end of a run, its final loss, and its lag behind another run."""
 
 from typing import Annotated
 

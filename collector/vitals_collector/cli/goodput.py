@@ -1,4 +1,4 @@
-"""`vitals goodput`: where a run's time went, and what it cost; of a log as far as it tells."""
+"""`vitals goodput`: use of a run's time and its cost; also for a log, if it has the columns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,7 +87,7 @@ def _refuse(named: Sequence[str], why: str = "--all shows each run by what it re
 
 
 def _is_log(path: Path) -> bool:
-    """Say whether this is a file, or a folder that holds no runs of ours."""
+    """Return whether this is a file, or a directory without Vitals runs."""
     return path.is_file() or (path.is_dir() and not holds_runs(path))
 
 

@@ -1,4 +1,4 @@
-"""Opens the run that a command reads: in a folder, a store or a collector."""
+"""Opens the run that a command reads: in a directory, a store or a collector."""
 
 import contextlib
 import os
@@ -32,20 +32,21 @@ class Server:
 
     @contextlib.contextmanager
     def open(self, choice: RunChoice) -> Iterator[tuple[Opened, RunSummary]]:
-        """Open the run; one in a folder is read without any server."""
+        """Open the run; a run in a directory is read without a server."""
         folder, run = as_folder(choice.run, choice.folder)
         with self.open_all(folder) as opened:
             yield opened, choose_run(opened, run)
 
     def open_all(self, folder: Path | None) -> contextlib.AbstractContextManager[Opened]:
-        """Open all runs of the folder, or of the collector if there is no folder."""
+        """Open all runs of the directory, or of the collector if there is no directory."""
         return open_reader(folder, collector=self.collector, token_file=self.token_file)
 
 
 def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
-    """Return the folder to read, and the run in it; a run may be given as a folder itself.
+    """Return the directory to read, and the run in it; a run may be given as a directory.
 
-    What is written as a path is one, whether it is there or not: the error then is about the path.
+    Text in the form of a path is a path, even if it does not exist: the error is then about the
+    path.
     """
     if run and folder is None and (os.sep in run or os.path.isdir(run)):  # noqa: PTH112 - no error
         return Path(run), ""
@@ -53,17 +54,17 @@ def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
 
 
 def warn_of_unreadable(unreadable: Mapping[str, str]) -> None:
-    """Say on stderr which runs cannot be read, and why."""
+    """Print on stderr which runs cannot be read, and why."""
     for run_id, why in sorted(unreadable.items()):
         typer.echo(f"warning: run {run_id} cannot be read: {printable(why)}", err=True)
 
 
 def choose_run(opened: Opened, run: str) -> RunSummary:
-    """Return the run that is meant; "" is the newest one.
+    """Return the requested run; "" is the latest one.
 
     Raises:
-        UsageError: there is none, or the beginning of an id fits several.
-        StorageError: it is there and cannot be read.
+        UsageError: no run matches, or the start of an id matches several.
+        StorageError: the run exists but cannot be read.
     """
     unreadable = opened.unreadable
     try:
@@ -83,7 +84,7 @@ def choose_run(opened: Opened, run: str) -> RunSummary:
             hint="a run's first metrics come within seconds of its first step; if none come, look "
             "into RUN/agents/NODE/agent.log",
         ) from error
-    if not run:  # a newer one may have been meant
+    if not run:  # a later one may have been requested
         newer = {run_id: why for run_id, why in unreadable.items() if run_id > summary.run_id}
         warn_of_unreadable(newer)
     return summary

@@ -1,4 +1,4 @@
-"""`vitals postmortem`: a page about a run that one can attach to a ticket."""
+"""`vitals postmortem`: a page about a run, to attach to a ticket."""
 
 import sys
 import time
@@ -60,6 +60,6 @@ def postmortem(
         body = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
         write_json({**body, "decisions": body.pop("ledger")})
     elif html is None and md is None:
-        # What is piped may end in a ticket, where a run's own words must not become a link.
+        # Piped output may end up in a ticket, in which text from the run must not become a link.
         write = markdown.write_text if sys.stdout.isatty() else markdown.write
         sys.stdout.write(write(blocks))

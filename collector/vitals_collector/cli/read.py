@@ -69,7 +69,7 @@ def list_runs(
 
 
 def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
-    """Return the folder's runs of which there is nothing to tell, and what to say instead."""
+    """Return the directory's runs without any rows to show, with a message for each."""
     folder = opened.folder
     if folder is None:
         return {}

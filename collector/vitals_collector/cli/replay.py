@@ -1,4 +1,4 @@
-"""`vitals replay`: judges a stored run, or anybody's log, again with the code that judges live."""
+"""`vitals replay`: judges a stored run, or any log, with the code that judges live runs."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainvitals.records import Decision, StateRead
 
 _EPISODE_ROWS = 20
-"""Findings of a kind that lie no further apart are one line of the table."""
+"""Findings of one kind within this number of rows are one line of the table."""
 
 _FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
 
@@ -46,7 +46,7 @@ Data = Annotated[Path | None, typer.Option(help="A collector's data folder, inst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """Options for a log: the settings to judge by, and its columns."""
+    """Options for a log: settings and columns."""
 
     mode: Annotated[
         Literal["observe", "guard", "heal"] | None,
@@ -98,7 +98,7 @@ class LogSettings:
         return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
     def read(self, log: Path) -> tuple[Any, Any]:
-        """Return the log's history and the settings to judge it by."""
+        """Return the log's history and its settings."""
         importers = load_plugin("importers")
         history = importers.read_history(log, importers.ColumnChoice(**self.columns()))
         assumed = importers.Assumed(
@@ -152,10 +152,10 @@ def _refuse_for_runs(named: Sequence[str]) -> None:
 
 
 def _is_path(path: Path) -> bool:
-    """Say whether this is a path and no run's name.
+    """Return whether this is a path, not a run's name.
 
     Raises:
-        UsageError: it can be nothing but a path, and nothing is there.
+        UsageError: it can only be a path, and does not exist.
     """
     if path.exists():
         return True
@@ -165,7 +165,7 @@ def _is_path(path: Path) -> bool:
 
 
 def _settings(config: Path | None) -> "JudgeConfig":
-    """Return what a run started here would be judged by, with ``config`` in place of its file."""
+    """Return the settings of a run started here, with ``config`` instead of its settings file."""
     from trainvitals.policy import load_judge_config
 
     environ = dict(os.environ)
@@ -222,7 +222,7 @@ def _replay_run(
 
 
 def folder_here() -> Path | None:
-    """Return the folder of runs that VITALS_DIR names, or the one in the working directory."""
+    """Return the directory of runs that VITALS_DIR names, or the one in the working directory."""
     folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
     return folder if folder.is_dir() else None
 
@@ -290,7 +290,7 @@ def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: Rep
 
 
 def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
-    """Return the table's lines: what is said again and again is one line with its count."""
+    """Return the table's lines: repeated entries are one line with their count."""
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
     for judged in judged_steps:
@@ -319,7 +319,7 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
 
 
 def _answer(read: "StateRead") -> tuple[str, str]:
-    """Return what became of a question: asked as recorded, or what a log cannot answer."""
+    """Return a query's result, or what a replayed log would have queried."""
     from trainvitals.judged_log import describe_query
     from trainvitals.policy.evidence import of_reading
 

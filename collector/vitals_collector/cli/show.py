@@ -34,7 +34,7 @@ from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
 MAX_EVENTS = 20
-"""The newest events that ``show`` writes; ``--format json`` has all."""
+"""Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
 MIN_WIDTH, MAX_WIDTH = 50, 160
 _COLORS = {"not finite": 208, "decided": 33}
 
@@ -89,7 +89,7 @@ def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[objec
 def write_run(
     reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
 ) -> None:
-    """Write everything about a run but its curves' values; ``names`` lists all series."""
+    """Write all data of a run except its curves' values; ``names`` lists all series."""
     detail = reader.ask(RunQuestion(run_id=run_id))
     ledger = reader.ask(DecisionsQuestion(run_id=run_id))
     saved = reader.ask(CheckpointsQuestion(run_id=run_id))
@@ -134,7 +134,7 @@ def write_run(
 
 
 def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
-    """Return the verdict as rows; none of a run without an incident."""
+    """Return the rows of the verdict; none for a run without an incident."""
     if not verdict.incident_id:
         return []
     rows = [
@@ -159,7 +159,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[object]]]
 
 
 def _waited(findings: Sequence[FindingView]) -> list[Table]:
-    """Return the table of waits for one rank, and of hangs; none where the run had none."""
+    """Return the table of waits for one rank, and of hangs; empty without any."""
     waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
     rows = [
         (
@@ -174,13 +174,13 @@ def _waited(findings: Sequence[FindingView]) -> list[Table]:
 
 
 def _profiled(events: Sequence[EventView]) -> list[Table]:
-    """Return the table of traces; none where nothing was profiled."""
+    """Return the table of traces; empty without any."""
     rows = [(e.source, e.step, e.profile) for e in events if e.profile]
     return [(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
 
 
 def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[Table]:
-    """Return the table of a person's own alerts; none where the run raised none."""
+    """Return the table of custom alerts; empty without any."""
     header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
     rows = [
         (a.newest.cause, a.newest.severity, a.first, a.last, a.where, a.newest.reason)
@@ -192,7 +192,7 @@ def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[Table]:
 def _pictures(
     reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
 ) -> list[str]:
-    """Return loss and gradient norm as a terminal draws them, as wide as it is."""
+    """Return the plots of loss and gradient norm, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
 
     marks = curves.marks(ledger)
@@ -209,7 +209,7 @@ def _pictures(
 
 
 def can_write(to: TextIO, text: str) -> bool:
-    """Return whether the encoding of a terminal, a pipe or a file has these characters."""
+    """Return whether the output's encoding has these characters."""
     try:
         text.encode(to.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -218,7 +218,7 @@ def can_write(to: TextIO, text: str) -> bool:
 
 
 def _colored(line: str) -> str:
-    """Color the rows below an axis: orange and blue, which nearly everybody tells apart."""
+    """Color the rows below an axis: orange and blue are safe for most color-blind users."""
     name, bar, marks = line.partition("|")
     color = _COLORS.get(name.strip())
     return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
@@ -229,7 +229,7 @@ def _counted(metrics: Sequence[str]) -> str:
 
 
 def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
-    """Say how often what was only observed would have been right."""
+    """Return how often observed decisions would have been right."""
     summary = tally(view.hindsight or None for view in ledger)
     return [("observed decisions", summary)] if summary else []
 
@@ -255,7 +255,7 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
 
 
 def _learning_rates(reader: Reader, run: RunSummary) -> str:
-    """Return the rates of all groups at the last step."""
+    """Return the learning rates of all groups at the last step."""
     from vitals_collector.queries.why import learning_rates  # brings the store's packages
 
     if run.last_step < 0:

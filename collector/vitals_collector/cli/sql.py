@@ -1,7 +1,6 @@
-"""A command, sql: a question in SQL to what runs recorded, beside a running collector.
+"""`vitals sql`: an SQL query on recorded data, next to a running collector.
 
-The lake is attached read-only in this process; no collector is asked, so no question can hold it
-up.
+The lake is attached read-only in this process, so that no query can block the collector.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from trainvitals.errors import StorageError, UsageError
 from vitals_collector.cli.store import StoreChoice, data_dir
 
 _GRACE_SECONDS = 2.0
-"""What looks at rows is interrupted in time; one function on one long text is not."""
+"""Grace period: row operations can be interrupted, a single function on one long text cannot."""
 
 Sql = Annotated[str, typer.Argument(help="One SELECT, or EXPLAIN of one; - reads it from stdin.")]
 Memory = Annotated[int, typer.Option(help="Memory limit of the query, in MB.", min=32)]
@@ -70,7 +69,7 @@ def sql(
 
 
 def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
-    """Return the lake's folder, and the bucket that its files lie in, if any."""
+    """Return the lake's directory, and the bucket of its files, if any."""
     from vitals_collector.numbers.lake_engine import S3, known_bucket
     from vitals_collector.storage.store import LAKE_FOLDER, known_lake
 
@@ -94,7 +93,7 @@ def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, error: StorageError) -> Iterator[None]:
-    """End this process, which does nothing else, where the engine does not let itself be ended."""
+    """End this process, which does nothing else, if the engine cannot be interrupted."""
 
     def end() -> None:
         os._exit(report(error))

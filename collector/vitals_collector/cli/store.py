@@ -1,7 +1,7 @@
-"""`vitals store`: what runs take, a copy of it all, and what is to go or to stay.
+"""`vitals store`: sizes of runs, copies of the store, and runs to delete or keep.
 
-These commands open the collector's database themselves: whoever may read its data directory may do
-so. A collector may run meanwhile, but for `compact`.
+These commands open the collector's database directly: any user who can read its data directory can
+use them. The collector may be running, except for `compact`.
 """
 
 import os
@@ -232,7 +232,7 @@ def pin(
 
 @contextmanager
 def _room_told() -> Iterator[None]:
-    """Say what to do where there is no room even to remove the run."""
+    """Add a hint to the error if there is not enough disk space even to delete the run."""
     from vitals_collector.numbers.interface import FULL
 
     try:
@@ -249,12 +249,12 @@ def _room_told() -> Iterator[None]:
 
 
 def data_dir(data: Path | None) -> Path:
-    """Return the collector's own folder: the one that was named, else the usual one.
+    """Return the collector's data directory: the given one, otherwise the default.
 
-    ``VITALS_COLLECTOR_URL`` may name it, as it does for the commands that ask a collector.
+    ``VITALS_COLLECTOR_URL`` may name it, as for commands that query a collector.
 
     Raises:
-        UsageError: it is the URL of another collector, whose folder is not known here.
+        UsageError: it is the URL of another collector, whose directory is unknown.
     """
     from trainvitals.io.client import read_collector_file
     from trainvitals.io.setting_paths import collector_folder, default_data_dir
@@ -286,7 +286,7 @@ def _names(store: "Store") -> dict[str, str]:
 
 
 def find_run(store: "Store", id_or_name: str) -> str:
-    """Return the one run of that id, beginning of an id, or name."""
+    """Return the only run with that id, start of an id, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
     names = _names(store)
@@ -302,7 +302,7 @@ def find_run(store: "Store", id_or_name: str) -> str:
 
 
 def user() -> str:
-    """Return who runs this program, for the audit."""
+    """Return the user who runs this program, for the audit log."""
     import getpass
 
     try:

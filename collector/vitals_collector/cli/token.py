@@ -1,7 +1,7 @@
-"""`vitals token`: who may ingest, read and control, beside the three tokens of the token file.
+"""`vitals token`: tokens to ingest, read and control, in addition to those of the token file.
 
-As `vitals store` does, these commands open the collector's database themselves: whoever may read
-its data directory may do so. A collector knows within seconds.
+Like `vitals store`, these commands open the collector's database directly: any user who can read
+its data directory can use them. A collector applies changes within seconds.
 """
 
 import os
@@ -101,7 +101,7 @@ def create(
 
 
 def _run_of_name(store: "Store", name: str, owner: str) -> str:
-    """Return the id of the one run of that name; say how to name one that has not begun."""
+    """Return the id of the only run of that name; the error explains how to name a future run."""
     from vitals_collector.storage.store import UNKNOWN
 
     try:
@@ -191,7 +191,7 @@ def _end(days: float, now_unix_ns: int) -> int:
 def _write(
     output: Path, secret: str, scopes: "list[str] | tuple[str, ...]", data: Path, *, is_new: bool
 ) -> None:
-    """Write a file as clients read it, for this user alone; a new one never over another."""
+    """Write a token file as clients read it, only for this user; never overwrite one."""
     from trainvitals.io.client import CollectorTokens, read_tokens
     from vitals_collector.api.app import TOKENS_FILE
 

@@ -1,4 +1,4 @@
-"""Tables and reports to stdout or into a file, never over a file that says something else."""
+"""Writes tables and reports to stdout or a file; replaces other content only with `--force`."""
 
 import contextlib
 import importlib
@@ -21,7 +21,7 @@ _NONFINITE = {"nan": float("nan"), "inf": float("inf"), "+inf": float("inf"), "-
 
 
 class TableFormat(StrEnum):
-    """How a table is written."""
+    """Format of a table."""
 
     TABLE = "table"
     JSON = "json"
@@ -48,7 +48,7 @@ class TableOutput:
 
         Args:
             columns: by name; may contain ``nan``, ``inf`` and ``-inf`` for numbers.
-            body: JSON to write in place of one object per row.
+            body: JSON to write instead of one object per row.
         """
         if self.form is TableFormat.PARQUET:
             buffer = io.BytesIO()
@@ -76,14 +76,14 @@ class TableOutput:
 
 
 def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
-    """Write a file as a whole; one that is there with another content stays without ``force``.
+    """Write a file completely; without ``force``, never replace a file with other content.
 
     Raises:
-        UsageError: such a file is there.
-        StorageError: it cannot be written; what was there before is as it was.
+        UsageError: a file with other content exists.
+        StorageError: it cannot be written; the previous file is unchanged.
     """
     with _translated(path):
-        if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an OSError
+        if path.exists() and not path.is_file():  # such as /dev/stdout; a directory is an OSError
             path.write_bytes(content)
             return
         if path.exists() and not force and path.read_bytes() != content:
@@ -97,10 +97,10 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Give a file that takes the place of ``path`` in one move, once it is complete.
+    """Provide a file that replaces ``path`` atomically once it is complete.
 
     Raises:
-        StorageError: it cannot be written; what was there before is as it was.
+        StorageError: it cannot be written; the previous file is unchanged.
     """
     part = path.with_name(f".{path.name[:40]}-{os.getpid()}")
     with _translated(path):
@@ -123,7 +123,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def parquet_file(output: Path | None) -> Path:
-    """Return the file that a table goes to as Parquet, which is nothing for a terminal."""
+    """Return the Parquet file of a table; a terminal cannot show it."""
     if output is None:
         raise UsageError(
             "--format parquet is binary, so it cannot be written to stdout",
@@ -137,13 +137,13 @@ def write_parquet(
     to: Path | io.BytesIO,
     type_of: Callable[[Any, str, Sequence[object]], Any] | None = None,
 ) -> None:
-    """Write columns, a stretch of them at a time, as one Parquet table.
+    """Write columns in parts, as one Parquet table.
 
     Args:
-        stretches: each of the same columns.
-        to: where it goes.
-        type_of: the Arrow type of a column by its name and first values, since the next ones have
-            to have it as well; None is that of the values.
+        stretches: parts with the same columns.
+        to: destination.
+        type_of: Arrow type of a column by its name and first values, which all parts must have;
+            None: the type of the values.
     """
     try:
         arrow: Any = importlib.import_module("pyarrow")
@@ -168,7 +168,7 @@ def write_parquet(
 
 
 def typed(values: Sequence[object]) -> list[object]:
-    """Return the values as one type: numbers where all are, else texts where types are mixed."""
+    """Return the values as one type: numbers if all are numbers, text if types are mixed."""
     non_null = [value for value in values if value is not None]
     numbers = [v for v in non_null if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in non_null if isinstance(v, str)]

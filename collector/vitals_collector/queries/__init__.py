@@ -1,1 +1,1 @@
-"""What is asked: runs, curves, steps, the ledger, and why; read from the store."""
+"""Queries: runs, curves, steps, decisions, and explanations; read from the store."""

@@ -55,7 +55,7 @@ _ADVICE = {
 
 
 def advice(names: Iterable[str], run_id: str, step: int) -> str:
-    """Return what to do about the first cause or kind that has an answer; otherwise "".
+    """Return the advice for the first cause or kind that has one; otherwise "".
 
     Args:
         names: cause, then kinds of findings.

@@ -1,4 +1,4 @@
-"""What people wrote at steps of a run, and what the training announced itself."""
+"""Annotations: notes of users at steps of a run, and announcements of the training."""
 
 import msgspec
 from sqlalchemy import Connection, select
@@ -12,7 +12,7 @@ _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 
 
 def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView, ...]:
-    """Return them by step and time; of announced changes the newest, if they are many."""
+    """Return annotations by step, then time, with only the latest of many announced changes."""
     table = annotations.c
     fields = (table.step, table.time_unix_ns, table.text, table.written_by)
     written = connection.execute(select(*fields).where(table.run_id == run_id))
@@ -23,7 +23,7 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView,
     newest = query.order_by(columns.time_unix_ns.desc(), columns.id.desc()).limit(MAX_ANNOUNCED)
     for step, time, body in connection.execute(newest):
         if not body:
-            continue  # damaged
+            continue  # skip damaged rows
         change = _expected(body)
         text = f"{change.reason} (a change expected for {change.steps} steps)"
         views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))

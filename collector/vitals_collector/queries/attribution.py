@@ -1,7 +1,7 @@
-"""What moved first before a step in trouble: read from what was seen live, and said in words.
+"""First change before a problem, from the recorded onsets, and its sentence.
 
-Where no collector watched (a folder), or one had just begun to, the same rule passes through the
-stored rows in order, from well before the step: as it would have seen them live.
+Without a collector (reading a directory), or if it had just started, the same rule processes the
+stored rows in order, from well before the step, like a live run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,37 +45,37 @@ from vitals_collector.storage.schema import events, measured_columns
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
-"""Steps before the trouble that are passed through: layers are written every tenth step."""
+"""Steps before the problem that are replayed: layers are written every 10th step."""
 _MOST_ROWS = 200_000
-"""Rows of ranks that are passed through at most; of a large job it is fewer steps."""
+"""At most this number of rows of ranks is replayed; for large jobs this covers fewer steps."""
 _MAX_TOLD = 3
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Precursor:
-    """What an incident came from."""
+    """Origin of an incident."""
 
     onset: Onset | None = None
-    """None: nothing stood out from the run's own quiet steps."""
+    """None: no series left its quiet range."""
 
     @property
     def text(self) -> str:
-        """A sentence that names it; empty where nothing does."""
+        """Sentence that names the origin; empty without one."""
         return "" if self.onset is None else sentence(self.onset)
 
 
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
 ) -> Precursor | None:
-    """Return what moved first before trouble that was seen at a step; None: nobody could tell.
+    """Return the first change before a problem at a step; None if it is unknown.
 
     Args:
-        moment: of the store.
+        moment: snapshot of the store.
         run_id: the run.
-        attempt: the branch in trouble.
-        step: the step at which the trouble was seen.
-        cause: of the trouble: what is slow has another origin than numbers that go wrong.
+        attempt: attempt with the problem.
+        step: step at which the problem was found.
+        cause: cause of the problem: slowness and wrong numbers have different origins.
     """
     live = watched_onsets(moment.sql, run_id)
     if (
@@ -88,7 +88,7 @@ def precursor(
         for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1):
             if merged.attempt <= attempt:
                 tracker.update(merged)
-        if not tracker.is_judging and not tracker.onsets:  # what is not finite needs no reference
+        if not tracker.is_judging and not tracker.onsets:  # non-finite values need no reference
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
@@ -105,7 +105,7 @@ def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[in
     )
     planned = []
     for step, body in connection.execute(query):
-        with suppress(*UNREADABLE):  # a damaged one is none
+        with suppress(*UNREADABLE):  # skip damaged rows
             planned.append((int(step), _expected(body).steps))
     return planned
 
@@ -113,9 +113,9 @@ def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[in
 def at_step(
     moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
 ) -> str | None:
-    """Return what moved first before the trouble at a step, in a sentence.
+    """Return a sentence about the first change before the problem at a step.
 
-    Empty where nothing did; None where there was no trouble, or nobody could tell.
+    Empty if nothing changed first; None if there was no problem, or the origin is unknown.
     """
     attempt = attempt_of(moment.sql, run_id, step)
     if attempt is None:
@@ -128,7 +128,7 @@ def at_step(
 
 
 def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
-    """Return a key by which numbers come before speed, and what may be acted on before advice."""
+    """Return a sort key: numbers before speed, actionable findings before advisory ones."""
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
@@ -136,7 +136,7 @@ def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
 
 
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
-    """Yield the stored steps as the watchers see them live: by attempt, then by step."""
+    """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
     columns = _measured(moment.sql, run_id)
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=behind(last))
     num = moment.numbers.num_rows(span)
@@ -155,7 +155,7 @@ _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
 def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
-    """Return the columns that the run has, of those that watchers look at."""
+    """Return the run's columns that fleet detectors use."""
     looked_at = {
         "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
         "layers": {*LAYER_COLUMNS},
@@ -206,7 +206,7 @@ def _layers(
 
 
 def sentence(onset: Onset) -> str:
-    """Say what moved first, and what followed it."""
+    """Return a sentence about what changed first, and what followed."""
     at = f"at step {onset.step:,}"
     first_moved = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
     if not onset.is_cause:

@@ -1,7 +1,7 @@
-"""The filters of a table, ``COLUMN OP VALUE``: their grammar, and which rows meet them. Pure.
+"""Filters of a table, ``COLUMN OP VALUE``: their grammar, and the rows that match. Pure.
 
-A value that is missing meets no condition but ``= none``, and ``!= none`` is met by all others. NaN
-is a value: ``loss = nan`` finds it, and no comparison by size does.
+A missing value matches only ``= none``, every other value matches ``!= none``. NaN is a value:
+``loss = nan`` finds it, comparisons by size do not.
 """
 
 import difflib
@@ -26,16 +26,16 @@ _SHAPE = re.compile(
 )
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 _WORDS = 40
-"""Characters of what was given that an error repeats."""
+"""Characters of the input that an error repeats."""
 
 
 class TableColumn(NamedTuple):
     """One column of a table."""
 
     values: npt.NDArray[np.generic]
-    """Numbers, truth values, or texts as objects."""
+    """Numbers, booleans, or strings as objects."""
     valid: Mask | None = None
-    """Which were measured; None where all were."""
+    """Which cells were measured; None: all."""
 
     def take(self, which: npt.NDArray[np.intp] | Mask) -> "TableColumn":
         """Return the chosen cells, in the order of the choice."""
@@ -43,15 +43,15 @@ class TableColumn(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """A condition as it was understood."""
+    """A parsed condition."""
 
     column: str
     op: str
     value: float | int | str | bool | None
-    """None asks whether the value is missing."""
+    """None matches missing values."""
 
     def met(self, cells: TableColumn) -> Mask:
-        """Return which cells meet the condition."""
+        """Return which cells match the condition."""
         there = np.ones(len(cells.values), bool) if cells.valid is None else cells.valid
         if self.value is None:
             return ~there if self.op == "=" else there.copy()
@@ -62,11 +62,11 @@ def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition,
     """Return the conditions.
 
     Args:
-        texts: as they were written.
-        columns: the columns there are.
+        texts: conditions as entered.
+        columns: the existing columns.
 
     Raises:
-        UsageError: one is not understood; it names the columns or operators there are.
+        UsageError: a condition is invalid; the message lists the existing columns or operators.
     """
     if len(texts) > MAX_CONDITIONS:
         raise UsageError(f"{len(texts)} conditions; there may be {MAX_CONDITIONS}")
@@ -74,7 +74,7 @@ def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition,
 
 
 def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
-    """Return the error that says which columns there are, and which is meant perhaps."""
+    """Return the error that lists the existing columns, and suggests a similar one."""
     close = difflib.get_close_matches(name[:MAX_LENGTH], columns, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return UsageError(
@@ -126,7 +126,7 @@ def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | i
     for read in (int, float):
         try:
             return read(value)
-        except ValueError:  # no whole number may be a float; what is neither is said below
+        except ValueError:  # perhaps a float; otherwise an error is raised below
             continue
     raise UsageError(f"{column} is a number; {_short(value)} is none")
 

@@ -1,4 +1,4 @@
-"""What an incident cost: steps, batches, tokens, time, GPU-hours, and money by a set price."""
+"""Cost of an incident: steps, batches, tokens, time, GPU-hours, and money at a set price."""
 
 import math
 import os
@@ -25,10 +25,10 @@ _BETWEEN_STEPS = ("checkpoint_seconds", "evaluation_seconds")
 
 
 def price_in(text: str) -> float:
-    """Return the price of a GPU-hour; 0 where the text is empty.
+    """Return the price of a GPU-hour; 0 if the text is empty.
 
     Raises:
-        ConfigError: it is no number of at least 0.
+        ConfigError: it is not a number of at least 0.
     """
     try:
         price = float(text or 0.0)
@@ -43,7 +43,7 @@ def price_in(text: str) -> float:
 
 
 def price_of_environment() -> float:
-    """Return the price that this process was started with."""
+    """Return the price set in the environment of this process."""
     return price_in(os.environ.get(PRICE_VARIABLE, ""))
 
 
@@ -57,16 +57,16 @@ def lost_work(
     waits: Sequence[FindingView] = (),
     is_timed: bool = True,
 ) -> LostWork:
-    """Return what was lost by decisions, restarts and hangs; without ``is_timed`` no row is read.
+    """Return the work lost by decisions, restarts and hangs; without ``is_timed``, read no rows.
 
     Args:
-        moment: of the store.
+        moment: snapshot of the store.
         run_id: the run.
         decided: decisions about the incident.
-        price: of a GPU-hour; 0 where none is set.
-        restarts: those that lost steps.
+        price: price of a GPU-hour; 0 if not set.
+        restarts: restarts that lost steps.
         waits: findings about steps that did not end.
-        is_timed: whether times are read.
+        is_timed: whether to read times.
     """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
@@ -94,7 +94,7 @@ def lost_work(
 
 
 def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restart]) -> float | None:
-    """Return how long no step ended: from each failure to the next step; None: not known."""
+    """Return the time without steps, from each failure to the next step; None: unknown."""
     total_ns = 0
     for restart in (each for each in restarts if not each.is_planned):
         span = RowSpan(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
@@ -106,7 +106,7 @@ def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restar
 
 
 def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[FindingView]) -> float:
-    """Return how long steps were hung that ended in the end: from the last progress before them."""
+    """Return the duration of hangs that ended, from the last progress before each."""
     began: dict[int, int] = {}
     for view in waits:
         since = view.time_unix_ns - int((view.finding.value or 0.0) * 1e9)
@@ -122,9 +122,9 @@ def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[Finding
 def late_seconds(
     numbers: NumbersReader, run_id: str, found: Sequence[FindingView], steps: tuple[int, int]
 ) -> float:
-    """Return how long the other ranks waited for a straggler in these steps, the last included.
+    """Return the time that other ranks waited for a straggler in these steps, the last included.
 
-    Its finding has the part of a step that it costs.
+    Its finding contains the lost fraction of a step.
     """
     shares = [v.finding.value or 0.0 for v in found if v.finding.kind == "straggler"]
     if not shares:
@@ -135,7 +135,7 @@ def late_seconds(
 
 
 def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
-    """Return GPU-hours, None where no GPU is known, and what they cost, where a price is set."""
+    """Return GPU-hours (None without a known GPU) and their cost (None without a price)."""
     if not gpu_seconds:
         return None, None
     hours = gpu_seconds / _SECONDS_AN_HOUR
@@ -143,7 +143,7 @@ def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | No
 
 
 def total(each: Sequence[LostWork]) -> LostWork:
-    """Return what all of them cost together; what of one is not known, is not known of all."""
+    """Return the total; a part that is unknown for one is unknown for the total."""
     return LostWork(
         steps=sum(lost.steps for lost in each),
         batches=sum(lost.batches for lost in each),
@@ -185,17 +185,17 @@ def _measured(
 ) -> tuple[float | None, int | None]:
     """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed.
 
-    As in ``trainvitals.goodput``, checkpoints and evaluations between them are no part of a step.
+    As in ``trainvitals.goodput``, checkpoints and evaluations between steps do not count.
     """
     seconds, num, tokens, num_counted = 0.0, 0, 0, 0
     for attempt, low, high in spans:
-        # One step more: tokens are counted up, so those of a step are what it added.
+        # One step more: token counts are cumulative, so a step's tokens are a difference.
         span = RowSpan(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
         rows = numbers.scan(
             span, ["step", "attempt", "step_duration_seconds", "tokens_seen", *_BETWEEN_STEPS]
         )
         steps = rows["step"].values
-        # A rollback may go back behind the step at which its attempt began.
+        # A rollback may restore a step before the start of its attempt.
         bounds = lineage(ancestry(attempts, attempt)) | {attempt: math.inf}
         is_own = np.zeros(len(steps), dtype=bool)
         for measured, bound in bounds.items():
@@ -210,7 +210,7 @@ def _measured(
         seconds += float(took[is_there][first].sum())
         num += len(first)
         counted, is_uncounted = rows["tokens_seen"]
-        # The step before a span may be of another attempt: of the one that was forked.
+        # The step before a span may belong to the parent attempt.
         seen = counted[~is_uncounted & (is_own | (steps < low))]
         if len(seen) > 1:
             tokens += int(seen.max() - seen.min())
@@ -219,7 +219,7 @@ def _measured(
 
 
 def _num_gpus(connection: Connection, run_id: str) -> int:
-    """Return how many GPUs the run's ranks said they train on."""
+    """Return the number of GPUs that the run's ranks reported."""
     table = sources.c
     query = select(func.count(table.gpu_uuid.distinct()))
     return connection.execute(

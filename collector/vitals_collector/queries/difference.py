@@ -1,7 +1,7 @@
-"""What one run's curve has more than another's: of every point, and thinned only afterwards.
+"""Difference of two runs' curves, from all points, and only then downsampled.
 
-The difference of two curves that were thinned each by itself is none of the runs': where one keeps
-a bucket's minimum and the other its maximum, noise is doubled and a spike has a twin.
+The difference of two downsampled curves would be wrong: if one keeps a bucket's minimum and the
+other its maximum, noise is doubled and a spike appears twice.
 """
 
 import math
@@ -21,14 +21,14 @@ TOKENS = "steps.tokens_seen"
 
 
 class SampledCurve(NamedTuple):
-    """Values at rising places along x; NaN where there was no finite one."""
+    """Values at ascending positions along x; NaN if there is no finite value."""
 
     x: Floats
     value: Floats
 
 
 def difference(moment: ReadSnapshot, question: DifferenceQuestion) -> DifferenceReply:
-    """Return what ``other`` has more than ``base`` wherever both have steps.
+    """Return ``other`` minus ``base`` at the steps that both have.
 
     Raises:
         UsageError: a run lacks the metric, or the metric has no steps.
@@ -55,9 +55,9 @@ def difference(moment: ReadSnapshot, question: DifferenceQuestion) -> Difference
 
 
 def subtract(base: SampledCurve, other: SampledCurve) -> SampledCurve:
-    """Return ``other`` less ``base`` at every x of either that both reach; a gap of one is one.
+    """Return ``other`` minus ``base`` at every x of either that both cover; a gap in one is a gap.
 
-    Between its points a curve is a straight line. Pure.
+    Curves are linear between their points. Pure.
     """
     finite = [
         SampledCurve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)])
@@ -87,7 +87,7 @@ def _curve(moment: ReadSnapshot, run_id: str, metric: str, along: Along) -> Samp
     if along == "tokens":
         x = _tokens(load, x)
     is_placed = np.isfinite(x)
-    # A step of no tokens stands where the one before it does: the last of them counts.
+    # A step without tokens has the position of the previous one: the last of them counts.
     x, value = np.maximum.accumulate(x[is_placed]), points.value[is_placed]
     is_last = np.append(x[1:] > x[:-1], True) if len(x) else np.zeros(0, dtype=np.bool_)
     return SampledCurve(x[is_last], value[is_last])

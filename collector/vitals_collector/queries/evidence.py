@@ -1,4 +1,4 @@
-"""The numbers around an incident: what moved first, what the GPUs did."""
+"""Measurements around an incident: the first change, and the state of the GPUs."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from vitals_collector.storage.store import ReadSnapshot
 
 AFTER_SECONDS = 60
 BEFORE_SECONDS = 600
-"""Samples of GPUs up to so long before the onset are what those after it are compared with."""
+"""GPU samples of this time before the onset are the reference for those after it."""
 _OF_GPU = (
     "temperature_celsius", "power_watts", "sm_clock_hertz", "utilization_ratio",
     "memory_used_bytes", "throttle_reasons", "ecc_corrected_errors", "ecc_uncorrected_errors",
     "last_xid",
 )  # fmt: skip
 _RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid")
-"""Of these a new value is told, however small."""
+"""Columns whose new values are always reported, however small the change."""
 THROTTLED = "throttle_reasons"
 _GPUS_AT_ONCE = 64
 _MIN_SCORE = 6.0
@@ -32,20 +32,20 @@ _MAX_TOLD = 8
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the stored numbers say."""
+    """Measurements around one incident."""
 
     is_gathered: bool = False
-    """Whether what follows was looked for."""
+    """Whether the fields below were read."""
     view: StepView | None = None
-    """The step it began at."""
+    """The step of the onset."""
     precursor: Precursor | None = None
-    """What moved first; None: nobody could tell."""
+    """The first change; None: unknown."""
     movers: tuple[Moved, ...] = ()
-    """The largest changes, where something moved first: without, they are noise."""
+    """The largest changes, if there was a first change: without one, they are noise."""
     has_layers: bool = False
     has_gpus: bool = False
     gpus: tuple[MoverView, ...] = ()
-    """What GPUs did that they had not done before."""
+    """GPU changes that did not occur before the onset."""
 
 
 def gather(
@@ -56,7 +56,7 @@ def gather(
     last: int,
     cause: str,
 ) -> Evidence:
-    """Return the numbers around an incident."""
+    """Return the measurements around an incident."""
     first = precursor(moment, run.run_id, attempt, onset, cause)
     has_named = first is not None and first.onset is not None
     view = StepView(
@@ -84,7 +84,7 @@ def gather(
 def _gpus(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[MoverView, ...] | None:
-    """Return what GPUs did between onset and end that they had not before; None: no samples."""
+    """Return GPU changes between onset and end that did not occur before; None: no samples."""
     when = _times(numbers, run_id, attempt, onset, last)
     if when is None:
         return None
@@ -125,7 +125,7 @@ def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
         if name == THROTTLED:
             views += _throttled(source, values[~is_late], values[is_late])
             continue
-        # As steps of a window: what came before lies far enough back.
+        # Numbered as steps of a window: the earlier samples are far enough before it.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
         mover = judge(source, name, pseudo, values, WINDOW_STEPS)
         if mover is not None and mover.view.score >= _MIN_SCORE:
@@ -134,7 +134,7 @@ def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
 
 
 def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return a counter, or the number of an error, that is not what it was."""
+    """Return a counter, or an error number, if it changed."""
     last = float(before[-1]) if len(before) else None
     if not len(late) or float(late[-1]) == last or (last is None and name != "last_xid"):
         return []
@@ -145,9 +145,9 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
 
 
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return the reasons to throttle that are not usual, as bit masks: the usual ones, and all.
+    """Return unusual throttle reasons as bit masks: the usual reasons, and all.
 
-    A throttle comes and goes, and may have come some samples before its trouble showed in steps.
+    A throttle may start and end some samples before its effect shows in steps.
     """
     usual = began = 0
     for bit in THROTTLES:
@@ -171,7 +171,7 @@ def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
 def _times(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
-    """Return when the steps ended on rank 0."""
+    """Return the end times of the steps on rank 0."""
     span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]

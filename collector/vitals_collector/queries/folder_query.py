@@ -1,4 +1,4 @@
-"""Answers from a store that no collector watches: watchers and alerts run when somebody asks."""
+"""Queries to a store without a collector: detectors and alerts run when findings are queried."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -14,15 +14,15 @@ A = TypeVar("A")
 
 
 class FolderQuery(Query):
-    """A ``Query`` that has the watchers look at a run's rows before it tells of findings.
+    """A ``Query`` that runs the fleet detectors over a run's rows before it returns findings.
 
-    A collector does so as rows come; without them a directory would show less than its dashboard.
-    Other questions do not wait: a run of a million steps takes the watchers half a minute. Nobody
-    is notified.
+    A collector does so as rows arrive; without this, a directory would show less than its
+    dashboard. Other queries do not wait: on a run of a million steps the detectors need half
+    a minute. No notifications are sent.
     """
 
     newest_alerts_by = "started_unix_ns"
-    """They are updated when they are read: that says nothing about them."""
+    """Alerts are updated when they are read, so their update time has no meaning."""
 
     def __init__(
         self, store: Store, *, clock: Clock, gpu_hour_price: float = 0.0, folder: Path | None = None
@@ -33,19 +33,19 @@ class FolderQuery(Query):
         self._monitor: LiveMonitor | None = None
 
     def run_dir(self, run_id: str) -> Path | None:
-        """Return the run's folder: the one that is read, or in it."""
+        """Return the run's directory: the one that is read, or one in it."""
         folder = self._folder
         return folder if folder is None or folder.name == run_id else folder / run_id
 
     def ask(self, question: Question[A]) -> A:
-        """Return the answer; ``Query.ask`` documents the errors."""
+        """Return the response; ``Query.ask`` documents the errors."""
         if question.has_findings:
             self._watch(question.run_id)  # type: ignore[attr-defined]
         return super().ask(question)
 
     def _watch(self, run_id: str) -> None:
-        """Run the fleet detectors over the rows of a run that they have not seen yet."""
-        if self._engine is not None:  # it watches all runs
+        """Run the fleet detectors over the rows of a run that they have not processed."""
+        if self._engine is not None:  # it processes all runs
             self._engine.poll()
             return
         if self._monitor is None:
@@ -56,13 +56,13 @@ class FolderQuery(Query):
             pass
 
     def raise_alerts(self) -> None:
-        """Bring the store's alerts up to date with its rows."""
+        """Update the store's alerts to its rows."""
         if self._engine is None:
             self._monitor = None
             self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()
-        # What is told now is left firing by that look, whose steps may be older than it; the next
-        # one resolves what the run has got over since.
+        # This pass leaves new alerts firing, and its steps may be older than they are; the next
+        # pass resolves those that are over.
         self._engine.poll()
 
 

@@ -1,4 +1,4 @@
-"""A stored run's forecast: its steps that count, as ``trainvitals.forecast`` takes them."""
+"""Forecast of a stored run: reads the lineage's steps for ``trainvitals.forecast``."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from vitals_collector.storage.store import ReadSnapshot
 
 LOSS, TOKENS = "steps.loss", "steps.tokens_seen"
 _TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
-"""Any of these tells when a step ended; the first that a run has is read."""
+"""Metrics with the end time of each step; the first that a run has is read."""
 
 
 def forecast(
@@ -25,7 +25,7 @@ def forecast(
     *,
     now_unix_ns: int,
 ) -> ForecastView:
-    """Return when the first of the runs ends, at what loss, and how far it is behind the other.
+    """Return the end of the first run, its final loss, and its lag behind the other run.
 
     Raises:
         UsageError: the planned number of steps is negative, or a run is compared with itself.
@@ -113,7 +113,7 @@ def _behind(
 
 
 def _in_steps(of_run: "_LineageCurves", along: Along, predicted: Lag) -> float | None:
-    """Return a lag in steps of the run, by the tokens of its steps so far."""
+    """Return a lag in steps of the run, by the mean tokens of its steps so far."""
     if along == "step":
         return predicted.tokens
     counted = of_run.curve(TOKENS)
@@ -123,7 +123,7 @@ def _in_steps(of_run: "_LineageCurves", along: Along, predicted: Lag) -> float |
 
 
 class _LineageCurves:
-    """Reads a run's curves as rollbacks have left them; each once."""
+    """Reads a run's curves in the lineage, each once."""
 
     def __init__(self, moment: ReadSnapshot, run_id: str) -> None:
         self._moment = moment
@@ -133,7 +133,7 @@ class _LineageCurves:
         self._read: dict[str, Points] = {}
 
     def curve(self, metric: str) -> Points:
-        """Return the steps that have the metric; none where the run never measured it."""
+        """Return the steps with the metric; empty if the run never measured it."""
         if metric not in self._read:
             self._read[metric] = self._load(metric)
         return self._read[metric]
@@ -147,7 +147,7 @@ class _LineageCurves:
         return drawn.points
 
     def losses(self, along: Along) -> tuple[Floats, Floats]:
-        """Return where each loss stands, in tokens or in steps, and the losses."""
+        """Return the position of each loss, in tokens or in steps, and the losses."""
         points = self.curve(LOSS)
         at = points.step.astype(np.float64) + 1.0
         if along == "tokens":

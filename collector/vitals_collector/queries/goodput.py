@@ -1,4 +1,4 @@
-"""Where a run's time went, from what is stored: gathers what ``trainvitals.goodput`` hands out."""
+"""Use of a run's time, from stored rows: reads the inputs of ``trainvitals.goodput``."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ from vitals_collector.storage.schema import events, findings, sources
 from vitals_collector.storage.store import ReadSnapshot, Store
 
 MAX_RANKS = 32
-"""Ranks whose waits are read: of more, so many, evenly chosen."""
+"""Maximum number of ranks whose waits are read; with more ranks, evenly chosen ones."""
 _PARTS = ("data_wait_seconds", "checkpoint_seconds", "evaluation_seconds")
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
 _ALL_ROWS = (0, 2**63 - 1)
@@ -43,12 +43,12 @@ _decode_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) -> GoodputView:
-    """Return where the run's time went.
+    """Return the use of the run's time.
 
     Args:
-        moment: of the store.
+        moment: snapshot of the store.
         run: the run.
-        price: of a GPU-hour; 0 where none is set.
+        price: price of a GPU-hour; 0 if not set.
     """
     starts = _starts(moment.sql, run)
     if not starts:
@@ -72,7 +72,7 @@ class _Start(NamedTuple):
     head: str
     """Rank 0's incarnation."""
     ranks: Mapping[int, str]
-    """Those of the other ranks."""
+    """Incarnations of the other ranks."""
 
 
 def _starts(connection: Connection, run: RunSummary) -> list[_Start]:
@@ -122,7 +122,7 @@ def _ended(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> E
 
 
 def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return, by incarnation of rank 0, when its process began and when ``watch`` had returned."""
+    """Return, by incarnation of rank 0, when its process started and when ``watch`` returned."""
     table = events.c
     query = select(table.incarnation, table.kind, table.time_unix_ns, table.body).where(
         table.run_id == run_id,
@@ -186,15 +186,15 @@ def _of_launch(
 
 
 def _keys(attempt: Ints, step: Ints) -> Ints:
-    """Return one number for each attempt's step; ids of attempts are microseconds, and far apart.
+    """Return one number for each attempt's step; attempt ids are microseconds, and far apart.
 
-    Two that come to the same number are of attempts that lie 2^24 apart: 17 s, to the microsecond.
+    Two numbers are equal only if their attempts started 2^24 us = 17 s apart, to the microsecond.
     """
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
 
 
 class _OverRanks:
-    """Adds up the ranks' parts of each step of rank 0."""
+    """Sums the ranks' parts of each step of rank 0."""
 
     def __init__(self, keys: Ints, of_head: Mapping[str, Floats]) -> None:
         self._order = np.argsort(keys, kind="stable")
@@ -208,7 +208,7 @@ class _OverRanks:
         self._least = wait.copy()
 
     def _rows_of(self, keys: Ints) -> tuple[Ints, np.ndarray[Any, Any]]:
-        """Return which of rank 0's rows these are of, and which of these have one."""
+        """Return the matching rows of rank 0, and which of these rows have a match."""
         if not len(self._sorted):
             return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
         at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
@@ -216,7 +216,7 @@ class _OverRanks:
         return self._order[at[has_row]], has_row
 
     def add_rows(self, numbers: NumbersReader, run_id: str, incarnations: Sequence[str]) -> None:
-        """Add other ranks' own rows."""
+        """Add rows of other ranks."""
         span = Rows(run_id, "steps", seqs=dict.fromkeys(incarnations, _ALL_ROWS))
         rows = numbers.scan(span, ["step", "attempt", *_PARTS, *_WAITS])
         at, has_row = self._rows_of(
@@ -236,7 +236,7 @@ class _OverRanks:
         np.fmin.at(self._least, at, wait)
 
     def add_levels(self, numbers: NumbersReader, run_id: str) -> None:
-        """Put the numbers over the other ranks where their own rows were thinned."""
+        """Add the statistics over the other ranks for steps whose rows were rolled up."""
         kinds = numbers.kinds(run_id, RANKS)
         if not kinds:
             return
@@ -274,19 +274,19 @@ class _OverRanks:
 
 
 def _waits(columns: Mapping[str, Floats]) -> Floats:
-    """Return how long each row's rank waited for others; NaN where nothing of it was measured."""
+    """Return each row's wait for other ranks; NaN if no part of it was measured."""
     gradients, exchange = (columns[name] for name in _WAITS)
     total = np.nan_to_num(gradients) + np.nan_to_num(exchange)
     return np.where(np.isnan(gradients) & np.isnan(exchange), np.nan, total)
 
 
-# --------------------------------------------------------------------------- what was told of stops
+# --------------------------------------------------------------------------- reported stops
 
 
 def _hangs(
     connection: Connection, run_id: str, launches: Sequence[Launch], steps: EndedSteps
 ) -> list[TimeSpan]:
-    """Return from when to when a rank held up the others, as pages told."""
+    """Return the times during which a rank blocked the others, from pages."""
     table = findings.c
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "hang"
@@ -298,7 +298,7 @@ def _hangs(
         begin = told_ns - int(waited * 1e9)
         row = int(np.searchsorted(steps.end_unix_ns, told_ns, "right"))
         stops = [launch.end_ns for launch in launches if launch.end_ns >= told_ns]
-        # A job that stays away was last heard of when it was told of.
+        # A job that does not return was last active when it was reported as lost.
         stops += [int(steps.end_unix_ns[row])] if row < len(steps) else []
         stops += [at for at in over if at >= told_ns][:1]
         spans.append(TimeSpan(begin, max(told_ns, min(stops, default=told_ns))))
@@ -314,7 +314,7 @@ def _notes_at(connection: Connection, run_id: str, code: str) -> list[int]:
 
 
 def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[TimeSpan]:
-    """Return from when to when a person had the ranks wait."""
+    """Return the times during which an operator paused the ranks."""
     table = events.c
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "TrainingPaused", table.source == "rank:0"
@@ -333,11 +333,11 @@ def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> 
     return spans
 
 
-# ------------------------------------------------------------------------------------ what it cost
+# ------------------------------------------------------------------------------------ cost
 
 
 def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -> float | None:
-    """Return the joules of all GPUs that told; by their counters, else by their power."""
+    """Return the joules of all GPUs that report them: by counter, otherwise by power."""
     span = Rows(run_id, "gpu", from_unix_ns=since_ns, to_unix_ns=until_ns + 1)
     if "energy_joules" not in numbers.kinds(run_id, "gpu"):
         return None
@@ -355,7 +355,7 @@ def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -
             rises = np.diff(values)
             if name == "power_watts":
                 rises = (values[1:] + values[:-1]) / 2 * np.diff(times) / 1e9
-            # A counter that begins anew says nothing of what it had.
+            # A counter that was reset does not contain its earlier energy.
             total, is_told = total + float(rises[rises > 0].sum()), True
             break
     return total if is_told else None
@@ -410,12 +410,12 @@ def _view(
     )
 
 
-# --------------------------------------------------------------------------------- kept for a while
+# --------------------------------------------------------------------------------- cache
 
 SHARE = 0.02
-"""Of the time, for reading a run's rows again as it goes on."""
+"""Maximum share of the time for reading the rows of an active run again."""
 MAX_KEPT = 256
-"""Runs whose sums are kept."""
+"""Maximum number of runs in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,15 +424,15 @@ class _CachedGoodput:
     last_seen_unix_ns: int
     state: str
     due: float
-    """When they are worth reading again; monotonic seconds."""
+    """When to read the run again; monotonic seconds."""
 
 
 class GoodputCache:
-    """Keeps the sums of runs: of one that goes on they are as new as their cost allows.
+    """Caches the sums of runs. For active runs their age depends on the cost of reading.
 
     Args:
-        price: of a GPU-hour; 0 where none is set.
-        stopwatch: tells what it took, in seconds.
+        price: price of a GPU-hour; 0 if not set.
+        stopwatch: returns the seconds that a read took.
     """
 
     def __init__(
@@ -444,13 +444,13 @@ class GoodputCache:
         self._lock = threading.Lock()
 
     def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
-        """Return what was read of these runs before, and read nothing."""
+        """Return the cached results of these runs, without reading."""
         with self._lock:
             cached = [self._kept.get(run.run_id) for run in runs]
         return [each.view for each in cached if each is not None]
 
     def of(self, moment: ReadSnapshot, run: RunSummary) -> GoodputView:
-        """Return where the run's time went, by what is stored now or was a short while ago."""
+        """Return the use of the run's time, as stored now or a short time ago."""
         began = self._stopwatch()
         with self._lock:
             cached = self._kept.get(run.run_id)
@@ -470,9 +470,9 @@ class GoodputCache:
 
 
 class GoodputReader:
-    """The thread ``vitals-goodput``: reads the runs that a scrape asked for, so that none waits.
+    """The thread ``vitals-goodput``: reads the runs that a scrape queried, so that no scrape waits.
 
-    A run of a million steps takes seconds. Until it was read once, a scrape has nothing of it.
+    A run of a million steps takes seconds. Until its first read, a scrape does not contain it.
     """
 
     def __init__(self, store: Store, cache: GoodputCache) -> None:
@@ -484,31 +484,31 @@ class GoodputReader:
         self._thread = threading.Thread(target=self._work, name="vitals-goodput", daemon=True)
 
     def start(self) -> None:
-        """Begin; it sleeps until somebody asks."""
+        """Start the thread; it sleeps until the first query."""
         self._thread.start()
 
     def close(self) -> None:
-        """End behind the run that is being read."""
+        """Stop after the current run."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
-        """Return what was read of these runs, and have them read for the next time."""
+        """Return the cached results of these runs, and schedule a read for the next call."""
         self._asked = tuple(runs)
         self._wake.set()
         return self._cache.known(runs)
 
     def once(self) -> None:
-        """Read the runs that were asked for last; an error is logged, counted, and ends it."""
+        """Read the runs of the latest query; an error is logged, counted, and ends the pass."""
         try:
             for run in self._asked:
                 if self._stop.is_set():
                     return
                 with (
                     self._store.read_transaction() as connection
-                ):  # a short one each: it holds back removals
+                ):  # one short snapshot each: it delays removals
                     self._cache.of(self._store.snapshot_on(connection), run)
         except Exception:  # noqa: BLE001 - the thread must not end
             self._store.counters.fail("goodput")

@@ -1,11 +1,11 @@
-"""Says what belongs together: in time, and in cause or place. Pure: no SQL, no clock.
+"""Grouping of findings, decisions and events by time, and by cause or place. Pure.
 
-Two things on one branch belong together where their cause is the same and they are near each other;
-or where one follows the other at once, and they name the same rank, or are of one domain (the
-numbers, the speed, the GPUs...) and do not name different ranks: a NaN gradient, and
-the parameters that it spoiled. Between independent faults lie healthy steps. A rollback closes over
-what of its cause lies on the branch it left, and over what came again on the new branch before it
-was past the place where the trouble had been.
+Two items of one attempt belong together if their cause is the same and they are near each other.
+They also belong together if one directly follows the other, and they name the same rank, or share a
+domain (numbers, speed, GPUs...) and do not name different ranks: a NaN gradient, and the parameters
+that it damaged. Healthy steps separate independent faults. A rollback includes the items of its
+cause on the attempt that it left. It also includes those on the new attempt up to the step of the
+original problem.
 """
 
 import re
@@ -16,38 +16,41 @@ from trainvitals.detect.registry import DOMAINS
 from trainvitals.records import Decision, Finding, Severity
 
 SAME_CAUSE_STEPS = 20
-"""Things of one cause, so many steps apart, belong together: as many clean steps end an episode."""
+"""Items of one cause within this number of steps belong together: as many clean steps end an
+episode."""
 NEAR_STEPS = 50
-"""Events so many steps away belong to an incident; a rollback's cause may come again so soon."""
+"""Events within this number of steps belong to an incident; a rollback's cause may recur within
+it."""
 FOLLOWING_STEPS = 10
-"""Things of different causes, of one rank too, belong together if at most this many steps are
+"""Items of different causes, also of one rank, belong together if at most this many steps are
 between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
 class Item(NamedTuple):
-    """One thing that happened, as far as grouping goes."""
+    """Grouping data of one item."""
 
     kind: Literal["finding", "decision", "alert", "event", "restart"]
     which: int
-    """Which of its kind, by its place among them."""
+    """Index among the items of its kind."""
     attempt: int
     onset: int
     first: int
-    """From which step on others may belong to it; before the onset, where a rollback went back."""
+    """First step at which others may belong to it; before the onset if a rollback restored an
+    earlier step."""
     last: int
     time_unix_ns: int
     cause: str
     domain: str = "numbers"
     rank: int = -1
     new_attempt: int = 0
-    """The branch that a rollback began."""
+    """Attempt that a rollback started."""
     is_withheld: bool = False
-    """Whether its update was skipped, so that it spoiled no parameter."""
+    """Whether its update was skipped, so that it damaged no parameter."""
 
 
 DEATHS = ("rank_gone", "RunFailed", "restart")
-"""Codes of how a run goes down, the root first: the errors of other ranks follow from a death."""
+"""Codes of the end of a run, the root first: errors of other ranks follow from a death."""
 
 
 def domain_of(name: str, default: str = "numbers") -> str:
@@ -58,7 +61,7 @@ def domain_of(name: str, default: str = "numbers") -> str:
 
 
 def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> Item:
-    """Return what grouping needs of a finding."""
+    """Return the grouping data of a finding."""
     onset = finding.onset_step if 0 <= finding.onset_step <= finding.step else finding.step
     domain = domain_of(finding.kind)
     return Item(
@@ -68,7 +71,7 @@ def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: in
 
 
 def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
-    """Return what grouping needs of a ledger's entry."""
+    """Return the grouping data of a decision."""
     first, last = decision.step, max(decision.step, decision.decided_at_step)
     is_rollback = decision.action == "rollback" and decision.acted
     if is_rollback and 0 <= decision.rollback_to_step < first:
@@ -82,7 +85,7 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
 
 
 def group(items: Sequence[Item]) -> list[list[Item]]:
-    """Return what belongs together, each by step and time; the groups by their beginning."""
+    """Return the groups in the order of their start; within each, items by step, then time."""
     sets = _Sets(len(items))
     by_attempt: dict[int, list[int]] = {}
     for i, item in enumerate(items):
@@ -112,7 +115,7 @@ _FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")
 def _root_first(members: list[Item]) -> list[Item]:
     """Put parameters that a later check found NaN before the loss that followed from them.
 
-    They were the cause if every NaN before the check was withheld: nothing else spoiled them.
+    They were the cause if every NaN before the check was withheld: nothing else damaged them.
     """
     first = members[0]
     root = next((item for item in members if item.cause == "nonfinite_params"), None)
@@ -126,7 +129,7 @@ def _root_first(members: list[Item]) -> list[Item]:
 
 
 def _came_again(rollback: Item, item: Item) -> bool:
-    """Return whether something on the branch that a rollback began is the trouble it was about."""
+    """Return whether an item on a rollback's new attempt is the problem that it was for."""
     if item.cause == rollback.cause or (item.rank >= 0 and item.rank == rollback.rank):
         return item.first <= rollback.last + NEAR_STEPS
     if item.domain != rollback.domain or (item.rank >= 0 and rollback.rank >= 0):
@@ -138,7 +141,7 @@ def _came_again(rollback: Item, item: Item) -> bool:
 def _order(item: Item) -> tuple[int, bool, int, int, int, str, int]:
     is_death = item.domain == "run"
     depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
-    # What led to a death comes before it; of the deaths the root does, whatever its clock said.
+    # The cause of a death precedes it; among deaths the root is first, regardless of its clock.
     depth = depth * is_death
     sort_key = item.onset, item.time_unix_ns
     return item.attempt, is_death, depth, *sort_key, item.kind, item.which
@@ -148,7 +151,7 @@ _Keys = list[tuple[str, str | int]]
 
 
 def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
-    """Join what is near and of one cause, and what follows at once on one rank."""
+    """Join near items of one cause, and items of one rank that directly follow each other."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
@@ -161,7 +164,7 @@ def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> No
 
 
 def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
-    """Join what follows at once and is of one domain, unless both name a rank."""
+    """Join items of one domain that directly follow each other, unless both name a rank."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
@@ -180,7 +183,7 @@ def _join(items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets
 def _reach_further(
     items: Sequence[Item], i: int, keys: _Keys, reach: dict[tuple[str, str | int], int]
 ) -> None:
-    """Keep of each key the item that reaches furthest."""
+    """Keep the item with the longest reach for each key."""
     for key in keys:
         j = reach.get(key)
         if j is None or items[j].last < items[i].last:
@@ -205,18 +208,18 @@ class _Sets:
 def incident_ids(
     groups: Sequence[Sequence[Item]], ordinals: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Return a name for each: the attempt and step it began at, and its first cause.
+    """Return a name for each group: the attempt and step of its onset, and its first cause.
 
     Args:
         groups: the incidents.
-        ordinals: which attempt of the run an id is, as people count; one it lacks keeps its id.
+        ordinals: ordinal of each attempt in the run; an attempt without one keeps its id.
     """
     names: dict[str, None] = {}
     for items in groups:
         cause = re.sub("[^A-Za-z0-9_.]+", "_", items[0].cause)[:80]
         attempt = (ordinals or {}).get(items[0].attempt, items[0].attempt)
         name = f"{attempt}-{items[0].onset}-{cause}"
-        while name in names:  # of one place and cause there is one, but for odd characters
+        while name in names:  # one per place and cause, except for unusual characters
             name += "_"
         names[name] = None
     return list(names)

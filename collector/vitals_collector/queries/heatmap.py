@@ -1,12 +1,12 @@
 """Heat maps: one metric of every rank, GPU, node or layer over the steps of a run.
 
-A column of the map stands for some steps. Of these a cell shows the value that lies furthest from
-the row's middle thereabouts, so that a spike of one step is as visible among a million steps as it
-is in a hundred. Steps that were rolled back are in it unless they are not asked for: the trouble
-lies in them, and a cell then shows the worst of all attempts.
+A column of the map covers a range of steps. A cell shows the value in it with the largest distance
+from the row's local median, so that a spike of one step is as visible among a million steps as
+among a hundred. Discarded steps are included unless the query excludes them: they contain the
+problem, and a cell then shows the worst of all attempts.
 
-Ranks, GPUs and nodes come out of the summaries beside the stored columns; layers have none and are
-decoded.
+Ranks, GPUs and nodes are read from the summaries next to the stored columns; layers have no
+summaries and are decoded.
 """
 
 import difflib
@@ -53,12 +53,12 @@ from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 MAX_CELLS = 200_000
 STREAMS = ("steps", "gpu", "node", "layers")
 _POINTS_A_COLUMN = 4
-"""A summary's entry stands for 256 values: it is taken where a column holds two of them."""
+"""A summary entry covers 256 values: it is used if a column holds two of them."""
 _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
 def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
-    """Return the heat map of one moment of the store.
+    """Return the heat map of one snapshot of the store.
 
     Raises:
         UsageError: no such metric, or a number out of bounds.
@@ -179,7 +179,7 @@ def _by_source(
 
 
 def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
-    """Return ranks by their number, all others in their own order."""
+    """Return ranks by number, other sources in their own order."""
 
     def key(name: str) -> tuple[str, int]:
         kind, _, rest = name.partition(":")
@@ -192,9 +192,9 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
 
 
 def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> list[int]:
-    """Return which rows deviate most, in their order.
+    """Return the rows that deviate most, in their order.
 
-    Rows that measure the same are compared with each other, layers with themselves.
+    Rows of the same quantity are compared with each other, layers with themselves.
     """
     if len(value) <= num or not value.size:
         return list(range(len(value)))
@@ -218,9 +218,9 @@ def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> lis
 def _host(
     numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
-    """Return the curves of GPUs or nodes with the steps that ran as they were measured.
+    """Return the curves of GPUs or nodes with the steps that ran during each sample.
 
-    What was measured before the first step ended, or after the last, belongs to none.
+    Samples before the end of the first step, or after that of the last, belong to no step.
     """
     span = curve.span
     clock = _clock(numbers, span.run_id, attempts, curve.num_points or 0)
@@ -242,7 +242,7 @@ def _host(
 def _clock(
     numbers: NumbersReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
-    """Return steps of all attempts by the moments at which they ended."""
+    """Return steps of all attempts by end time."""
     of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
     for column in _TIMED:
         curve = CurveRequest(of_rank0, column, max(num_points, 1_000))
@@ -253,9 +253,9 @@ def _clock(
 
 
 def _with_steps(curve: Points, clock: Points) -> Points:
-    """Return what was measured while steps ran, with their numbers and attempts.
+    """Return the samples taken while steps ran, with their steps and attempts.
 
-    While a run goes back, no step ends: what is measured then is of the last one before.
+    During a rollback no step ends: its samples belong to the last step before it.
     """
     time = curve.time_unix_ns
     at = np.searchsorted(clock.time_unix_ns, time, side="right") - 1

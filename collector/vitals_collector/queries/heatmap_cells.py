@@ -1,4 +1,4 @@
-"""The cells of a heat map: least, greatest and middle of what lies in each, and which to show."""
+"""Cells of a heat map: minimum, maximum and middle of the values in each, and the one to show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,19 +8,19 @@ import numpy as np
 from vitals_collector.numbers.interface import Floats, Ints, Mask, Points
 
 _NEIGHBOURS = 9
-"""Columns whose middle a cell is compared with."""
+"""Columns whose median a cell is compared with."""
 _MIN_FOLDED = 256
 
 
 class Extremes(NamedTuple):
-    """Of each cell the least, the greatest and a middle finite value, and whether it has others."""
+    """Minimum, maximum and middle of each cell's finite values, and whether it has others."""
 
     low: Floats
     high: Floats
     middle: Floats
     is_marked: Mask
     is_left: Mask
-    """Whether only what was rolled back has them."""
+    """Whether only discarded rows have them."""
 
     def take(self, rows: Sequence[int]) -> "Extremes":
         """Return the chosen rows."""
@@ -31,10 +31,10 @@ class Extremes(NamedTuple):
         )
 
     def with_discarded(self, discarded: "Extremes") -> "Extremes":
-        """Return the lineage's cells with what was rolled back in them.
+        """Return the lineage's cells with the discarded values added.
 
-        The middle stays that of the lineage where it has one: of two attempts' values halfway
-        between them there is no course, and a cell could not tell which of them left it.
+        The middle stays that of the lineage if it has one: a middle of two attempts' values is on
+        the curve of neither, and a cell could not show which attempt left it.
         """
         return Extremes(
             np.fmin(self.low, discarded.low),
@@ -50,14 +50,14 @@ class HeatmapRows(NamedTuple):
 
     names: Sequence[str]
     starts: Ints
-    """The first step of each column."""
+    """First step of each column."""
     cells: Extremes
     rolled_back: tuple[int, int] | None
-    """The first and the last step of which a value is in it that is not of the lineage."""
+    """First and last step with a discarded value."""
 
 
 class Grid:
-    """Cells that take in values in any order; rows are added as they are needed."""
+    """Cells that accept values in any order; rows are added on demand."""
 
     def __init__(self, starts: Ints, num_rows: int = 0) -> None:
         self.starts = starts
@@ -66,7 +66,7 @@ class Grid:
         self._grow(num_rows)
 
     def add(self, row: Ints, step: Ints, value: Floats) -> None:
-        """Take in values: which row each belongs to, and its step."""
+        """Add values: the row of each, and its step."""
         if not len(value):
             return
         self._grow(int(row.max()) + 1)
@@ -81,7 +81,7 @@ class Grid:
             self._take_in(at, rest, rest, rest, np.ones(len(rest)))
 
     def extremes(self, num_rows: int) -> Extremes:
-        """Return the first rows' cells; NaN where no finite value lies."""
+        """Return the first rows' cells; NaN in cells without a finite value."""
         shape = (num_rows, len(self.starts))
         self._grow(num_rows)
         end = num_rows * len(self.starts)
@@ -90,16 +90,16 @@ class Grid:
         low, high = (np.where(num > 0, values, np.nan) for values in (low, high))
         half = low / 2 + high / 2  # halves first: no overflow
         with np.errstate(over="ignore", invalid="ignore"):
-            rest = (total - low - high) / np.maximum(num - 2, 1)  # a lone spike has no part in it
+            rest = (total - low - high) / np.maximum(num - 2, 1)  # a single spike is not part of it
         middle = np.where((num > 2) & np.isfinite(rest), np.clip(rest, low, high), half)
         is_marked = self._is_marked[:end].reshape(shape)
         return Extremes(low, high, middle, is_marked, np.zeros_like(is_marked))
 
     def _fold(self, row: Ints, step: Ints, value: Floats) -> int:
-        """Take in what lies in one column and comes in the same order of rows again and again.
+        """Add leading values that share one column and repeat one order of rows.
 
         Returns:
-            How many values that were, of the first ones: ten times as quick as one by one.
+            Number of values added: ten times as fast as one by one.
         """
         if len(row) < _MIN_FOLDED:
             return 0
@@ -125,7 +125,7 @@ class Grid:
         np.add.at(self._num, at, num)
 
     def _cells(self, row: Ints, step: Ints) -> Ints:
-        """Return where the cell of each value lies."""
+        """Return the index of each value's cell."""
         begins = np.flatnonzero(np.concatenate(([True], step[1:] != step[:-1])))
         columns = np.searchsorted(self.starts, step[begins], side="right") - 1
         return row * len(self.starts) + np.repeat(columns, np.diff(begins, append=len(step)))
@@ -134,7 +134,7 @@ class Grid:
         missing = num_rows * len(self.starts) - len(self._low)
         if missing <= 0:
             return
-        missing = max(missing, len(self._low))  # doubled, so that rows are copied a few times only
+        missing = max(missing, len(self._low))  # doubled, so that rows are rarely copied
         self._low = np.concatenate([self._low, np.full(missing, np.inf)])
         self._high = np.concatenate([self._high, np.full(missing, -np.inf)])
         self._sum = np.concatenate([self._sum, np.zeros(missing)])
@@ -143,13 +143,13 @@ class Grid:
 
 
 def even_starts(first: int, last: int, points: int) -> Ints:
-    """Return the first step of each of at most so many equally wide columns."""
+    """Return the first step of each of at most ``points`` equally wide columns."""
     width = -(-(last - first + 1) // points)
     return np.arange(first, last + 1, width, dtype=np.int64)
 
 
 def starts_of(curves: Sequence[Points], points: int) -> Ints:
-    """Return the first step of each column: one for each step where they are few enough."""
+    """Return the first step of each column: one per step if there are few enough."""
     if not curves:
         return np.zeros(0, dtype=np.int64)
     if all(len(curve) <= points for curve in curves):
@@ -162,7 +162,7 @@ def starts_of(curves: Sequence[Points], points: int) -> Ints:
 
 
 def of_curves(curves: Sequence[Points], starts: Ints) -> Extremes:
-    """Return the cells of curves, a row each."""
+    """Return the cells of curves, one row each."""
     grid = Grid(starts, len(curves))
     for i, curve in enumerate(curves):
         grid.add(np.full(len(curve), i, dtype=np.int64), curve.step, curve.value)
@@ -170,7 +170,7 @@ def of_curves(curves: Sequence[Points], starts: Ints) -> Extremes:
 
 
 def furthest(extremes: Extremes) -> Floats:
-    """Return of each cell the extreme that lies further from the row's course thereabouts."""
+    """Return the extreme of each cell with the larger distance from the row's local median."""
     if not extremes.low.size:
         return extremes.low
     middle = nanmedian(_around(extremes.middle))
@@ -180,10 +180,11 @@ def furthest(extremes: Extremes) -> Floats:
 
 
 def _around(values: Floats) -> Floats:
-    """Return beside each cell its neighbours in the row, as a last axis.
+    """Return each cell with its neighbors in the row, as a last axis.
 
-    At the map's edges the row goes on as steeply as it came, mirrored at its last cell: neighbours
-    of one side only would take the beginning of a falling loss for a spike, and hide those in it.
+    At the edges the row is continued with the same slope, by point reflection at its last cell.
+    With neighbors on one side only, the start of a falling loss would look like a spike, and would
+    hide spikes in it.
     """
     num = min(_NEIGHBOURS, values.shape[1])
     half = num // 2
@@ -195,7 +196,7 @@ def _around(values: Floats) -> Floats:
 
 
 def nanmedian(values: Floats) -> Floats:
-    """Return the median along the last axis; NaN, without a warning, where there is no value."""
+    """Return the median along the last axis; NaN, without a warning, if there is no value."""
     ordered = np.sort(values, axis=-1)  # NaN comes last
     num = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
     low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)

@@ -1,7 +1,7 @@
-"""Reads one column of all layers at once, in windows of steps: it has no overview.
+"""Reads one column of all layers together, in windows of steps: layers have no summaries.
 
-What a window holds is stitched in itself, for no row outside of it is of one of its steps, and goes
-into the map's cells at once: so memory grows neither with the steps nor with the layers.
+Each window is stitched separately, because all rows of a step are in one window, and is added to
+the map's cells directly: memory grows neither with the steps nor with the layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ from vitals_collector.storage.store import ReadSnapshot
 
 RATIO = "update_ratio"
 MAX_ROWS = 1 << 18
-"""Rows of one window, about."""
+"""Approximate rows per window."""
 _MOST_CODES = 1 << 22
 _MIN_APART = 1_024
-"""Values from which a map's column is filled by itself."""
+"""Number of values from which a map's column is filled separately."""
 
 
 def load(
@@ -43,7 +43,7 @@ def load(
     branch: Branch,
     points: int,
 ) -> HeatmapRows:
-    """Return the layers in the model's own order."""
+    """Return the layers in the model's order."""
     source = _WindowReader(moment, curve, attempts, branch)
     filling = _Filling(points)
     windows = _windows(moment.numbers, curve.span)
@@ -73,7 +73,7 @@ def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
     low = span.from_step or 0
     newest = max(numbers.last_steps(span.run_id).values(), default=0)
     high = newest + 1 if span.to_step is None else min(span.to_step, newest + 1)
-    # Where writers' rows lie together by thousands of steps, a window counts more than it has.
+    # If rows of several writers share a range of thousands of steps, a window's count is too high.
     least = max(1, (high - low) * MAX_ROWS // (4 * num))
     return _halves(numbers, span, low, high, least)
 
@@ -95,17 +95,17 @@ def _halves(
 
 
 class _Rows(NamedTuple):
-    """Measured values of a window, of the branch and by step: of each layer one a step."""
+    """Measured values of a window, stitched, by step: one per layer and step."""
 
     row: Ints
     step: Ints
     value: Floats
     is_kept: Mask
-    """Which are of the lineage."""
+    """Which rows belong to the lineage."""
 
 
 class _LayerOrder:
-    """Gives each layer its row in the map, as layers are met."""
+    """Assigns each layer a row of the map, in the order of occurrence."""
 
     def __init__(self, connection: Connection, run_id: str) -> None:
         self.names: list[str] = []
@@ -124,11 +124,11 @@ class _LayerOrder:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The columns that name a layer; mostly all writers have the same numbers for them."""
+        """Columns that identify a layer; usually all writers use the same numbers for them."""
         return ("layer", *(("rank", "incarnation") if self._common is None else ("rank",)))
 
     def rows(self, columns: Columns) -> tuple[Ints, bool]:
-        """Return the row of each value, and whether it is sure that no row has a step twice."""
+        """Return the row of each value, and whether certainly no row has a step twice."""
         layer, rank = (
             columns[name].values.astype(np.int64, copy=False) for name in ("layer", "rank")
         )
@@ -148,7 +148,7 @@ class _LayerOrder:
         return row_of[code], is_apart and _is_rising(columns["step"].values, code)
 
     def order(self) -> list[int]:
-        """Return the rows by rank, then by the lowest number that the layer had."""
+        """Return the rows by rank, then by the lowest number of the layer."""
         return sorted(range(len(self.names)), key=self._places.__getitem__)
 
     def _row(self, layer_names: Mapping[int, str], rank: int, number: int) -> int:
@@ -162,7 +162,7 @@ class _LayerOrder:
 
 
 def _coded(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return a number for each pair, by writer then layer; the pairs, and where one of each is."""
+    """Return a number for each pair, by writer then layer; the pairs, and an index of each."""
     width, num = int(layer.max()) + 1, int(writer.max()) + 1
     if layer.min() < 0 or writer.min() < 0 or width * num > _MOST_CODES:
         pairs, first, code = np.unique(
@@ -198,8 +198,8 @@ class _WindowReader:
     def load_window(self, window: RowSpan, *, is_timed: bool = False) -> _Rows:
         """Return the window's values.
 
-        The times are as much to read as all the rest: only rows of which some may replace others
-        need them.
+        The times take as long to read as all other columns, and are read only if some rows may
+        replace others.
         """
         keys = ("step", "attempt", *self.layers.needs, *(("time_unix_ns",) if is_timed else ()))
         columns = self._numbers.scan(window, [*keys, *self._columns])
@@ -225,7 +225,7 @@ class _WindowReader:
         return _Rows(row[which], step[which], value[which], is_kept[which])
 
     def _newest(self, row: Ints, step: Ints, attempt: Ints, time: Ints) -> Ints:
-        """Return of a layer's step (and attempt, but of a lineage) the newest row, by step."""
+        """Return the latest row per layer and step (and attempt, except in a lineage), by step."""
         order = np.lexsort((time, attempt, row, step))
         keys = [step[order], row[order]]
         if self._branch != "lineage":
@@ -239,24 +239,24 @@ class _WindowReader:
 
 
 class _Filling:
-    """Puts values into cells, as soon as it is known which steps a column has."""
+    """Adds values to cells once the steps of each column are known."""
 
     def __init__(self, points: int) -> None:
         self._points = points
         self._steps = np.zeros(0, dtype=np.int64)
         self._held: list[_Rows] = []
-        """What came before there were more steps than columns."""
+        """Rows that arrived before there were more steps than columns."""
         self._grids: tuple[Grid, Grid] | None = None
-        """Of the lineage, and of what was rolled back."""
+        """Cells of the lineage, and of discarded rows."""
         self._rolled_back: tuple[int, int] | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether there are more steps than columns, and nobody said where the last one ends."""
+        """Whether there are more steps than columns, and the end of the last column is unknown."""
         return self._grids is None and len(self._steps) > self._points
 
     def add(self, rows: _Rows) -> None:
-        """Take in the values of further steps."""
+        """Add the values of further steps."""
         if self._grids is not None:
             self._put(rows, self._grids)
         elif len(rows.step):
@@ -265,12 +265,12 @@ class _Filling:
             self._steps = np.concatenate([self._steps, rows.step[is_new]])
 
     def draw_columns(self, last: _Rows | None) -> None:
-        """Draw equally wide columns up to the end of the last rows, if any are left."""
+        """Create equally wide columns up to the end of the last rows, if any are left."""
         steps = last.step if last and len(last.step) else self._steps
         self._draw(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
     def finish(self, num_rows: int) -> tuple[Ints, Extremes, tuple[int, int] | None]:
-        """Return the columns' first steps, the cells, and which steps were rolled back."""
+        """Return the columns' first steps, the cells, and the discarded steps."""
         lineage_grid, discarded_grid = self._grids or self._draw(self._steps)
         extremes = lineage_grid.extremes(num_rows).with_discarded(discarded_grid.extremes(num_rows))
         return lineage_grid.starts, extremes, self._rolled_back
@@ -296,7 +296,7 @@ class _Filling:
 
 
 def _by_column(step: Ints, starts: Ints) -> Iterator[tuple[int, int]]:
-    """Yield where the rows of each of the map's columns lie, or where all of them do: few are."""
+    """Yield the row range of each of the map's columns, or one range for all if there are few."""
     bounds = np.unique(np.searchsorted(step, starts))
     if len(step) < _MIN_APART * len(bounds):
         yield 0, len(step)
@@ -312,7 +312,7 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
 
 
 def value_of(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
-    """Return a column's values, of two columns their ratio, and which rows have one."""
+    """Return a column's values, or the ratio of two columns, and which rows have one."""
     values = [columns[name].values.astype(np.float64, copy=False) for name in names]
     if len(names) == 1:
         return values[0], ~columns[names[0]].is_missing

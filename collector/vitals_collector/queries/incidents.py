@@ -1,4 +1,4 @@
-"""Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
+"""Incidents: related records (``grouping``), with their evidence and their text (``story``)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,19 +64,19 @@ from vitals_collector.storage.schema import decisions, events, findings, runs
 from vitals_collector.storage.store import ReadSnapshot
 
 HEALTHY_STEPS = 100
-"""Steps without trouble after which an incident is over."""
+"""Steps without a problem after which an incident is over."""
 MAX_INCIDENTS = 200
-"""Incidents of one answer: the newest."""
+"""Maximum number of incidents in a response: the latest."""
 MAX_EVIDENCE = 20
-"""Of these, so many are told with the numbers around them: the gravest, then the newest."""
+"""Incidents with evidence from the measurements: the most severe, then the latest."""
 MAX_OTHER_RUNS = 200
-"""Of other runs the newest are asked whether they had the same."""
+"""Number of latest other runs that are searched for the same cause."""
 MAX_RECORDS = 20_000
-"""Findings, and events of note, that are looked at: the newest."""
+"""Maximum number of findings, and of selected events, that are read: the latest."""
 MAX_LISTED = 200
-"""Records of one kind that an incident carries; its story counts them all."""
+"""Maximum number of records of one kind in an incident; its story counts all."""
 _NEAR_NS = 120 * 10**9
-"""What an agent says has no step: it belongs to what happened so near in time."""
+"""Agent records have no step: they belong to an incident within this time."""
 _OF_NOTE = (
     "Note", "RunEnded", "CheckpointChanged", "CommandAcknowledged", "TrainingPaused",
     "DataWindowSkipped",
@@ -90,21 +90,21 @@ _ended = msgspec.msgpack.Decoder(RunEnded).decode
 
 
 class Said(NamedTuple):
-    """An event of note."""
+    """A selected event."""
 
     view: EventView
     severity: str
     code: str
-    """What it is alone an incident of; "" where it only belongs to others."""
+    """Code of the incident that the event starts; "" if it only belongs to others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Everything of a run that may be part of an incident."""
+    """All records of a run that may be part of an incident."""
 
     findings: tuple[FindingView, ...]
     attempts: tuple[int, ...]
-    """Of each finding."""
+    """Attempt of each finding."""
     decisions: tuple[DecisionView, ...]
     alerts: tuple[AlertView, ...]
     events: tuple[Said, ...]
@@ -112,12 +112,12 @@ class Records:
     data_steps: tuple[int, ...]
     loss_kind: str = "minimize"
     decided: dict[int, set[str]] = field(default_factory=dict)
-    """What was decided, by the step it is about."""
+    """Actions decided, by the step they are about."""
     restarts: tuple[Restart, ...] = ()
-    """Those that lost steps."""
+    """Restarts that lost steps."""
 
     def alerts_for(self, view: FindingView) -> tuple[Alert, ...]:
-        """Return what a finding raises by itself: nothing, where a decision tells of it."""
+        """Return the alerts that a finding itself raises: none if a decision covers it."""
         finding = view.finding
         if is_answered(finding, self.decided.get(finding.step, ())):
             return ()
@@ -132,14 +132,14 @@ def incidents(
     reach: frozenset[str] | None = None,
     run_dir: Path | None = None,
 ) -> tuple[IncidentView, ...]:
-    """Return what went wrong in a run, the newest first.
+    """Return the incidents of a run, the latest first.
 
     Args:
-        moment: of the store.
+        moment: snapshot of the store.
         run: the run.
-        price: of a GPU-hour; 0 where none is set.
-        reach: the runs among which one that had the same may be named; None: all.
-        run_dir: the run's folder, where it is the one that is read.
+        price: price of a GPU-hour; 0 if not set.
+        reach: runs that may be named as having had the same cause; None: all.
+        run_dir: the run's directory, if a directory is read.
     """
     of_run = _read(moment, run, price, reach, run_dir)
     gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
@@ -155,7 +155,7 @@ def run_verdict(
     reach: frozenset[str] | None = None,
     run_dir: Path | None = None,
 ) -> RunVerdict:
-    """Return the verdict on a run: on its gravest open incident, else one that was acted on."""
+    """Return the verdict on the most severe open incident, otherwise on one with actions."""
     of_run = _read(moment, run, price, reach, run_dir)
     lines = tuple(
         IncidentLine(
@@ -185,7 +185,7 @@ def _read(
     reach: frozenset[str] | None,
     run_dir: Path | None,
 ) -> "_Incidents":
-    """Return the run's incidents, the newest first."""
+    """Return the run's incidents, the latest first."""
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
@@ -214,7 +214,7 @@ def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
 def _from_movers(
     connection: Connection, run_id: str, groups: Sequence[list[Item]]
 ) -> list[list[Item]]:
-    """Let each incident start where its cause was first out, and last for as long as it was."""
+    """Extend each incident to the time during which its cause was out of range."""
     live = watched_onsets(connection, run_id)
     if live is None:
         return [*groups]
@@ -235,7 +235,7 @@ def _from_movers(
 
 
 def _to_last_step(members: list[Item], run: RunSummary) -> list[Item]:
-    """Let a run's death be at its last step: a rank that reports it knows only earlier ones."""
+    """Move a run's death to its last step: the rank that reports it knows only earlier steps."""
     first, late = members[0], run.last_step
     if (
         run.state in ("failed", "lost")
@@ -252,7 +252,7 @@ def _over_condition(
     run: RunSummary,
     holding: Collection[tuple[str, str, int, int]],
 ) -> list[Item]:
-    """Let an incident last to the newest step while the condition of one of its findings holds."""
+    """Extend an incident to the latest step while the condition of one of its findings holds."""
     return [
         item._replace(last=max(item.last, run.last_step))
         if item.kind == "finding"
@@ -264,12 +264,12 @@ def _over_condition(
 
 @dataclass(slots=True)
 class Bundle:
-    """What belongs to one incident, as numbers into the records."""
+    """Parts of one incident, as indexes into the records."""
 
     name: str
     attempt: int
     ordinal: int
-    """Which of the run's attempts it is: the id says nothing to people."""
+    """Ordinal of the attempt in the run: its id has no meaning for users."""
     onset: int
     last: int
     started_unix_ns: int
@@ -285,9 +285,9 @@ class Bundle:
 
 
 def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
-    """Return the step at which the next trouble after an incident began; -1 where none did.
+    """Return the onset of the next incident after this one; -1 if there is none.
 
-    One of a branch that was left before is no later one, whatever its step.
+    An incident on an earlier attempt is never the next one, whatever its step.
     """
     later = (
         other.onset
@@ -298,9 +298,9 @@ def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
 
 
 def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, int]]]]:
-    """Return what incidents are made of, and which alert each of it raised, at which step.
+    """Return the items of incidents, and the alerts that each raised, with their steps.
 
-    Alerts that nothing here raised, such as that of a lost run, stand for themselves.
+    Alerts without such an item, such as that of a lost run, are items themselves.
     """
     items: list[Item] = []
     raised: dict[str, list[tuple[int, int]]] = {}
@@ -319,7 +319,7 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
-    # Alerts and agents know no step of a death: it is the step that the ranks reported.
+    # Alerts and agents do not know the step of a death: use the step that the ranks reported.
     end = max((event.view.step for event in coded), default=0)
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
@@ -356,7 +356,7 @@ def _note_raised(
 
 
 def read_records(connection: Connection, run_id: str) -> Records:
-    """Return the newest findings, decisions and events of note of a run, and its alerts."""
+    """Return the latest findings, decisions and selected events of a run, and its alerts."""
     table = findings.c
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
     order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
@@ -448,7 +448,7 @@ def _bundle(
 
 
 def _attach(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
-    """Add the events near to it, and the data of its steps."""
+    """Add the events near an incident, and the data of its steps."""
     spans: dict[int, tuple[int, int]] = {}
     for item in members:
         low, high = spans.get(item.attempt, (item.onset, item.last))
@@ -478,7 +478,7 @@ def _attach(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
 def _attach_alerts(
     bundles: Sequence[Bundle], records: Records, raised: dict[str, list[tuple[int, int]]]
 ) -> None:
-    """Give each alert to the bundle with what raised it last: one is raised again and again."""
+    """Assign each alert to the incident whose item raised it last: alerts are raised repeatedly."""
     num = len(records.findings)
     order = [i for i, view in enumerate(records.decisions) if view.decision.action != "continue"]
     of_finding = {i: bundle for bundle in bundles for i in bundle.findings}
@@ -492,11 +492,11 @@ def _attach_alerts(
         bundle.alerts.append(i)
 
 
-# ------------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------- presentation
 
 
 def severity_of(bundle: Bundle, records: Records) -> Severity:
-    """Return how loud the gravest part of it is."""
+    """Return the highest severity of its parts."""
     severities: list[Severity] = [records.alerts[i].severity for i in bundle.alerts]
     for i in bundle.findings:
         severities += [a.severity for a in records.alerts_for(records.findings[i])]
@@ -510,7 +510,7 @@ def severity_of(bundle: Bundle, records: Records) -> Severity:
 
 def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
     if run.state == "finished":
-        # The user keeps the last state, and no healthy step shows that the trouble was over.
+        # The user keeps the last state, and no healthy step shows that the problem is over.
         steps = (records.decisions[i].decision.step for i in bundle.decisions)
         return max(steps, default=-1) >= run.last_step >= 0
     conditions = (records.alerts[i] for i in bundle.alerts)
@@ -531,7 +531,7 @@ def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Incidents:
-    """The incidents of a run, and what each is told of."""
+    """Incidents of a run, and the data of their texts."""
 
     moment: ReadSnapshot
     run: RunSummary
@@ -545,28 +545,28 @@ class _Incidents:
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
     def severity(self, bundle: Bundle) -> Severity:
-        """Return how loud the gravest part of it is."""
+        """Return the highest severity of its parts."""
         return severity_of(bundle, self.records)
 
     def is_open(self, bundle: Bundle) -> bool:
-        """Return whether it is not over yet."""
+        """Return whether the incident is still open."""
         if self.run.state == "running" and self.is_lasting(bundle):
             return True
         return _is_open(bundle, self.records, self.run)
 
     def is_lasting(self, bundle: Bundle) -> bool:
-        """Return whether the condition of a finding in it held at the last step."""
+        """Return whether the condition of one of its findings held at the last step."""
         found = (self.records.findings[i].finding for i in bundle.findings)
         return any(_condition_key(finding) in self.holding for finding in found)
 
     def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
-        """Return how much it matters: what is open, by severity; then what was acted on."""
+        """Return the sort key: open incidents first, by severity; then those with actions."""
         is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
         has_acted = len(bundle.decisions) > 0
         return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
 
     def story_facts(self, bundle: Bundle, evidence: Evidence) -> story.StoryFacts:
-        """Return what its story is made of."""
+        """Return the input of its story."""
         records = self.records
         return story.StoryFacts(
             attempt=bundle.attempt,
@@ -584,7 +584,7 @@ class _Incidents:
         )
 
     def verdict(self, bundle: Bundle, first: Precursor | None, *, is_whole: bool) -> VerdictView:
-        """Return the verdict on it; without ``is_whole`` what it cost is counted, not measured."""
+        """Return the verdict on it; without ``is_whole``, the cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
         found = tuple(records.findings[i] for i in bundle.findings)
@@ -632,7 +632,7 @@ class _Incidents:
         return verdict(facts)
 
     def _capsule(self, bundle: Bundle) -> tuple[int, str]:
-        """Return the first step of it that can be played again, and what was found; -1: none."""
+        """Return its first step with a repro capsule (-1: none), and the result of the repro."""
         records = self.records
         capsules = sorted(
             (records.data_steps[i], records.data[i].batch.file)
@@ -660,7 +660,7 @@ class _Incidents:
 
 
 def _precursor_of(first: Precursor | None, bundle: Bundle) -> str | None:
-    """Return what moved first; None too where that is the very loss that the cause tells of."""
+    """Return the first change; also None if it is the loss that the cause itself names."""
     if first is None:
         return None
     onset = first.onset
@@ -678,9 +678,9 @@ def _precursor_of(first: Precursor | None, bundle: Bundle) -> str | None:
 def _runs_that_had(
     connection: Connection, run_id: str, cause: str, reach: frozenset[str] | None
 ) -> tuple[Sequence[str], int]:
-    """Return what other runs with a decision or finding of that cause are called; and of how many.
+    """Return the names of other runs with the same cause, and the number of runs searched.
 
-    Looked at are the newest runs: each is an entry of an index.
+    Only the latest runs are searched: each costs one index lookup.
     """
     newest = (
         select(runs.c.run_id, runs.c.name)

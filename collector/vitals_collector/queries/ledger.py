@@ -1,4 +1,4 @@
-"""Reads what was recorded of a run out of its rows, as the views that answers are made of."""
+"""Reads the records of a run from its rows, as the views in responses."""
 
 import math
 from collections import defaultdict
@@ -47,9 +47,9 @@ from vitals_collector.storage.store import ReadSnapshot, unknown_run
 
 MAX_EVENTS = 10_000
 MAX_STACKS = 256
-"""Ranks' stacks of one answer: the newest."""
+"""Maximum number of ranks' stacks in a response: the latest."""
 UNREAD = "unread"
-"""In a source's place: its rows were written, and none could be read."""
+"""Placeholder of a source whose rows were written, but could not be read."""
 _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
     "RanksStill",
@@ -63,7 +63,7 @@ _reading = msgspec.msgpack.Decoder(StateRead).decode
 
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
-    """Return the row of a run, or raise that there is none."""
+    """Return the row of a run, or raise an error if there is none."""
     query = select(runs).where(runs.c.run_id == run_id, ~is_being_removed())
     row = connection.execute(query).one_or_none()
     if row is None:
@@ -72,7 +72,7 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
 
 
 def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[AttemptView, ...]:
-    """Return every branch of the lineage, the oldest first."""
+    """Return all attempts of the run, the oldest first."""
     query = select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.id)
     rows = moment.sql.execute(query).all()
     last = moment.numbers.last_steps(run_id)
@@ -91,7 +91,7 @@ def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[AttemptView, ...]:
 
 
 def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
-    """Return every incarnation of a source; ``UNREAD`` are those of which no row could be read."""
+    """Return every incarnation of a source; ``UNREAD`` marks those without a readable row."""
     columns = streams.c
     query = select(
         columns.incarnation, columns.stream, columns.num_rows, num_lost_rows().label("num_lost")
@@ -125,7 +125,7 @@ def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> Sour
 def decisions_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[DecisionView, ...]:
-    """Return the ledger in its order, or what it says about one step."""
+    """Return the decision log in order, or its entries about one step."""
     table = decisions.c
     query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
     if step is not None:
@@ -141,7 +141,7 @@ def decisions_of(
 def findings_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[FindingView, ...]:
-    """Return what detectors said, of one step or all; by step."""
+    """Return the findings of one step, or all, by step."""
     table = findings.c
     query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
     if step is not None:
@@ -155,7 +155,7 @@ def findings_of(
 
 
 def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
-    """Return which samples fed a bad step, on each rank that told."""
+    """Return the samples of a bad step, from each rank that reported them."""
     table = events.c
     query = (
         select(table.source, table.attempt, table.body)
@@ -170,7 +170,7 @@ def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, .
 
 
 def readings_of(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
-    """Return what was said of the state, of every trouble that a step lies in."""
+    """Return the readings of the state for every problem whose steps include this one."""
     table = events.c
     query = (
         select(events)
@@ -206,7 +206,7 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
 
 
 def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:
-    """Return other events, all or of one kind, as lines for people; the newest, by time."""
+    """Return the latest other events, all or of one kind, as text lines by time."""
     table = events.c
     filters = [table.kind == kind] if kind else []
     filters += [table.kind.not_in(_SHOWN_ELSEWHERE)]
@@ -220,7 +220,7 @@ def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[Even
 
 
 def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
-    """Return the stacks that were taken of ranks; the newest, by time."""
+    """Return the latest stacks of ranks, by time."""
     table = events.c
     query = (
         select(table.time_unix_ns, table.step, table.attempt, table.body)
@@ -230,7 +230,7 @@ def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
     )
     views = []
     for row in reversed(connection.execute(query).all()):
-        with suppress(*UNREADABLE):  # of a newer version
+        with suppress(*UNREADABLE):  # skip rows of later versions
             taken = _stacks(row.body)
             views.append(
                 StacksView(
@@ -248,7 +248,7 @@ def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
 
 
 def event_view(row: Row[Any]) -> EventView:
-    """Return the line of a row of ``events``."""
+    """Return the text line of a row of ``events``."""
     return EventView(
         time_unix_ns=row.time_unix_ns,
         source=row.source,
@@ -260,7 +260,7 @@ def event_view(row: Row[Any]) -> EventView:
 
 
 def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
-    """Return the run's alerts, the newest first."""
+    """Return the run's alerts, the latest first."""
     query = (
         select(alerts)
         .where(alerts.c.run_id == run_id)
@@ -273,9 +273,9 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
 def step_rows(
     moment: ReadSnapshot, run_id: str, step: int, stream: str = "steps"
 ) -> tuple[StepRow, ...]:
-    """Return the sources' rows of a step; of one written again, the newest.
+    """Return the sources' rows of a step; if a row was rewritten, the latest.
 
-    Rank 0's row has the numbers of an optimizer that was stepped alone as well, which are scalars:
+    Rank 0's row also has the values of an optimizer that was stepped separately. They are scalars:
     ``loss/NAME`` and so on.
     """
     newest: dict[tuple[str, int], StepRow] = {}
@@ -294,7 +294,7 @@ def step_rows(
 
 
 def _rows_of_turns(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[StepRow]:
-    """Yield, of a step that one of several optimizers made, each number of its own as a row."""
+    """Yield each separate value as a row, if the step was made by one of several optimizers."""
     query = select(names.c.incarnation, names.c.id, names.c.name).where(
         names.c.run_id == run_id, names.c.stream == "scalars"
     )
@@ -318,7 +318,7 @@ def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
 
 
 def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> Iterator[StepRow]:
-    """Yield every source's rows of a step, the newest last."""
+    """Yield every source's rows of a step, the latest last."""
     kinds = numbers.kinds(run_id, stream)
     if not kinds:
         return

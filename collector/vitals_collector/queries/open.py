@@ -1,4 +1,4 @@
-"""Opens what a person asks about: a running collector, or run directories without any server."""
+"""Opens the source of queries: a running collector, or run directories without a server."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,33 +16,33 @@ A = TypeVar("A")
 
 
 class Reader(Protocol):
-    """Whatever is asked; ``Query`` and ``CollectorClient`` answer alike."""
+    """Interface for queries; ``Query`` and ``CollectorClient`` return the same."""
 
     def ask(self, question: Question[A]) -> A:
-        """Return the answer."""
+        """Return the response."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A reader, and how to make it see what came since."""
+    """A reader, and a function that makes new data visible to it."""
 
     reader: Reader
     refresh: Callable[[], object]
     folder: Path | None = None
-    """The folder that is read; None: a collector is asked."""
+    """Directory that is read; None: a collector is queried."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Of each run of the folder that cannot be read, or not all of it: why."""
+    """Runs of the directory that cannot be read completely, with the reasons."""
 
 
 @contextlib.contextmanager
 def open_reader(
     folder: Path | None = None, *, collector: str = "", token_file: Path | None = None
 ) -> Iterator[Opened]:
-    """Give a reader over ``folder``, else ``collector``, else what is found.
+    """Provide a reader over ``folder``, otherwise ``collector``, otherwise the default.
 
-    Found are, in this order: the collector that the environment names, this user's own where it
-    answers, and the folder VITALS_DIR (or ./vitals_runs).
+    The default is the first of: the collector that the environment names, this user's collector if
+    it responds, and the directory VITALS_DIR (or ./vitals_runs).
 
     Raises:
         UsageError: there is nothing to read from.
@@ -61,22 +61,22 @@ def open_reader(
 
 
 def find_run(reader: Reader, id_or_name: str) -> RunSummary:
-    """Return the run of that id, beginning of an id, or name; "" is the newest run.
+    """Return the run with that id, start of an id, or name; "" is the latest run.
 
     Raises:
-        UsageError: there is none, or the beginning of an id fits several.
+        UsageError: no run matches, or the start of an id matches several.
     """
     return choose_run(reader.ask(RunsQuestion()), id_or_name)
 
 
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[Opened]:
-    """Give a reader over a folder: one run's, or one with run directories.
+    """Provide a reader over a directory: a run directory, or one with run directories.
 
     Raises:
-        UsageError: there is no such folder.
-        ConfigError: the price of a GPU-hour in the environment is no price.
-        StorageError: it may not be read.
+        UsageError: the directory does not exist.
+        ConfigError: the price of a GPU-hour in the environment is invalid.
+        StorageError: the directory cannot be read.
     """
     from vitals_collector.ingest.folder import FolderIngest
     from vitals_collector.queries.cost import price_of_environment

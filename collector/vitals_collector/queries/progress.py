@@ -1,4 +1,4 @@
-"""How a run goes on: where it is now, and what happened since it was looked at before."""
+"""Progress of a run: its current state, and the events since the previous poll."""
 
 import math
 import time
@@ -22,40 +22,40 @@ from trainvitals.views import (
 from vitals_collector.queries.open import Reader
 
 SPEED_STEPS = 50
-"""The newest steps, over which the speed is taken."""
+"""Number of latest steps over which the speed is measured."""
 MAX_ACTIONS = 5
-"""Actions told one by one at a look; of a storm the rest is a number."""
+"""Maximum number of actions listed per poll; further ones are counted."""
 ALERTS_SHARE = 0.01
-"""Of the time, for alerts: over a folder the detectors first look through all of a run's past."""
+"""Maximum share of the time for alerts: in a directory, the detectors first process all rows."""
 _METRICS = ("loss", "grad_norm", "learning_rate", "mfu_ratio", "tokens_seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A run as it is at one look."""
+    """State of a run at one poll."""
 
     summary: RunSummary
     attempt: int
     """Counts from 1."""
     step: int
-    """The newest of the present attempt; -1 before the first."""
+    """Latest step of the current attempt; -1 before the first."""
     values: Mapping[str, float]
-    """Of that step, by column; what was not measured is absent."""
+    """Values of that step, by column; without those that were not measured."""
     steps_per_second: float | None
     tokens_per_second: float | None
     last_action: str
     last_alert: str
     happened: tuple[str, ...]
-    """What came since the look before, as lines for people; nothing at the first look."""
+    """Events since the previous poll, as text lines; empty at the first poll."""
 
 
 class ProgressReader:
-    """Looks at one run again and again; remembers what it has told.
+    """Polls one run; remembers the reported events.
 
     Args:
-        reader: is asked.
-        run_id: the run's.
-        stopwatch: tells what a question for alerts cost, in seconds.
+        reader: runs the queries.
+        run_id: id of the run.
+        stopwatch: returns the time in seconds, to measure the queries for alerts.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ProgressReader:
         newest = detail.attempts[-1] if detail.attempts else None
         step = detail.summary.last_step if newest is None else newest.last_step
         series = self._series(detail, step)
-        # A collector may have stored more steps meanwhile.
+        # In the meantime, a collector may have stored more steps.
         step = max((reply.step[-1] for reply in series.values() if reply.step), default=step)
         progress = Progress(
             summary=detail.summary,
@@ -102,7 +102,7 @@ class ProgressReader:
         return progress
 
     def how_it_ended(self) -> str:
-        """Return what the run, or its agent, said of its end; "" where nobody said anything."""
+        """Return the reason that the run, or its agent, reported for its end; "" for none."""
         events = self._reader.ask(EventsQuestion(run_id=self._run_id, kind="RunEnded"))
         return events[-1].text if events else ""
 
@@ -129,7 +129,7 @@ class ProgressReader:
         return [*lines[: MAX_ACTIONS - 1], f"and {num_more} more", lines[-1]]
 
     def _restarts(self, attempts: Sequence[AttemptView]) -> list[str]:
-        """Return a line for each start of the training; rollbacks are told as actions."""
+        """Return a line for each start of the training; rollbacks are listed as actions."""
         lines = [
             f"restarted at step {attempt.fork_step:,} (attempt {attempt.ordinal}): {attempt.reason}"
             for attempt in attempts
@@ -196,7 +196,7 @@ def _tokens_per_second(tokens_seen: SeriesReply | None) -> float | None:
 
 
 def _rate(reply: SeriesReply, values: Sequence[float | None]) -> float | None:
-    """Return how fast the values grew from the first to the last point."""
+    """Return the growth of the values per second, from the first to the last point."""
     if len(values) < 2 or values[0] is None or values[-1] is None:
         return None
     seconds = (reply.time_unix_ns[-1] - reply.time_unix_ns[0]) / 1e9

@@ -1,7 +1,7 @@
-"""Answers every question about runs from the store, in the bodies of ``trainvitals.views``.
+"""Responds to every query about runs from the store, with the types of ``trainvitals.views``.
 
-One function for each question, and one class that HTTP routes, the command line and a folder read
-without any server ask: they cannot answer differently.
+One function per query, and one class for HTTP routes, the command line, and reading a directory
+without a server: their results cannot differ.
 """
 
 import copy
@@ -110,23 +110,23 @@ from vitals_collector.storage.store import ReadSnapshot, SteadyClock, Store, unk
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
-"""Non-finite values that a series names one by one; of more, evenly chosen ones."""
+"""Maximum number of non-finite values listed per series; with more, evenly chosen ones."""
 
 
 _OF_RUN = select(runs.c.run_id).where(runs.c.run_id == bindparam("run_id"), ~is_being_removed())
-"""Made once: nearly every answer begins with it."""
+"""Built once: nearly every query starts with it."""
 
 A = TypeVar("A")
 Config = dict[str, str | int | float | bool | None]
 
 ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
-"""What answers each question."""
+"""The function for each query."""
 
 
 def answer_to(
     kind: type[Question[A]],
 ) -> Callable[[Callable[["Query", Any], A]], Callable[["Query", Any], A]]:
-    """Return a decorator: that function answers questions of this kind, over HTTP and here."""
+    """Return a decorator that registers a function for queries of this type, over HTTP and here."""
 
     def register(answer: Callable[["Query", Any], A]) -> Callable[["Query", Any], A]:
         ANSWERS[kind] = answer
@@ -136,21 +136,21 @@ def answer_to(
 
 
 class Query:
-    """Answers from a store. Each question reads one moment of it; none changes it.
+    """Runs queries on a store. Each reads one snapshot of it; none changes it.
 
     Args:
-        store: what to read.
-        clock: what "now" is, to tell a running run from a lost one.
-        lost_after_seconds: how long a run may be silent.
-        up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
-        volumes: what is kept of a run, to be said.
-        gpu_hour_price: what a GPU costs for an hour; 0: nobody said.
-        goodput: where sums are kept that others read as well.
+        store: the store.
+        clock: the current time, to distinguish a running run from a lost one.
+        lost_after_seconds: time without a row after which a run is lost.
+        up_since_unix_ns: time since which rows could arrive; 0 if none can.
+        volumes: limits of the data kept per run, for display.
+        gpu_hour_price: price of a GPU-hour; 0: not set.
+        goodput: shared cache of the goodput sums.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
     reach: frozenset[str] | None = None
-    """The runs of which is answered; None: of all."""
+    """Runs that queries may read; None: all."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class Query:
         self._up_since_unix_ns = up_since_unix_ns
 
     def run_dir(self, run_id: str) -> Path | None:
-        """Return the run's folder where that is what is read: a collector sees none."""
+        """Return the run's directory if a directory is read; None for a collector."""
         return None
 
     def ask(self, question: Question[A]) -> A:
-        """Return the answer.
+        """Return the response.
 
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
@@ -192,10 +192,10 @@ class Query:
 
     @contextmanager
     def read(self, *run_ids: str) -> Iterator[ReadSnapshot]:
-        """Give one moment of the store.
+        """Provide one snapshot of the store.
 
         Raises:
-            UsageError: one of these runs is not in it.
+            UsageError: one of these runs is not stored.
         """
         with self.store.read_transaction() as connection:
             for run_id in run_ids:
@@ -204,10 +204,10 @@ class Query:
             yield self.store.snapshot_on(connection)
 
     def raise_alerts(self) -> None:
-        """Bring the store's alerts up to date; those of a collector are, as rows come."""
+        """Update the store's alerts; a collector's are updated as rows arrive."""
 
     def liveness(self) -> Liveness:
-        """Return what tells a running run from a lost one."""
+        """Return the criteria for running and lost runs."""
         now = self._steady.time_ns()
         return Liveness(
             now_unix_ns=now,
@@ -217,16 +217,16 @@ class Query:
 
 
 def within(query: Query, reach: frozenset[str] | None) -> Query:
-    """Return one that answers of these runs alone; None: of all."""
+    """Return a query limited to these runs; None: all."""
     limited = copy.copy(query)
     limited.reach = reach
     return limited
 
 
-# --------------------------------------------------------------------------------- the answers
+# --------------------------------------------------------------------------------- the queries
 
 _OF_ALL_RUNS = (RunsQuestion, ConfigsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
-"""Questions that may name no run: each answer leaves out what is not in ``Query.reach``."""
+"""Queries that may name no run: each leaves out what is not in ``Query.reach``."""
 
 
 @answer_to(RunsQuestion)
@@ -463,13 +463,13 @@ def _selected(
         span = span._replace(from_step=max(0, span.from_step - _reach(request.smoothing)))
     return source, CurveRequest(
         span, curve.column
-    )  # a mean of what is drawn is none of what is stored
+    )  # the mean of the drawn points differs from that of the stored ones
 
 
 def _reach(weight: float) -> int:
-    """Return how many steps before the first drawn one are smoothed with it.
+    """Return the number of steps before the first drawn one that smoothing needs.
 
-    What lies further back weighs less than a billionth, even if but one step in ten was measured.
+    Earlier steps weigh less than 1e-9, even if only one step in ten was measured.
     """
     return 10 * math.ceil(21 / (1 - weight))
 

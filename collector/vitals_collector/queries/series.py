@@ -1,7 +1,7 @@
-"""One curve of a run: which there are, where the rows of each are, and what is drawn of it.
+"""One curve of a run: existing series, the rows of each, and the points that are drawn.
 
-What is lost on the way to the screen is points that say nothing new (``downsample``), and
-non-finite values stay as marks. A program gets the whole curve, its numbers as they lie in memory.
+Downsampling removes only points that add nothing to the plot (``downsample``), and non-finite
+values stay as marks. Programs get the whole curve, as stored in memory.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from vitals_collector.numbers.interface import (
 from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
-# ---------------------------------------------------------------------------------- which there are
+# ---------------------------------------------------------------------------------- existing series
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
@@ -64,7 +64,7 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
 
 
 def unit_of(metric: str) -> str:
-    """Return the metric's unit by the catalog, "" where it has none or is the user's own."""
+    """Return the metric's unit from the catalog, "" for none or for a user-defined metric."""
     series, _, column = metric.rpartition(":")
     if series.startswith("layers.") and column in _OF_LAYERS:
         metric = f"layers.{column}"
@@ -80,10 +80,10 @@ def curve_of(
     source: str,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> tuple[str, CurveRequest]:
-    """Return whose series it is, and the curve, of these steps where its rows have one.
+    """Return the source and the curve, limited to these steps if its rows have steps.
 
     Raises:
-        UsageError: no such metric or source; where a name is close to a known one, that is said.
+        UsageError: no such metric or source; the message suggests a similar name.
     """
     chosen_source, curve = _curve_of(moment, run_id, metric, source)
     if curve.span.stream not in HOST_STREAMS:
@@ -93,14 +93,14 @@ def curve_of(
 
 
 def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
-    """Return what stitching needs to know of the run's branches."""
+    """Return the data of the run's attempts that stitching needs."""
     table = attempts.c
     query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
     return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
 def behind(last: int | None) -> int | None:
-    """Return where a span ends of which this is the last step or time; None: nowhere."""
+    """Return the exclusive end of a span with this last step or time; None: no end."""
     return None if last is None or last >= 2**63 - 1 else last + 1
 
 
@@ -120,7 +120,7 @@ def _curve_of(
     if not _is_known(moment.sql, run_id, stream, name):
         raise _unknown(moment.sql, run_id, metric)
     if stream == "process":
-        # An agent writes the rows of its node's ranks; whose they are is a column.
+        # An agent writes the rows of its node's ranks; a column names the rank.
         rank = Source.parse(chosen_source).rank
         if rank is None:
             raise UsageError(f"source is {chosen_source!r}; a {stream} series needs a rank, rank:N")
@@ -154,7 +154,7 @@ def _by_name(
 
 
 def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -> str:
-    """Return whose a name is, where nobody was asked for: rank 0's, else the first one's."""
+    """Return the source of a name if none was given: rank 0's, otherwise the first one's."""
     query = select(sources.c.source).where(
         sources.c.run_id == run_id, sources.c.incarnation.in_(incarnations)
     )
@@ -166,7 +166,7 @@ def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):
-        return "rank:0"  # numbers that are equal on all ranks are written by this one alone
+        return "rank:0"  # values that are equal on all ranks are written only by rank 0
     return next(iter(moment.numbers.sources(run_id, stream)), "")
 
 
@@ -194,11 +194,11 @@ def _unknown(connection: Connection, run_id: str, metric: str) -> UsageError:
     return UsageError(f"run {run_id} has no series {metric!r}", hint=hint, code=UNKNOWN)
 
 
-# ------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------ drawing
 
 
 def _evenly(which: Ints, num: int) -> Ints:
-    """Return at most ``num`` of them, evenly chosen, the first and the last among them."""
+    """Return at most ``num`` of them, evenly chosen, including the first and the last."""
     if len(which) <= num:
         return which
     return which[np.linspace(0, len(which) - 1, num).astype(np.int64)]
@@ -229,16 +229,16 @@ def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:
 # ---------------------------------------------------------------------------------- the whole curve
 
 MAX_POINTS = 4_000_000
-"""In one answer: 32 bytes each."""
+"""Maximum number of points in a response: 32 bytes each."""
 
 
 def curve_reply(
     run_id: str, metric: str, source: str, branch: Branch, points: Points
 ) -> CurveReply:
-    """Return the answer that holds all of the points.
+    """Return the response with all points.
 
     Raises:
-        UsageError: they are too many for one answer.
+        UsageError: there are too many points for one response.
     """
     if len(points) > MAX_POINTS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Says of decisions that nobody carried out whether they would have been needed."""
+"""Hindsight on decisions that were not carried out: whether they would have been needed."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from vitals_collector.storage.store import ReadSnapshot
 def with_hindsight(
     moment: ReadSnapshot, run_id: str, views: Sequence[DecisionView]
 ) -> tuple[DecisionView, ...]:
-    """Return the ledger; entries of ``observe`` have the outcome that the run itself shows."""
+    """Return the decisions; those in mode ``observe`` with the outcome that the run shows."""
     shadows = [view.decision for view in views if not view.decision.acted]
     if not shadows:
         return tuple(views)
@@ -23,7 +23,7 @@ def with_hindsight(
     try:
         _, curve = series.curve_of(moment, run_id, "steps.loss", "", (first, last))
     except UsageError:
-        return tuple(views)  # the run has no loss: nothing can be told
+        return tuple(views)  # the run has no loss: the outcome is unknown
     (drawn,) = moment.numbers.curves([curve], (), "all")
     points = drawn.points
     losses: dict[int, dict[int, float]] = {}

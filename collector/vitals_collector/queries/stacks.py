@@ -1,4 +1,4 @@
-"""Where ranks stood, by the stacks they were asked for: texts, also without a store."""
+"""Current position of each rank, from its stack: text, also without a store."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from trainvitals.printable import printable
 from trainvitals.views import StacksView
 
 MAX_FRAMES = 12
-"""Calls of one rank that are shown, the innermost first."""
+"""Maximum number of frames shown per rank, the innermost first."""
 
 
 def stood(stacks: Sequence[StacksView], step: int) -> str:
-    """Return where each rank stood in a wait at a step: the calls of its main thread."""
+    """Return the position of each rank in a wait at a step: the calls of its main thread."""
     newest = {view.rank: view for view in stacks if view.step == step and not view.command_number}
     parts = []
     for rank, view in sorted(newest.items()):
@@ -28,11 +28,11 @@ def _shown(calls: Sequence[str]) -> list[str]:
 
 
 def standing(stacks: Sequence[StacksView], world_size: int) -> str:
-    """Return where all ranks stand: those at one place together, the fewest first.
+    """Return the position of all ranks: ranks at the same place together, the smallest group first.
 
     Args:
-        stacks: one of each rank that said anything.
-        world_size: ranks of the job; of the others it is said that nothing came.
+        stacks: one per rank that responded.
+        world_size: ranks of the job; the others are listed as not responding.
     """
     groups: dict[tuple[str, ...], list[StacksView]] = {}
     mute: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""The tables of steps and of ranks: found by the columns of their conditions, then read for good.
+"""Tables of steps and of ranks: filtered by the columns of their conditions, then read.
 
-First only the columns that conditions ask for are decoded, one source after the other, so that a
-question about a million steps of many ranks holds one rank's at a time. Of the rows that meet them,
-as many as are wanted are read with all their columns.
+First only the columns in conditions are decoded, one source after the other, so that a query over a
+million steps of many ranks holds one rank's at a time. Then the requested number of matching rows
+is read with all columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,17 +32,17 @@ from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import ReadSnapshot
 
 MAX_SCANNED_ROWS = 200_000_000
-"""Rows that one question may look at."""
+"""Maximum number of rows that one query scans."""
 _MOST_READ = 1 << 18
 """Rows that are read together with all their columns."""
 _APART = 8_192
-"""Rows between two that are wanted from which they are not read as well."""
+"""Gap between requested rows from which the rows in it are not read."""
 _PLAIN = ("step", "attempt", "time_unix_ns")
 _Bounds = tuple[int | None, int | None]
 
 
 class MatchingSteps(NamedTuple):
-    """Rows that met the conditions: a rank has one of each step and attempt."""
+    """Rows that match the conditions: one per rank, step and attempt."""
 
     rank: Ints
     step: Ints
@@ -54,13 +54,13 @@ class MatchingSteps(NamedTuple):
 
 
 class StepTableResult(NamedTuple):
-    """The rows wanted, and what is not among them."""
+    """The requested rows, and the number of others."""
 
     rows: MatchingSteps
     num_total: int
-    """Rows that met the conditions."""
+    """Number of rows that match the conditions."""
     num_discarded: int
-    """Rows discarded by rollbacks that were not looked at: the branch is ``lineage``."""
+    """Rows discarded by rollbacks that were not scanned, if only the lineage is requested."""
 
 
 def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:
@@ -70,7 +70,7 @@ def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[st
     )
     there = set(connection.execute(measured).scalars()) - {*_PLAIN, "monotonic_ns"}
     scope_of = {m.column: m.scope for m in STEP_METRICS}
-    if table == "ranks":  # what is equal on all ranks is a column of the steps
+    if table == "ranks":  # values that are equal on all ranks are columns of the steps
         there = {name for name in there if scope_of.get(name) == "rank"}
         scope_of = {name: scope for name, scope in scope_of.items() if scope == "rank"}
     first = (*_PLAIN, "rank") if table == "ranks" else _PLAIN
@@ -95,10 +95,10 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
 def find_steps(
     moment: ReadSnapshot, request: TableQuestion, conditions: Sequence[Condition]
 ) -> StepTableResult:
-    """Return the rows wanted, by step, then attempt, then rank.
+    """Return the requested rows, by step, then attempt, then rank.
 
     Raises:
-        UsageError: they are too many to look at.
+        UsageError: there are too many rows to scan.
     """
     attempts = attempt_rows(moment.sql, request.run_id)
     columns = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
@@ -109,7 +109,7 @@ def find_steps(
         rows = moment.numbers.scan(span, names)
         rank = _rank(span.sources[0])
         met, num_left = _met(rows, rank, request.branch, attempts, conditions)
-        del rows  # those of the next source take their place
+        del rows  # free the memory for the next source
         num_total += len(met.step)
         num_discarded += num_left
         matches = [_first(_joined([*matches, met]), request)]
@@ -124,7 +124,7 @@ def read_steps(
     number_of = _Numbering(rows)
     keys = number_of(rows.step, rows.rank, rows.attempt)
     order = np.argsort(keys)
-    # What is damaged in other columns than those that were looked at has no values.
+    # Rows that are damaged in columns outside the conditions have no values.
     places: list[Ints] = []
     read: list[Columns] = []
     for span in _together(run_id, rows):
@@ -132,7 +132,7 @@ def read_steps(
         key = number_of(*(columns[name].values for name in ("step", "rank", "attempt")))
         key_index = np.minimum(np.searchsorted(keys[order], key), len(keys) - 1)
         is_wanted = np.flatnonzero(keys[order][key_index] == key)
-        places.append(order[key_index[is_wanted]])  # of a row written again the newest comes last
+        places.append(order[key_index[is_wanted]])  # the latest of rewritten rows comes last
         read.append({name: columns[name].take(is_wanted) for name in rest})
     all_places = np.concatenate([np.zeros(0, np.int64), *places])
     cells = {"rank": TableColumn(rows.rank), "step": TableColumn(rows.step)}
@@ -146,7 +146,7 @@ def read_steps(
 
 
 class _Numbering:
-    """Gives a number to each step of each rank and attempt that rows are of; -1 to others."""
+    """Assigns a number to each step of the rows' ranks and attempts; -1 to others."""
 
     def __init__(self, rows: MatchingSteps) -> None:
         self._known = [np.unique(column) for column in (rows.step, rows.rank, rows.attempt)]
@@ -162,7 +162,7 @@ class _Numbering:
 
 
 def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
-    """Yield the rows' steps and ranks, as many as are read together."""
+    """Yield the rows' steps and ranks, in batches that are read together."""
     if not len(rows.step):
         return
     sources = tuple(f"rank:{rank}" for rank in np.unique(rows.rank).tolist())
@@ -177,7 +177,7 @@ def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
 
 
 def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
-    """Return the steps asked for, conditions on the step included: less is read."""
+    """Return the requested range of steps, narrowed by conditions on the step."""
     lows = [] if request.from_step is None else [request.from_step]
     highs = [] if request.to_step is None else [request.to_step]
     for column, op, value in conditions:
@@ -195,7 +195,7 @@ def _as_int64(value: int) -> int:
 def _spans(
     numbers: NumbersReader, request: TableQuestion, conditions: Sequence[Condition]
 ) -> list[RowSpan]:
-    """Return the rows to look at of each source, the lowest rank first."""
+    """Return the rows to scan of each source, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
     if request.table == "steps":
         sources = ["rank:0"]
@@ -227,7 +227,7 @@ def _met(
     attempts: Sequence[AttemptRow],
     conditions: Sequence[Condition],
 ) -> tuple[MatchingSteps, int]:
-    """Return the branch's rows that meet the conditions, and how many a lineage left out."""
+    """Return the matching rows, and the number of those outside the lineage."""
     step, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _PLAIN)
     points = Points(step, attempt, time, np.arange(len(step), dtype=np.float64))
     which = stitch(points, attempts, branch).value.astype(np.int64)
@@ -258,7 +258,7 @@ def _joined(parts: Sequence[MatchingSteps]) -> MatchingSteps:
 
 
 def _first(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
-    """Return the rows in the order wanted, as many as are."""
+    """Return the requested number of rows, in the requested order."""
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
     return rows.take(order[: request.limit])

@@ -1,4 +1,4 @@
-"""Tells an incident in paragraphs. Pure: it says what was recorded, and "not known" of the rest."""
+"""Describes an incident in paragraphs. Pure: recorded facts; anything else is "not known"."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -39,16 +39,16 @@ _WOULD = {
 }
 _GRAVEST = tuple(_DONE)
 MAX_TOLD = 6
-"""Things of one kind that a paragraph names; it counts the others."""
+"""Maximum number of items of one kind in a paragraph; further ones are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoryFacts:
-    """All that a story is made of."""
+    """Input of a story."""
 
     attempt: int
     ordinal: int
-    """Which of the run's attempts it is."""
+    """Ordinal of the attempt in the run."""
     onset: int
     started_unix_ns: int
     cause: str
@@ -62,11 +62,11 @@ class StoryFacts:
 
 
 def title(incident: StoryFacts) -> str:
-    """Return the incident in a line: what was done, about what, where."""
+    """Return the incident in one line: the action, its cause, and the step."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
     if any(view.finding.kind == "hang" for view in incident.findings):
-        cause = "hang"  # what began as a wait
+        cause = "hang"  # a wait that became a hang
     for action in _GRAVEST:
         same = [view.decision for view in incident.decisions if view.decision.action == action]
         done = [decision for decision in same if decision.acted]
@@ -81,9 +81,9 @@ def title(incident: StoryFacts) -> str:
 
 
 def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
-    """Return the paragraphs: how it began, what moved first, what fed it, why what was done.
+    """Return the paragraphs: onset, first change, data, and the reason for the action.
 
-    A paragraph is one line of plain text. How it ended and what it cost stands in its verdict.
+    A paragraph is one line of plain text. The verdict contains the end and the cost.
     """
     parts = [_began(incident)]
     if incident.evidence.is_gathered:
@@ -125,7 +125,7 @@ def _of_user(alert: UserAlertEpisode) -> str:
 
 
 def _findings(views: Sequence[FindingView]) -> list[str]:
-    """Return a sentence for each kind, metric and rank: a fault of many steps is one of them."""
+    """Return a sentence for each kind, metric and rank: a fault of many steps is one sentence."""
     groups: dict[tuple[str, str, int], list[Finding]] = {}
     for view in why.without_waits(views):
         finding = view.finding
@@ -172,7 +172,7 @@ def _head(rows: Iterable[StepRow]) -> StepRow | None:
 
 
 def _moved(incident: StoryFacts) -> str:
-    """Say what else changed. What moved first stands in the verdict; without it, this is noise."""
+    """Return the other changes. The verdict contains the first; without one, these are noise."""
     evidence = incident.evidence
     movers = evidence.movers
     layers = [mover for mover in movers if not _is_of_source(mover.view.row)]
@@ -269,7 +269,7 @@ def _plain(value: float | None) -> str:
 
 
 def _state(incident: StoryFacts) -> str:
-    """Say what the probe and evaluations said of the state; nothing where nobody asked."""
+    """Return the results of the probe and of evaluations; nothing without any."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
     sentences = [f"{text}." for text in _few(readings)]
     return " ".join([*sentences, *_others(readings, "probe or evaluation result")])

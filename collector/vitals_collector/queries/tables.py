@@ -1,7 +1,7 @@
-"""Answers questions with filters: runs, steps, ranks, decisions, findings, alerts and events.
+"""Queries with filters: runs, steps, ranks, decisions, findings, alerts and events.
 
-Every table is a list of columns with a kind each; conditions are parsed against it before anything
-is read. Only what meets them all is answered, and counted.
+Every table is a list of columns with their types; conditions are parsed before anything is read.
+Only rows that match all conditions are returned and counted.
 """
 
 import typing
@@ -31,9 +31,9 @@ from vitals_collector.storage.schema import alerts, decisions, events, findings
 from vitals_collector.storage.store import ReadSnapshot
 
 MAX_ROWS = 1_000_000
-"""Rows of one answer."""
+"""Maximum number of rows in a response."""
 MAX_LISTED = 1_000_000
-"""Decisions, findings, alerts or events that one question may look at."""
+"""Maximum number of decisions, findings, alerts or events that one query scans."""
 _INT64 = 2**63 - 1
 _OF_STEPS = ("steps", "ranks")
 
@@ -47,13 +47,13 @@ def ask(
     when: Liveness,
     reach: frozenset[str] | None = None,
 ) -> TableReply:
-    """Return the rows that meet the request's conditions.
+    """Return the rows that match the request's conditions.
 
     Args:
-        moment: what is read.
-        request: the table, and the conditions.
-        when: what tells a running run from a lost one.
-        reach: the runs whose rows there are; None: of all.
+        moment: snapshot of the store.
+        request: the table and the conditions.
+        when: criteria for running and lost runs.
+        reach: runs that the query may read; None: all.
 
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.
@@ -127,7 +127,7 @@ def _steps(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
 
 
 def _listed(cells: TableColumn) -> tuple[Any, ...]:
-    """Return a column as JSON can have it."""
+    """Return a column as JSON values."""
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
         for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
@@ -138,11 +138,11 @@ def _listed(cells: TableColumn) -> tuple[Any, ...]:
     return tuple(values)
 
 
-# ------------------------------------------------------------------------------- what is listed
+# ------------------------------------------------------------------------------- records
 
 
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
-    """Return the columns that a record becomes, by the types of its fields."""
+    """Return the columns of a record, from the types of its fields."""
     columns: dict[str, Kind] = {}
     for name, of in typing.get_type_hints(kind).items():
         if name in but:

@@ -1,4 +1,4 @@
-"""Writes a run's steps as they come: each once, and again from the fork on after a rollback."""
+"""Writes a run's steps as they arrive, each once; after a rollback, again from the fork."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _Row = tuple[object, ...]
 
 
 class Tail:
-    """Remembers how far it wrote."""
+    """Tracks the steps already written."""
 
     def __init__(self, reader: Reader, run_id: str, form: Format = Format.TABLE) -> None:
         self._reader = reader
@@ -25,20 +25,20 @@ class Tail:
         self._attempt = 0
 
     def columns(self, from_step: int) -> dict[str, Sequence[object]]:
-        """Return the steps from ``from_step`` on as columns, and write nothing."""
+        """Return the steps from ``from_step`` as columns, without writing."""
         self._next_step = from_step
         rows = self._rows()
         return {name: [row[at] for row in rows] for at, name in enumerate(_HEADER)}
 
     def write_header(self, from_step: int) -> None:
-        """Write the header and the steps from ``from_step`` on."""
+        """Write the header and the steps from ``from_step``."""
         attempts = self._reader.ask(RunQuestion(run_id=self._run_id)).attempts
         self._attempt = attempts[-1].id if attempts else 0
         self._next_step = from_step
         self._write(self._rows(), with_header=True)
 
     def go_on(self) -> RunSummary:
-        """Write what came since, and return how the run is."""
+        """Write the new steps, and return the state of the run."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         newest = detail.attempts[-1] if detail.attempts else None
         if newest is not None and newest.id != self._attempt:

@@ -1,10 +1,10 @@
-"""Which layers and ranks moved before a step: the last steps against those before them.
+"""Layers and ranks that changed before a step: the last steps compared with earlier ones.
 
-The scale is robust (1.4826 times the median distance from the median), so that the trouble itself
-does not widen it, and at least as wide as the row's own jumps before: otherwise the largest of
-many noisy rows is always far from its middle. Positive numbers are compared as logarithms. A
-duration counts only if two of three steps in a row have it: single steps are late on any machine.
-Non-finite values come first, the earliest of them before the others.
+The scale is robust (1.4826 times the median distance from the median), so that the problem itself
+does not widen it. It is at least as wide as the row's earlier jumps: otherwise the largest of many
+noisy rows would always be far from its median. Positive values are compared as logarithms. A
+duration counts only if two of three consecutive steps have it: single steps are late on any
+machine. Non-finite values come first, the earliest before the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,19 +36,19 @@ WINDOW_STEPS = 50
 BEFORE_STEPS = 500
 MAX_MOVERS = 50
 MIN_SCORE = 4.0
-"""Scales below which nothing is said to have moved."""
+"""Minimum score of a change, in scales."""
 MAX_SCORE = 1e6
 NONFINITE_SCORE = 1e9
-"""Of a value that is not finite: it is further than anything."""
+"""Score of a non-finite value: above any other."""
 _MIN_BEFORE = 20
-"""Values without which there is no middle to compare with."""
+"""Minimum number of values for a median to compare with."""
 _MOVED = 5.0
-"""Scales from which a row is said to have begun to move."""
+"""Scales from which a row has started to change."""
 _USUAL = 0.99
-"""Part of the steps before of which no distance counts as a move."""
+"""Share of the earlier steps whose distances do not count as a change."""
 _OF_USUAL = 2.5
-"""Multiple of the largest usual distance from which a row has moved. Of normal noise it is 6.4
-standard deviations: among 50 late values of 20 rows that is once in 500,000 windows."""
+"""Multiple of the largest usual distance from which a row has changed. For normal noise it is 6.4
+standard deviations: among 50 late values of 20 rows, once in 500,000 windows."""
 
 _RATE_JUMP = 1.5
 """Ratio of two steps from which a learning rate has jumped."""
@@ -56,7 +56,7 @@ _RATE_JUMP = 1.5
 _KEYS = ("step", "attempt", "time_unix_ns")
 
 RUN = "run"
-"""Row of what is equal on all ranks."""
+"""Row of values that are equal on all ranks."""
 _OF_RUN = ("loss", "grad_norm", "learning_rate", "loss_scale", "update_ratio", "weight_norm")
 _OF_RANK = (
     "rank_loss", "step_duration_seconds", "data_wait_seconds", "communication_seconds",
@@ -67,26 +67,26 @@ _OF_LAYER = (
 )  # fmt: skip
 _SOURCES_OF = {RATIO: ("update_norm", "weight_norm")}
 OF_SPEED = frozenset(name for name in _OF_RANK if name.endswith("_seconds"))
-"""Metrics that say how fast it went, not what was learned."""
+"""Metrics of the speed, not of the training."""
 
 
 class Moved(NamedTuple):
-    """A mover, with the step at which it began to move."""
+    """A change, with the step at which it started."""
 
     view: MoverView
     first_step: int
 
 
 def movers(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
-    """Return what moved most up to a step, on the branch where there was trouble at it."""
+    """Return the largest changes up to a step, on the attempt with a problem at it."""
     attempt = attempt_of(moment.sql, run_id, step)
     return tuple(mover.view for mover in moved(moment, run_id, step, attempt))
 
 
 def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
-    """Return the newest attempt with trouble at the step: the lineage may know nothing of it.
+    """Return the latest attempt with a problem at the step, which may be outside the lineage.
 
-    Trouble are findings and decisions about it, and the steps that led to a rollback.
+    Problems are findings and decisions about it, and the steps that led to a rollback.
     """
     step = _within(step)
     for table in (decisions, findings):
@@ -107,12 +107,12 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
 
 
 def _within(step: int) -> int:
-    """Return a step that a window can be laid around in 64 bits; no run gets so far."""
+    """Return a step that leaves room for a window in 64 bits; no run reaches the limit."""
     return max(-(2**62), min(step, 2**62))
 
 
 def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
-    """Return what moved up to a step of an attempt, or of the lineage."""
+    """Return the changes up to a step of an attempt, or of the lineage."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
     there = _measured(moment.sql, run_id)
@@ -125,7 +125,7 @@ def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> 
 
 
 def _order(mover: Moved) -> tuple[float, int, bool, str, str]:
-    # The run's own number says what its layers and ranks say more exactly: they come first.
+    # Layers and ranks are more exact than the run's own value: they come first.
     return (
         -mover.view.score,
         mover.first_step,
@@ -136,7 +136,7 @@ def _order(mover: Moved) -> tuple[float, int, bool, str, str]:
 
 
 def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[AttemptRow]:
-    """Return the attempt and those it came from; all, where none is asked for."""
+    """Return the attempt and its ancestors; without an attempt, all."""
     by_id = {row.id: row for row in attempts}
     if attempt is None or attempt not in by_id:
         return list(attempts)
@@ -198,7 +198,7 @@ def _of_ranks(
         rows = numbers.scan(
             span._replace(sources=sources), [*columns, "verdict"] if is_judging_rate else columns
         )
-        if is_judging_rate:  # a schedule that was declared is no news
+        if is_judging_rate:  # declared schedules are skipped
             bits = rows["verdict"].values[~rows["verdict"].is_missing].astype(np.int64)
             names = [n for n in names if n != "learning_rate" or not (bits & RATE_DECLARED).any()]
         ranks, key = np.unique(rows["rank"].values, return_inverse=True)
@@ -216,7 +216,7 @@ def _judged(
     step: int,
     branch: Sequence[AttemptRow],
 ) -> list[Moved]:
-    """Return how far each row of each metric moved; ``key`` says which row a value is of."""
+    """Return the change of each row of each metric; ``key`` returns the row of a value."""
     at, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _KEYS)
     points = Points(at, attempt, time, np.arange(len(key), dtype=np.float64))
     is_of_branch = np.isin(points.attempt, [attempt.id for attempt in branch]) | (not branch)
@@ -236,9 +236,9 @@ def _judged(
 
 
 def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Moved | None:
-    """Return how far the values of the window before ``step`` are from those before it. Pure.
+    """Return the distance of the values in the window before ``step`` from the earlier ones. Pure.
 
-    None: nothing was measured in the window, or there is too little to compare it with.
+    None: nothing was measured in the window, or there are too few earlier values.
     """
     is_late: Mask = steps > step - WINDOW_STEPS
     if metric in OF_SPEED and len(values) > 2:
@@ -276,13 +276,13 @@ def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Move
 
 
 def _has_jumped(before: Floats, late: Floats) -> bool:
-    """Return whether a learning rate rose in one step; a schedule moves it slowly, or lowers it."""
+    """Return whether a learning rate rose in one step; schedules change it slowly, or lower it."""
     rates = np.concatenate([before[-1:], late])
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
 def _distances(before: Floats, late: Floats) -> Floats:
-    """Return how many scales each late value is from the middle of those before it."""
+    """Return each late value's distance from the median of the earlier ones, in scales."""
     least = 1e-3
     if before.min() > 0.0:
         before, late = np.log(before), np.log(np.maximum(late, np.finfo(np.float64).tiny))

@@ -1,7 +1,7 @@
 """The verdict on an incident: state, cause, action, cost, precedent and the next command.
 
-Pure: made of what was recorded, in sentences for somebody who was woken. ``incidents`` gathers the
-facts; the dashboard, reports and the command line show the same words.
+Pure: made of recorded data, in sentences for an operator on call. ``incidents`` gathers the facts;
+    the dashboard, reports and the command line show the same text.
 """
 
 import math
@@ -32,14 +32,14 @@ from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
 
 MAX_TIMELINE = 8
-"""Lines of a timeline; those in the middle are counted."""
+"""Maximum number of timeline entries; those in the middle are counted."""
 MAX_CAUSES = 3
-"""Causes of one incident that are told; further ones are counted."""
+"""Maximum number of causes shown for an incident; further ones are counted."""
 SETTLED_STEPS = 10
 """Healthy steps after which an incident counts as resolved."""
 _MAX_RANKS = 4
 MAX_NAMED = 3
-"""Other runs that are named; further ones are counted."""
+"""Maximum number of other runs named; further ones are counted."""
 
 _NONFINITE = {
     "nonfinite_loss": "loss was",
@@ -49,11 +49,11 @@ _NONFINITE = {
 }
 _OUTLIERS = {"loss_outlier": "loss", "grad_norm_outlier": "gradient norm"}
 _FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
-"""Of decisions on finite numbers: who knows better may call those healthy."""
+"""Rules about finite values: the user may accept those as healthy."""
 _WAITS = frozenset({"waiting", "hang"})
-"""Kinds of findings while no step ends: the second one pages."""
+"""Kinds of findings while no step ends: only the second one pages."""
 _CODE = re.compile(r" \[\w+\]$")
-"""Behind a note's text."""
+"""End of a note's text."""
 _FOR = re.compile(r" \(for [^()]+\)$")
 _ENDED = {
     "halted": "Halted at step {}",
@@ -66,34 +66,34 @@ _ENDED = {
 
 @dataclass(frozen=True, slots=True)
 class Precedent:
-    """Whether an incident of this cause was there before."""
+    """Earlier incidents of the same cause."""
 
     steps: Sequence[int] = ()
-    """Where earlier ones of the same run began."""
+    """Onsets of earlier ones in the same run."""
     runs: Sequence[str] = ()
-    """What other runs are called that had it."""
+    """Names of other runs with one."""
     num_asked: int = 0
-    """How many other runs were looked at."""
+    """Number of other runs searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictFacts:
-    """All that a verdict is made of."""
+    """Input of a verdict."""
 
     run: RunSummary
     run_dir: str = ""
-    """Where the run keeps its files, as it said at its start."""
+    """The run's directory, as reported at its start."""
     incident_id: str = ""
     onset: int = -1
     last: int = -1
     next_onset: int = -1
-    """The step at which the next incident began; -1 where none did."""
+    """Onset of the next incident; -1 for none."""
     started_unix_ns: int = 0
     is_open: bool = False
     is_lasting: bool = False
     """Whether the condition of a finding still held at the last step."""
     cause: str = ""
-    """Its root, which is shown first."""
+    """Root cause, which is shown first."""
     findings: Sequence[FindingView] = ()
     decisions: Sequence[DecisionView] = ()
     alerts: Sequence[AlertView] = ()
@@ -102,30 +102,30 @@ class VerdictFacts:
     late_seconds: float = 0.0
     """Time that the other ranks waited for a straggler."""
     restarts: Sequence[Restart] = ()
-    """Those that followed it and lost steps."""
+    """Restarts after it that lost steps."""
     precursor: str | None = None
-    """A sentence that names what moved first; empty: nothing stood out from the run's own quiet
-    steps; None: nobody looked, or could tell."""
+    """Sentence about the first change; empty: no series left its quiet range; None: not searched,
+    or unknown."""
     precedent: Precedent = field(default_factory=Precedent)
     capsule_step: int = -1
-    """The first step of it that was kept to be played again; -1: none was."""
+    """Its first step with a repro capsule; -1: none."""
     played: str = ""
-    """What was found as it was played."""
+    """Result of the repro."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Hang:
-    """What a run waits for at this moment."""
+    """A hang that lasts."""
 
     step: int
     ranks: Sequence[int]
     began_unix_ns: int
     seconds: float
-    """Since then, by when anything was last heard of the run."""
+    """Duration, up to the latest row of the run."""
 
 
 def _hang(facts: VerdictFacts) -> _Hang | None:
-    """Return the hang that the run is in; None where its steps go on, or it has ended."""
+    """Return the current hang; None if steps continue, or the run has ended."""
     waits = _waits(facts)
     if not waits or not facts.is_open or facts.run.state != "running":
         return None
@@ -143,7 +143,7 @@ def _waits(facts: VerdictFacts) -> list[FindingView]:
 
 
 def _began(waits: Sequence[FindingView]) -> int:
-    """Return when the last progress before them was."""
+    """Return the time of the last progress before the waits."""
     return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
 
 
@@ -184,7 +184,7 @@ def _line(text: str) -> str:
 
 
 def state(facts: VerdictFacts) -> str:
-    """Say how the run is, and whether the incident is over."""
+    """Return the state of the run, and whether the incident is over."""
     if (hang := _hang(facts)) is not None:
         return f"Hung in step {hang.step:,}: no step has ended for {_duration(hang.seconds)}."
     return f"{_of_run(facts.run)}. {ending(facts)}"
@@ -198,7 +198,7 @@ def _of_run(run: RunSummary) -> str:
 
 
 def ending(facts: VerdictFacts) -> str:
-    """Say whether the incident is over, and for how many healthy steps."""
+    """Return whether the incident is over, and for how many healthy steps."""
     decided = [view.decision for view in facts.decisions]
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
         return f"This incident stopped it; last bad step {facts.last:,}."
@@ -223,11 +223,11 @@ def ending(facts: VerdictFacts) -> str:
 
 
 def cause(facts: VerdictFacts) -> str:
-    """Say what went wrong, on which rank, at which steps; then what came before it, if asked."""
+    """Return the cause, the rank and the steps; if asked for, also the first change."""
     sentences = list(dict.fromkeys(_causes(facts)))
     if not sentences:
-        # Of a death, in the order of the events: the root comes first. An alert may be about the
-        # error of a rank that only lost its peer.
+        # Deaths are in the order of events: the root is first. An alert may be about the error of a
+        # rank that only lost its peer.
         deaths = [_CODE.sub("", e.text) for e in facts.events if _is_death(e)]
         texts = deaths + [alert.summary for alert in facts.alerts]
         texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
@@ -243,7 +243,7 @@ def cause(facts: VerdictFacts) -> str:
 
 @dataclass(slots=True)
 class _Trigger:
-    """What was recorded of one cause."""
+    """Records of one cause."""
 
     name: str
     steps: set[int]
@@ -264,7 +264,7 @@ class _Trigger:
 
 
 def _causes(facts: VerdictFacts) -> list[str]:
-    """Return a sentence for each cause: those that something was done about first."""
+    """Return a sentence for each cause: those with an action first."""
     triggers: dict[str, _Trigger] = {}
 
     def trigger(record: Finding | Decision, name: str) -> _Trigger:
@@ -272,7 +272,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
 
     for view in facts.findings:
         name = view.finding.cause or view.finding.kind
-        if view.finding.kind in _WAITS:  # a wait that pages is found twice
+        if view.finding.kind in _WAITS:  # a wait that pages is recorded twice
             name = f"wait for {view.finding.rank}"
         cause_text = trigger(view.finding, name)
         cause_text.kind = cause_text.kind or view.finding.kind
@@ -281,7 +281,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
         decision = decided.decision
         cause_text = trigger(decision, decision.cause or decision.rule)
         cause_text.is_acted_on |= decision.action != "continue"
-        # The step of a rollback or a halt is where it was decided: the bad ones came before.
+        # A rollback or a halt has the step of its decision: the bad steps precede it.
         if decision.action == "skip_step" or not cause_text.steps:
             cause_text.add(decision)
     ordered = sorted(
@@ -310,7 +310,7 @@ def _went_down(restart: Restart) -> str:
 
 def _sentence(trigger: _Trigger) -> str:
     at = _steps(trigger.steps)
-    # A fault of all ranks is not blamed on the one that also reported it.
+    # If all ranks had the fault, do not name the one that also reported it.
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
     whose = ""
     if ranks:
@@ -322,7 +322,7 @@ def _sentence(trigger: _Trigger) -> str:
         reached = f"{_OUTLIERS[trigger.name]} reached {max(trigger.values):.4g}{limit}"
         return f"{_capital(whose + reached)} {at}."
     reason = _capital(trigger.reasons[0].rstrip("."))
-    if trigger.kind in _WAITS:  # how long it was by then: it goes on
+    if trigger.kind in _WAITS:  # the duration at that time: the wait continues
         reason = _FOR.sub("", _capital(trigger.reasons[-1].rstrip(".")))
     if trigger.kind == "user_alert":
         reason = f"Your alert {trigger.name}: {trigger.reasons[-1].rstrip('.')}"
@@ -330,7 +330,7 @@ def _sentence(trigger: _Trigger) -> str:
 
 
 def _nonfinite(trigger: _Trigger) -> str:
-    """Say which of the two the values were; records without a value say it in their reason."""
+    """Return NaN or Inf, from the values; otherwise from the reason."""
     if not any(not math.isfinite(value) for value in trigger.values):
         reasons = " ".join(trigger.reasons).casefold()
         named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
@@ -374,7 +374,7 @@ _OBSERVED: dict[ActionName, str] = {
 
 
 def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
-    """Say what Vitals did, in the order in which it did it; of ``observe`` what it would have."""
+    """Return the actions of Vitals in order; for ``observe``, those it would have taken."""
     if restarts:
         decided = action(decisions) if decisions else ""
         resumed = " ".join(_resumed(each) for each in restarts)
@@ -460,7 +460,7 @@ def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
 
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
-    """Say what was lost, each number with its unit; what was not measured is left out."""
+    """Return the cost, each value with its unit; unmeasured values are left out."""
     if lost.down_seconds:
         rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
         down = f"{_duration(lost.down_seconds)} x {humanize_count(world_size, 'rank')}"
@@ -505,7 +505,7 @@ def _duration(seconds: float) -> str:
 
 
 def before(precedent: Precedent) -> str:
-    """Say how often it was there before: in this run, and in which others."""
+    """Return how often it occurred before: in this run, and in which others."""
     num = len(precedent.steps)
     text = "First time in this run."
     if num:
@@ -525,7 +525,7 @@ def before(precedent: Precedent) -> str:
 
 
 def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
-    """Return what to do, and the commands for it: the next one first."""
+    """Return the recommended action and its commands: the next one first."""
     run = facts.run
     report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
     why = f"vitals why {run.run_id} {max(facts.onset, 0)}"
@@ -604,7 +604,7 @@ def _machine(findings: Sequence[FindingView]) -> str:
 
 
 def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
-    """Return what happened in a few lines, by time: first finding, actions, pages, the end."""
+    """Return the events in a few lines, by time: first finding, actions, pages, the end."""
     lines: list[TimelineEntry] = []
     if waits := _waits(facts):
         lines.append(_entry(_began(waits), waits[0].finding.step, "Last progress"))
@@ -632,7 +632,7 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
     gone = [event for event in facts.events if event.text.endswith("[rank_gone]")]
     lines += [_entry(e.time_unix_ns, e.step, _capital(_CODE.sub("", e.text))) for e in gone]
-    # Every rank says it; the first one's words stand for all.
+    # Every rank reports it; the first one's text represents all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
     lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
     lines.sort(key=lambda line: line.time_unix_ns)
@@ -651,7 +651,7 @@ def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
     return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_line(text))
 
 
-# --------------------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------------------- text
 
 
 def _capital(text: str) -> str:

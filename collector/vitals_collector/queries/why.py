@@ -1,4 +1,4 @@
-"""Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
+"""Explains a step in a paragraph: its values, its limits, findings and decisions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ _NOT_DONE: dict[ActionName, str] = {
 }
 
 FOLLOWING = 8
-"""Steps after it whose losses say how a step came out."""
+"""Number of later steps whose losses show the outcome of a step."""
 
 _HINDSIGHT = {
     "needed": "Hindsight: it would have helped.",
@@ -96,11 +96,11 @@ def explain(
     """Return the paragraph: one part for each attempt that trained the step.
 
     Args:
-        run: whose step it is.
-        view: what is known of it.
-        ledger: every decision of the run.
-        after: the losses of the ``FOLLOWING`` steps, where they are known.
-        alerts: those of a person's own that the run raised.
+        run: run of the step.
+        view: data of the step.
+        ledger: all decisions of the run.
+        after: losses of the ``FOLLOWING`` steps, if known.
+        alerts: custom alerts that the run raised.
     """
     attempts = sorted({row.attempt for row in view.rows})
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
@@ -112,7 +112,7 @@ def explain(
         parts.append("No row of it is stored.")
     parts += _thinned(view)
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
-    # A decision quotes the finding that led to it: nothing is said twice.
+    # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
     parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
     own_alerts = [_user_alert_text(a) for a in alerts if a.onset <= view.step <= a.last]
@@ -139,7 +139,7 @@ def explain(
 
 
 def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
-    """Leave out a wait where the hang that it became says the same."""
+    """Leave out waits that a hang with the same text followed."""
     hangs = {(v.finding.step, v.finding.rank) for v in views if v.finding.kind == "hang"}
     return [
         view
@@ -149,11 +149,11 @@ def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
 
 
 _NEAR = 100
-"""Steps from a step within which a trace may tell of it."""
+"""Maximum distance of a trace, in steps."""
 
 
 def profiles_near(events: Sequence[EventView], step: int) -> str:
-    """Return where traces of about this step lie, a line each."""
+    """Return the paths of traces of about this step, one line each."""
     near = [e for e in events if e.profile and abs(e.step - step) <= _NEAR]
     lines = [
         f"{capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
@@ -168,7 +168,7 @@ def _ordinal(ordinal: int, num: int) -> str:
 
 
 def _votes(view: StepView, attempt: int) -> list[str]:
-    """Return the range of the ranks' own losses, as far as rows of ranks are left."""
+    """Return the range of the ranks' losses, if rows of ranks are left."""
     losses: dict[int, float] = {}
     for row in view.rows:
         if row.attempt != attempt or not row.source.startswith("rank:"):
@@ -182,7 +182,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
     if len(losses) < 2:
         return []
     if len(bad) == 1 and any(row.values.get("culprit_rank") == bad[0] for row in view.rows):
-        return []  # it is named as the cause
+        return []  # already named as the cause
     if bad:
         named = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
         named = f"rank {named}" if len(bad) == 1 else f"ranks {named}"
@@ -193,7 +193,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
 
 
 def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Name the decision whose step lies next to this one."""
+    """Name the decision with the step nearest to this one."""
     nearest = min(
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )
@@ -206,7 +206,7 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
 
 
 def _followed(after: SeriesReply | None) -> list[str]:
-    """Say how the run went on, by the branch that counts."""
+    """Return the later losses, on the attempt of the lineage."""
     if after is None or not after.num_total:
         return []
     finite = [value for value in after.value if value is not None]
@@ -223,7 +223,7 @@ def _followed(after: SeriesReply | None) -> list[str]:
 
 
 def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
-    """Add what the run directory keeps of every step; the first folder of that run is read."""
+    """Add the samples that the run directory stores for every step; the first match is read."""
     paths = (Path(path) for path in run_dirs)
     run_dir = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
     if run_dir is None:
@@ -245,7 +245,7 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
 
 
 def of_attempt(view: StepView, attempt: int) -> str:
-    """Return what the step's rows say of one attempt: numbers, limits, verdict, outcome."""
+    """Return the text for one attempt: values, limits, verdict, outcome."""
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
@@ -278,23 +278,23 @@ def of_attempt(view: StepView, attempt: int) -> str:
 
 
 def turn_of(row: StepRow) -> str:
-    """Return the name of the optimizer that the step moved alone; "" where it moved all."""
+    """Return the name of the only optimizer that the step moved; "" if it moved all."""
     names = [name.partition("/")[2] for name in row.values if name.startswith("skipped/")]
     return names[0] if names else ""
 
 
 def loss_of(view: StepView) -> str:
-    """Return the series of the losses that the step's is one of."""
+    """Return the series of the step's loss."""
     turn = next(filter(None, map(turn_of, view.rows)), "")
     return f"scalars.loss/{turn}" if turn else "steps.loss"
 
 
 _MAX_RATES = 4
-"""Learning rates that are said one by one; of more groups their range."""
+"""Maximum number of learning rates listed; for more groups, their range."""
 
 
 def learning_rates(values: Mapping[str, float | int | None]) -> str:
-    """Return the learning rates of a step's row in words: of all its parameter groups."""
+    """Return the learning rates of a step's row as text: of all parameter groups."""
     groups = [name for name in values if name.partition(".")[0] == "learning_rate"]
     groups.sort(key=lambda name: int(name.partition(".")[2] or 0))
     rates = [rate for name in groups if (rate := values[name]) is not None]
@@ -307,7 +307,7 @@ def learning_rates(values: Mapping[str, float | int | None]) -> str:
 
 
 def _outcome(bits: int, *, is_skipped: bool) -> str:
-    """Say what became of the update: what was applied was not skipped, outlier or not."""
+    """Return the outcome of the update: an applied update was not skipped, outlier or not."""
     if is_skipped:
         return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
     if bits & (LOSS_OUTLIER | NORM_OUTLIER) and bits & CLIPS and not bits & WITHHELD:
@@ -316,7 +316,7 @@ def _outcome(bits: int, *, is_skipped: bool) -> str:
 
 
 def _thinned(view: StepView) -> list[str]:
-    """Say of which attempts most ranks' rows were thinned, and what is known of all of them."""
+    """Return a note on attempts whose rows of most ranks were rolled up, with the known totals."""
     sentences = []
     for over in view.over_ranks:
         of_attempt = [row for row in view.rows if row.attempt == over.attempt]
@@ -336,7 +336,7 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     if row is None:
         return ""
     clauses = []
-    if "rank_loss" in row.values:  # of the first optimizer's steps alone, where they take turns
+    if "rank_loss" in row.values:  # if optimizers alternate, only in steps of the first one
         clauses.append(f"its local loss was {_number(row, 'rank_loss')}")
     if row.values.get("batch_index") is not None:
         batch, epoch = row.values["batch_index"], row.values.get("epoch", 0)
@@ -345,7 +345,7 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
 
 
 def fed(step_data: StepData, tells_attempt: bool) -> str:
-    """Return which samples a rank trained on."""
+    """Return the samples that a rank trained on."""
     batch = step_data.batch
     sentence = step_data.source.replace(":", " ") + (
         f" in attempt {step_data.attempt}" if tells_attempt else ""
@@ -381,7 +381,7 @@ def _user_alert_text(alert: UserAlertEpisode) -> str:
 
 
 def decided(view: DecisionView) -> str:
-    """Return what was decided, by which rule, why, and the budget that is left."""
+    """Return the decision, its rule, the reason, and the remaining budget."""
     decision = view.decision
     action_text = (_DONE if decision.acted else _NOT_DONE)[decision.action]
     if decision.action == "rollback":
@@ -392,7 +392,7 @@ def decided(view: DecisionView) -> str:
     if view.hindsight:
         parts.append(_HINDSIGHT[view.hindsight])
     budget_left = decision.budget_left
-    if budget_left >= 0 and decision.mode == "heal":  # no other mode has rollbacks to spend
+    if budget_left >= 0 and decision.mode == "heal":  # no other mode uses rollbacks
         num = f"{budget_left} rollback{'' if budget_left == 1 else 's'} left"
         parts.append(f"{num}." if budget_left else "Rollback budget used up.")
     return " ".join(parts)
@@ -405,7 +405,7 @@ def _lost(view: DecisionView) -> list[str]:
 
 
 def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Name the rollbacks about other steps that took this one back."""
+    """Name the rollbacks about other steps that discarded this one."""
     return [
         f"This step was discarded: the rollback for step {entry.decision.step} went back to step "
         f"{entry.decision.rollback_to_step}."

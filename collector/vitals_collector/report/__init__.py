@@ -1,1 +1,1 @@
-"""What would have been: stored runs and other people's logs, judged again."""
+"""Hindsight: stored runs and logs of other tools, judged again."""

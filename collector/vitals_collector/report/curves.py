@@ -1,7 +1,6 @@
-"""Curves of a stored run with what was decided along them, asked for once and drawn in any form.
+"""Curves of a stored run with its decisions, queried once and drawn in any format.
 
-Where values lie in a picture is decided here as well: the least and the greatest of each column,
-and the axis.
+The layout is also computed here: minimum and maximum of each column, and the axis.
 """
 
 import math
@@ -13,12 +12,12 @@ from trainvitals.views import Branch, DecisionView, SeriesQuestion, SeriesReply
 from vitals_collector.queries.open import Reader
 
 LOG_FROM = 20.0
-"""Greatest over least value from which an axis is logarithmic."""
+"""Ratio of maximum to minimum from which an axis is logarithmic."""
 
 
 @dataclass(slots=True)
 class PlotColumn:
-    """The values that one column of a picture stands for."""
+    """Values of one column of a plot."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -26,7 +25,7 @@ class PlotColumn:
     num_nonfinite: int = 0
 
     def add(self, value: float) -> None:
-        """Take a value in; one that is not finite is counted."""
+        """Add a value; non-finite values are counted."""
         if math.isfinite(value):
             self.low, self.high = min(self.low, value), max(self.high, value)
         else:
@@ -39,7 +38,7 @@ class PlotColumn:
 
 
 class ValueScale:
-    """Maps values to an axis, logarithmically where they span much and are positive."""
+    """Maps values to an axis, logarithmically if they are positive and span a wide range."""
 
     def __init__(self, columns: Iterable[PlotColumn]) -> None:
         finite = [column for column in columns if column.has_value]
@@ -48,19 +47,19 @@ class ValueScale:
         self.is_log = self._low > 0.0 and self._high / LOG_FROM > self._low
 
     def part(self, value: float) -> float:
-        """Return how far up the axis the value lies, 0 to 1."""
+        """Return the position of the value on the axis, 0 to 1."""
         low, high = self._at(self._low), self._at(self._high)
         part = (self._at(value) - low) / (high - low) if high > low else 0.5
         return min(max(part, 0.0), 1.0)
 
     def ticks(self) -> list[float]:
-        """Return the values to be written at the axis, from the least to the greatest."""
+        """Return the tick values of the axis, in ascending order."""
         if not self.is_log:
             return list(dict.fromkeys((self._low, self._low / 2 + self._high / 2, self._high)))
         return [self._low, math.sqrt(self._low) * math.sqrt(self._high), self._high]
 
     def _at(self, value: float) -> float:
-        # Half of each, so that the distance of two floats is always a float.
+        # Halve each first, so that the difference of two floats cannot overflow.
         return math.log(max(value, self._low)) if self.is_log else value / 2
 
 
@@ -68,10 +67,10 @@ class ValueScale:
 
 
 METRICS = {"steps.loss": "loss", "steps.grad_norm": "gradient norm"}
-"""What tells how a run is, and what people call it."""
+"""Metrics in the plots, and their labels."""
 
 POINTS = 2_000
-"""Asked for of each curve: each of its buckets has its least and greatest value."""
+"""Points queried per curve, as minimum and maximum of each bucket."""
 
 KINDS = {
     "halt": ("H", "halt"),
@@ -82,12 +81,12 @@ KINDS = {
     "continue": ("c", "reported only"),
     "observed": ("o", "observed, not done"),
 }
-"""Kinds of marks, the gravest first: their letter and their words."""
+"""Kinds of marks, the most severe first: their letter and their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveMark:
-    """Something that was decided about a step."""
+    """A decision about a step."""
 
     step: int
     kind: str
@@ -96,7 +95,7 @@ class CurveMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedCurve:
-    """One metric over some steps, with its limit and what rollbacks left behind."""
+    """One metric over a range of steps, with its limit and the discarded steps."""
 
     name: str
     series: SeriesReply
@@ -105,14 +104,14 @@ class PlottedCurve:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first and the last step there is a value of."""
+        """First and last step with a value."""
         steps = [*self.series.step, *(mark.step for mark in self.series.nonfinite)]
         if self.discarded is not None:
             steps += self.discarded.step
         return (min(steps), max(steps)) if steps else (0, 0)
 
     def left_behind(self, num: int) -> list[dict[int, PlotColumn]]:
-        """Return the columns of each branch that a rollback left behind."""
+        """Return the columns of each discarded attempt."""
         series = self.discarded
         if series is None:
             return []
@@ -132,7 +131,7 @@ def curves(
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> tuple[PlottedCurve, ...]:
-    """Return loss and gradient norm, as far as the run has them among its ``metrics``."""
+    """Return loss and gradient norm, if they are among the run's ``metrics``."""
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
         if metric not in metrics:
@@ -148,7 +147,7 @@ def curves(
                     to_step=to_step,
                 )
             )
-        except UsageError:  # measured, but on no rank whose rows are left
+        except UsageError:  # measured, but only on ranks whose rows are no longer stored
             return None
 
     measured_curves = []
@@ -166,7 +165,7 @@ def curves(
 
 
 def marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
-    """Return a mark for each decision of the ledger, at the step it is about."""
+    """Return a mark for each decision, at the step it is about."""
     return tuple(
         CurveMark(
             step=view.decision.step,
@@ -178,7 +177,7 @@ def marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
 
 
 def place(step: int, span: tuple[int, int], num: int) -> int:
-    """Return in which of ``num`` columns a step lies."""
+    """Return the index of a step's column among ``num`` columns."""
     first, last = span
     return (step - first) * (num - 1) // max(1, last - first)
 
@@ -186,7 +185,7 @@ def place(step: int, span: tuple[int, int], num: int) -> int:
 def columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
 ) -> dict[int, PlotColumn]:
-    """Return the columns with a value in them; no value and no NaN is left out of them."""
+    """Return the columns with at least one value, finite or not."""
     columns_by_place: dict[int, PlotColumn] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:

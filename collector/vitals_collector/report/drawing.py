@@ -1,7 +1,7 @@
-"""Draws what a replay said as an SVG picture: curves, limits, findings and decisions.
+"""Draws the results of a replay as an SVG plot: curves, limits, findings and decisions.
 
-A picture has some hundred columns; each shows the least and the greatest value of the records it
-stands for, and marks what was not finite, so that no spike is hidden whatever the log's length.
+A plot has several hundred columns. Each shows the minimum and maximum of its records, and marks
+non-finite values, so that no spike is hidden in a long log.
 """
 
 import math
@@ -43,7 +43,7 @@ class _Panel:
 
 
 class Drawing:
-    """Takes judged records in, in order, and gives a picture; its size has a bound."""
+    """Adds judged records in order and returns a plot of bounded size."""
 
     def __init__(self, num_records: int, title: str) -> None:
         self._num = max(1, num_records)
@@ -52,10 +52,10 @@ class Drawing:
         self._panels = (_Panel("loss"), _Panel("gradient norm"))
         self._steps: dict[int, int] = {}
         self._marks: dict[tuple[int, str], str] = {}
-        """What was said in a column, by its color: the first of each."""
+        """First label in each column, by color."""
 
     def add(self, judged: JudgedStep) -> None:
-        """Take the next record in."""
+        """Add the next record."""
         at = self._taken * COLUMNS // self._num if self._num > COLUMNS else self._place()
         self._taken += 1
         record, judgement = judged.record, judged.judgement
@@ -71,11 +71,11 @@ class Drawing:
             self._marks.setdefault((at, decision.action), text)
 
     def _place(self) -> int:
-        """Spread few records over the whole width."""
+        """Spread few records over the full width."""
         return self._taken * (COLUMNS - 1) // max(1, self._num - 1)
 
     def svg(self) -> str:
-        """Return the picture."""
+        """Return the plot."""
         panels = [panel for panel in self._panels if panel.columns]
         height = _TOP + len(panels) * (_HEIGHT + _GAP) + 6
         width = _LEFT + COLUMNS + _RIGHT
@@ -120,7 +120,7 @@ class Drawing:
         ]
 
     def _findings(self, panel: _Panel, scale: ValueScale) -> list[str]:
-        """Mark findings at the value they are about; what is told of lies at the bottom."""
+        """Mark actionable findings at their value, advisory ones at the bottom."""
         parts = []
         for (at, kind), label in self._marks.items():
             if kind == "actionable":
@@ -133,7 +133,7 @@ class Drawing:
 
 
 def _y(scale: ValueScale, value: float) -> float:
-    """Return how far below a panel's top the value lies, kept within the panel."""
+    """Return the distance of the value from a panel's top, limited to the panel."""
     return round((1.0 - scale.part(value)) * (_HEIGHT - 28) + 22, 1)
 
 
@@ -183,7 +183,7 @@ def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def svg_cross(x: float, color: str, label: str) -> str:
-    """Return a cross at the top of a panel, for values that are not finite."""
+    """Return a cross at the top of a panel, for non-finite values."""
     return (
         f'<path d="M{x - 4},2l8,8m0,-8l-8,8" stroke="{color}" stroke-width="2" fill="none">'
         f"<title>{_clean(label)}</title></path>"
@@ -191,7 +191,7 @@ def svg_cross(x: float, color: str, label: str) -> str:
 
 
 def svg_text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
-    """Return a text, without characters that a terminal or an XML parser acts on."""
+    """Return a label without characters that a terminal or an XML parser interprets."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{_clean(text)}</text>'
 
 

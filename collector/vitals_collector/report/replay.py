@@ -1,9 +1,9 @@
 """Judges a stored run again with the very code that judged it live, and compares the decisions.
 
-The inputs are the reduced rows of rank 0 in the order they were written, the checkpoints as the run
-announced them, announced changes, what the probe and evaluations answered, and the commands the
-ladder took. The outputs are findings and
-decisions; the recorded ones are compared with them and never used to make them.
+The inputs are the reduced rows of rank 0 in the order they were written, the checkpoints that the
+run announced, announced changes, results of the probe and of evaluations, and accepted commands.
+The outputs are findings and decisions; the recorded ones are compared with them and never used as
+input.
 """
 
 import math
@@ -66,7 +66,7 @@ COMPARED = (
     "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",
     "rollback_to_step", "skip_batches", "lr_factor", "command_number",
 )  # fmt: skip
-"""What makes two decisions the same; words and budgets follow from these."""
+"""Fields that define equal decisions; reasons and budgets follow from these."""
 
 _KINDS = (
     "RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade",
@@ -78,7 +78,7 @@ _READ = (
     "learning_rate", "loss", "loss_max", "loss_max_rank", "loss_limit", "grad_norm",
     "grad_norm_limit",
 )  # fmt: skip
-"""Columns of rank 0's rows that a record is made of."""
+"""Columns of rank 0's rows in a record."""
 _ROWS_AT_ONCE = 65_536
 
 _decode_event = msgspec.msgpack.Decoder(Event).decode
@@ -86,28 +86,28 @@ _decode_event = msgspec.msgpack.Decoder(Event).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay said, beside what was recorded."""
+    """Results of a replay, and the recorded decisions."""
 
     records: tuple[StepRecord, ...]
     judgements: tuple[Judgement, ...]
-    """One for each record, in the same order."""
+    """One per record, in the same order."""
     recorded: tuple[Decision, ...]
     num_lost_rows: int
     """Rows of rank 0 that never arrived: a replay without them may differ."""
     num_thinned_rows: int
-    """Rows of other ranks that were thinned: what they named, a replay cannot name."""
+    """Rolled-up rows of other ranks: if only these identified a rank, the replay cannot name it."""
     thinned_to_step: int
-    """The last step of which any was; -1 for none."""
+    """Last step with a rolled-up row; -1 for none."""
     other_limits: tuple[int, ...]
-    """Steps whose recorded limits are not those the replayed detectors had computed by then."""
+    """Steps whose recorded limits differ from those that the replayed detectors had computed."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The decisions of the replay, in order."""
+        """Decisions of the replay, in order."""
         return tuple(j.decision for j in self.judgements if j.decision is not None)
 
     def differences(self) -> list[str]:
-        """Return what differs from the record, in words; nothing, where it was reproduced."""
+        """Return the differences from the record as text lines; none if it was reproduced."""
         replayed, theirs = self.decisions, self.recorded
         differences = [
             difference
@@ -124,9 +124,9 @@ class Replay:
         return differences
 
     def document(self) -> dict[str, Any]:
-        """Return findings and decisions as plain values, each with the row it is about.
+        """Return findings and decisions as JSON values, each with its row.
 
-        Beside them stands of how many rows the replay had to do without.
+        Includes the numbers of missing rows.
         """
         missing = {
             "lost_rows": self.num_lost_rows,
@@ -136,7 +136,7 @@ class Replay:
         return {**document(self.judged()), "missing": missing}
 
     def missing(self) -> list[str]:
-        """Return in words which rows the replay had to do without."""
+        """Return a text line for each kind of missing rows."""
         texts = []
         if self.num_lost_rows:
             lost = f"{self.num_lost_rows} rows of rank 0 were lost"
@@ -150,7 +150,7 @@ class Replay:
         return texts
 
     def judged(self) -> list[JudgedStep]:
-        """Return each record with what was said about it; its row is its place from 0."""
+        """Return each record with its findings and decision; its row is its index."""
         pairs = enumerate(zip(self.records, self.judgements, strict=True))
         return [JudgedStep(row, record, judgement) for row, (record, judgement) in pairs]
 
@@ -211,14 +211,14 @@ class _Saved:
 
 
 def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
-    """Return the settings the run was judged by; None where it did not say: the defaults."""
+    """Return the run's recorded settings; None if it recorded none: the defaults."""
     if started is None or not started.info.judge:
         return None
     return msgspec.convert(started.info.judge, JudgeConfig)
 
 
 class _Replayer:
-    """Feeds one judge in the order in which the run fed its own."""
+    """Feeds one judge in the order in which the run fed its judge."""
 
     def __init__(self, config: JudgeConfig | None, pages: Sequence[list[_LoggedEvent]]) -> None:
         self._config = config
@@ -230,7 +230,7 @@ class _Replayer:
         self._saved: list[_Saved] = []
         every = [entry for page in pages for entry in page]
         recorded_decisions = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
-        # The agent's own, about processes: no ladder makes it again.
+        # An event of the agent about processes: the escalation policy does not reproduce it.
         self.recorded = [
             decision for decision in recorded_decisions if decision.action != "restart"
         ]
@@ -255,26 +255,26 @@ class _Replayer:
                 self._saved.append(saved)
 
     def start_incarnation(self, incarnation: int) -> None:
-        """Go on with the next start of rank 0: mode and lag may be others, facts go on."""
+        """Continue with the next start of rank 0: mode and lag may change, facts are kept."""
         self._pending = list(self._pages[incarnation])
         started = next((e.event for e in self._pending if isinstance(e.event, RunStarted)), None)
         mode: Mode = cast(Mode, started.info.mode) if started else "guard"
         self._lag = started.info.readback_lag if started else 1
         facts = self._judge.facts if self._judge else None
         if facts is not None and facts.halted:
-            facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
+            facts = msgspec.structs.replace(facts, halted="")  # it was restarted: resumed
         recorded = _recorded_config(started)
         config = self._config or recorded
         if config is not None and recorded is not None:
-            # Other settings are tried; what the loss is good for stays the run's own word.
+            # With other settings, the kind of loss is still the one that the run declared.
             config = msgspec.structs.replace(config, loss_kind=recorded.loss_kind)
         self._judge = Judge(config, mode, facts=facts)
         self._knows_limits = False
 
     def replay_step(self, record: StepRecord) -> None:
-        """Let one step be made, and judge those whose numbers come back then.
+        """Add one step, and judge those whose values are read back by then.
 
-        They come ``lag`` steps late, but at once while outliers follow each other.
+        Values arrive ``lag`` steps late, but immediately during consecutive outliers.
         """
         judge = self._judge
         assert judge is not None, "begin comes first"
@@ -282,7 +282,7 @@ class _Replayer:
             self.take_what_is_left()
             self._fork(judge, record)
         for saved in self._saved:
-            # A snapshot before a step holds what was known when that step began.
+            # A snapshot before a step contains the state at the start of that step.
             is_due = saved.attempt == record.attempt and record.step >= saved.step
             if is_due and saved.state is None:
                 saved.state = judge.detector_state()
@@ -292,7 +292,7 @@ class _Replayer:
             self._judge_next(judge, now_step=record.step)
 
     def take_what_is_left(self) -> None:
-        """Judge the steps whose numbers are still on their way."""
+        """Judge the steps whose values were not yet read back."""
         judge = self._judge
         assert judge is not None, "begin comes first"
         while self._waiting:
@@ -320,7 +320,7 @@ class _Replayer:
         self._knows_limits = True
 
     def _answer(self, attempt: int) -> Callable[[Ask], ProbeResult]:
-        """Return what answers a question as it was answered in the run."""
+        """Return a function that gives a query the result that it had in the run."""
 
         def answer(ask: Ask) -> ProbeResult:
             read = self._readings.get((attempt, ask.step, ask.trigger))
@@ -337,16 +337,16 @@ class _Replayer:
         return answer
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
-        """Limits are every digit of the detectors' memory: equal ones are equal windows."""
+        """Compare the limits: they depend on all values in the detectors' windows."""
         replayed_limits = Limits() if self._is_expecting(record) else judge.limits(record.turn)
         theirs = Limits(record.loss_limit, record.grad_norm_limit)
         if self._knows_limits and record.attempt == judge.attempt and replayed_limits != theirs:
             self.other_limits.append(record.step)
 
     def _is_expecting(self, record: StepRecord) -> bool:
-        """Say whether a change was announced before this step and not yet taken in by a judgement.
+        """Return whether a change was announced before this step and is not yet judged.
 
-        Rank 0 gives no limits from its announcement on.
+        Rank 0 has no limits after its announcement.
         """
         attempt_and_step = (record.attempt, record.step)
         return any(
@@ -356,7 +356,7 @@ class _Replayer:
         )
 
     def _fork(self, judge: Judge, record: StepRecord) -> None:
-        """A new branch begins, with the detectors of the checkpoint it started from."""
+        """Start a new attempt, with the detectors of the checkpoint that it restored."""
         attempt = self._attempts.get(record.attempt)
         fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
         states = [s for s in self._saved if s.step == fork and s.state is not None]
@@ -366,7 +366,7 @@ class _Replayer:
         self._knows_limits = False
 
     def _apply_events(self, judge: Judge, record: StepRecord) -> None:
-        """Take in what the run knew when it judged this record, in the order of the events."""
+        """Apply the events that the run knew when it judged this record, in their order."""
         while self._pending and self._is_known(self._pending[0], record):
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
@@ -383,7 +383,7 @@ class _Replayer:
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
-            return record.step >= entry.step  # the step's own numbers bring it to all ranks
+            return record.step >= entry.step  # the step's reduce vector brings it to all ranks
         if isinstance(entry.event, CheckpointChanged):
             return entry.step < record.step or entry.event.checkpoint_step >= entry.step
         return entry.step <= record.step
@@ -394,7 +394,7 @@ def _proposal(decision: Decision) -> Proposal:
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
         return Proposal(number=decision.command_number, action="accept", argument=step)
-    if is_rollback and decision.rule != "command":  # it had waited for this yes
+    if is_rollback and decision.rule != "command":  # it waited for this approval
         return Proposal(number=decision.command_number, action="approve")
     return Proposal(
         number=decision.command_number,
@@ -441,7 +441,7 @@ def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
 
 
 def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
-    """Return how many rows of ranks were thinned, and up to which step."""
+    """Return the number of rolled-up rows of ranks, and the last such step."""
     parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
     return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
 
@@ -467,7 +467,7 @@ def _records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[St
 
 
 def _rows(moment: ReadSnapshot, key: StreamKey, names: Sequence[str]) -> Iterator[dict[str, Value]]:
-    """Yield a writer's rows in the order they were written, some columns of them."""
+    """Yield some columns of a writer's rows in the order they were written."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
         streams.c.run_id == run_id,
@@ -491,7 +491,7 @@ def _rows(moment: ReadSnapshot, key: StreamKey, names: Sequence[str]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What the ranks' own rows add to the reduced one, where it names no rank."""
+    """Values from the ranks' rows that complete the reduced row, which names no rank."""
 
     nonfinite: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
@@ -499,21 +499,21 @@ class _Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """An optimizer's own numbers of a step that moved it alone."""
+    """Values of an optimizer in a step that moved only it."""
 
     turn: int
     numbers: dict[str, float]
 
 
 _Turns = Mapping[tuple[int, int], _Own]
-"""By step and attempt."""
+"""Keyed by (step, attempt)."""
 
 
 def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
-    """Return which steps were made by one of several optimizers, and its own numbers there.
+    """Return the steps made by one of several optimizers, with its values.
 
-    The run's own columns are the first one's: which is the first shows where they are filled. The
-    others are judged alike, in whatever order they are counted.
+    The run's main columns belong to the first optimizer: the steps that fill them identify it. The
+    others are judged alike, in any order.
     """
     query = select(names.c.id, names.c.name).where(
         names.c.run_id == run_id,
@@ -545,7 +545,7 @@ def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
 def step_record(
     numbers: NumbersReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
-    """Return the step as detectors saw it: rank 0's reduced row, merged with the ranks' own."""
+    """Return the step as detectors got it: the reduced row, merged with the rows of the ranks."""
     step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
     bits, culprit = _int(row, "verdict", 0), _int(row, "culprit_rank", -1)
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))

@@ -1,7 +1,7 @@
-"""Draws a curve in a terminal: each column its least and greatest value, marks below the axis.
+"""Draws a curve in a terminal: minimum and maximum of each column, and marks below the axis.
 
-A spike of one step reaches its full height and a NaN is marked, however many steps a column stands
-for. What is marked is told by letters, so that nothing depends on telling colors apart.
+A spike of one step reaches its full height and a NaN is marked, regardless of the number of steps
+per column. Marks are letters, so that nothing depends on color.
 """
 
 from collections import Counter
@@ -22,20 +22,20 @@ LABEL = 10
 """Characters left of the axis."""
 NONFINITE = "x"
 LEFT = "~"
-"""Where there is only what a rollback left behind."""
+"""Columns that only have discarded steps."""
 
 BRAILLE = "\u2800"
-"""The empty one; each dot is a bit."""
+"""The empty character; each dot is a bit."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a braille character, by row and column."""
 _PLAIN = " '.:"
-"""Where there is no braille: the upper half, the lower half, both."""
+"""Without braille: the upper half, the lower half, both."""
 
 
 def draw(
     curve: PlottedCurve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
 ) -> list[str]:
-    """Return the lines of a picture at most ``width`` wide."""
+    """Return the lines of a plot at most ``width`` wide."""
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
@@ -66,7 +66,7 @@ def draw(
 
 
 def legend(marks: Iterable[CurveMark]) -> str:
-    """Return what the letters below the axes say, and how often."""
+    """Return the meaning and the number of the letters below the axes."""
     counts = Counter(mark.kind for mark in marks)
     entries = [f"{NONFINITE} not finite", f"{LEFT} discarded by rollback"]
     entries += [
@@ -88,7 +88,7 @@ def _title(curve: PlottedCurve, scale: ValueScale) -> str:
 
 
 def _dots(branch: dict[int, PlotColumn], scale: ValueScale, height: int) -> set[tuple[int, int]]:
-    """Return (row, column) of every dot: a bar from least to greatest, and lines between bars."""
+    """Return (row, column) of every dot: a bar from minimum to maximum, and lines between bars."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int, int] | None = None
     for at in sorted(branch):
@@ -107,7 +107,7 @@ def _dots(branch: dict[int, PlotColumn], scale: ValueScale, height: int) -> set[
 
 
 def _joined(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, int]]:
-    """Return the dots of a line from one bar's nearest end to the next one's."""
+    """Return the dots of a line from one bar's nearest end to that of the next."""
     (x, high, low), (to, to_high, to_low) = a, b
     start = min(max(high, to_high), low)
     end = min(max(to_high, start), to_low)
@@ -141,10 +141,10 @@ def _axis(span: tuple[int, int], num: int) -> str:
 def _below(
     lost: set[int], marks: Sequence[CurveMark], span: tuple[int, int], num: int, across: int
 ) -> list[str]:
-    """Return the rows below the axis: where values are not finite, and what was decided."""
+    """Return the rows below the axis: non-finite values and decisions."""
     nonfinite = "".join(NONFINITE if at in lost else " " for at in range(num))
     decided = [" "] * num
-    for kind in reversed(KINDS):  # of several in one place, the gravest
+    for kind in reversed(KINDS):  # the most severe is drawn last
         for mark in marks:
             if mark.kind == kind and span[0] <= mark.step <= span[1]:
                 decided[place(mark.step, span, num * across) // across] = KINDS[kind][0]

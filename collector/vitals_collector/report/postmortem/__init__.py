@@ -1,1 +1,1 @@
-"""The post-mortem of a run: what is asked of the store, told as blocks, written as a page."""
+"""Post-mortem of a run: queries the store, builds blocks, and writes a page."""

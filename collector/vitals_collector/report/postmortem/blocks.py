@@ -1,4 +1,4 @@
-"""What a report is made of, whatever it is written as."""
+"""Blocks of a report, independent of its format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from vitals_collector.report.curves import CurveMark, PlottedCurve
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A title; of level 1 there is one."""
+    """A title; only one has level 1."""
 
     level: int
     text: str
@@ -24,14 +24,14 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class CommandLines:
-    """Lines to be copied into a terminal."""
+    """Lines to copy into a terminal."""
 
     lines: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """Rows of cells below names."""
+    """Rows of cells below column names."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -39,7 +39,7 @@ class TableBlock:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A curve with what was decided along it; the spans are steps of incidents."""
+    """A curve with its decisions; the spans are steps of incidents."""
 
     curve: PlottedCurve
     marks: Sequence[CurveMark]
@@ -56,7 +56,7 @@ class HeatMap:
 
 
 def rolled_back(steps: tuple[int, int]) -> str:
-    """Say what a heat map shows between the first and the last step that was rolled back."""
+    """Return a note on the discarded steps in a heat map."""
     first, last = steps
     return f"steps {first} to {last} include rollbacks: a cell shows the worst of all attempts"
 

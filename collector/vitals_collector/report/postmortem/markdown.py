@@ -1,4 +1,4 @@
-"""Writes a report as Markdown for a ticket, or as text; its curves are drawn with characters."""
+"""Writes a report as Markdown for a ticket, or as text; curves are drawn with characters."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,7 +25,7 @@ def write(blocks: Sequence[Block]) -> str:
 
 
 def write_text(blocks: Sequence[Block]) -> str:
-    """Return the report as a person reads it in a terminal: nothing there needs an escape."""
+    """Return the report as text for a terminal, without escapes."""
     return "\n\n".join(_text(block, _plain) for block in blocks) + "\n"
 
 
@@ -58,7 +58,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]], escape: Esca
 
 
 def _heat_map(block: HeatMap, escape: Escape) -> str:
-    """Return the rows in numbers: what each had at most, where, and whether all was finite."""
+    """Return each row's maximum, its step, and whether all of its values are finite."""
     reply = block.reply
     lost = {row for row, _ in reply.nonfinite}
     rows = []

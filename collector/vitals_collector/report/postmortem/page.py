@@ -1,4 +1,4 @@
-"""Writes a report as one page of HTML: no script, nothing loaded, light or dark, fit to print."""
+"""Writes a report as one self-contained HTML page without scripts, light or dark, printable."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from vitals_collector.report.postmortem.tree import Node, node, style, written
 
 _STYLE = Path(__file__).with_name("page.css")
 _SHORT, _LONG = 20, 40
-"""Characters up to which a cell is one line, and from which it is not squeezed."""
+"""Characters up to which a cell is one line, and from which it has a minimum width."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 

@@ -1,7 +1,7 @@
 """Draws curves and heat maps as SVG that takes its colors from the page, light or dark.
 
-A curve has a column for each pixel: its least and its greatest value, and a cross where one was not
-finite. What was decided is told by a letter above its line, so that nothing depends on color.
+A curve has one column per pixel: its minimum and maximum, and a cross for non-finite values.
+Decisions are letters above their line, so that nothing depends on color.
 """
 
 from collections import Counter
@@ -28,13 +28,13 @@ _CELL = 14
 _NAMES = 190
 _NAME_CHARACTERS = 28
 _LETTERS = 24
-"""Letters above a curve stand so far apart."""
+"""Minimum distance of letters above a curve."""
 
 
 def draw_curve(
     curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
 ) -> Node:
-    """Return the picture of a curve; ``spans`` are steps that are shaded."""
+    """Return the plot of a curve; the steps in ``spans`` are shaded."""
     span = curve.span
     lineage, discarded, scale = _drawn(curve)
     inside = [
@@ -42,7 +42,7 @@ def draw_curve(
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
         *_ticks([lineage, *discarded], scale),
         *_steps(span),
-        *_decided(marks, span),  # below the curves: a spike is on top of the line that marks it
+        *_decided(marks, span),  # below the curves: a spike covers its mark's line
         _limit(curve.limit, span, scale),
         *(node("path", class_="left", d=_path(branch, scale)) for branch in discarded),
         node("path", class_="line", d=_path(lineage, scale)),
@@ -54,7 +54,7 @@ def draw_curve(
 
 
 def caption(curve: PlottedCurve) -> str:
-    """Return what the picture shows, in words."""
+    """Return a description of the plot."""
     series, scale = curve.series, _drawn(curve)[2]
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
     text += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
@@ -66,7 +66,7 @@ def caption(curve: PlottedCurve) -> str:
 def _drawn(
     curve: PlottedCurve,
 ) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
-    """Return the columns of the lineage, those of each branch left behind, and their scale."""
+    """Return the columns of the lineage, those of each discarded attempt, and their scale."""
     lineage, discarded = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
     return (
         lineage,
@@ -76,7 +76,7 @@ def _drawn(
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:
-    """Return a heat map; the column of ``onset_step`` has a mark above it."""
+    """Return a heat map with a mark above the column of ``onset_step``."""
     num_columns = max(1, len(reply.step))
     wide = (WIDTH + _LEFT - _NAMES) / num_columns
     scale = shades(reply)
@@ -108,7 +108,7 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
 
 
 def shades(reply: CellsReply) -> ValueScale:
-    """Return the scale by which a heat map's values become shades."""
+    """Return the scale that maps a heat map's values to shades."""
     every = PlotColumn()
     for values in reply.value:
         for value in values:
@@ -125,7 +125,7 @@ def _y(scale: ValueScale, value: float) -> float:
 
 
 def _path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
-    """Return the line through the columns' ends; it is broken where a value is not finite."""
+    """Return the line through the columns' ends, with gaps at non-finite values."""
     parts, is_broken = [], True
     for at in sorted(branch):
         column = branch[at]
@@ -140,7 +140,7 @@ def _path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
 
 
 def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) -> Node | None:
-    """Return the limit in force, where it lies within what is drawn."""
+    """Return the current limit, if it is within the plotted range."""
     if limit is None:
         return None
     parts, before = [], None
@@ -207,7 +207,7 @@ def _nonfinite(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
 
 
 def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
-    """Return a line for each column with decisions, and above it, where there is room, letters."""
+    """Return a line for each column with decisions, and above it, if there is space, letters."""
     order = list(KINDS)
     by_column: dict[int, list[CurveMark]] = {}
     for mark in marks:

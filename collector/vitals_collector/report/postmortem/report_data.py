@@ -1,4 +1,4 @@
-"""Asks for everything that the post-mortem of a run tells, of a collector or of a folder alike."""
+"""Runs the queries for the post-mortem of a run, on a collector or on a directory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ from vitals_collector.report.curves import PlottedCurve, curves
 Answer = TypeVar("Answer")
 
 MAX_INCIDENTS = 10
-"""Incidents that are told whole: the gravest, and of these the newest. Others are one line each."""
+"""Incidents described in full: the most severe, then the latest. Others are one line each."""
 AROUND = 100
-"""Steps before and after an incident that its curves show."""
+"""Steps before and after an incident in its curves."""
 HEAT_MAPS = {
     "steps.rank_loss": "Loss of each rank",
     "steps.step_duration_seconds": "Step time of each rank",
@@ -43,7 +43,7 @@ _GRAVITY = ("page", "notify", "log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentFacts:
-    """One incident, and what was measured around it."""
+    """One incident and its measurements."""
 
     incident: IncidentView
     curves: tuple[PlottedCurve, ...]
@@ -53,7 +53,7 @@ class IncidentFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Everything a post-mortem tells."""
+    """All data of a post-mortem."""
 
     detail: RunDetail
     made_unix_ns: int
@@ -63,21 +63,21 @@ class ReportData:
     events: tuple[EventView, ...]
     annotations: tuple[AnnotationView, ...]
     all_incidents: tuple[IncidentView, ...]
-    """Of the run, the newest first."""
+    """Incidents of the run, the latest first."""
     incidents: tuple[IncidentFacts, ...]
-    """Those that are told whole."""
+    """Incidents described in full."""
     missing: tuple[str, ...]
-    """What could not be asked for, and why."""
+    """Queries without a result, and the reasons."""
 
 
 @dataclass(slots=True)
 class _ReportQueries:
-    """Keeps what a run cannot answer, so that the report says what it lacks."""
+    """Records failed queries, so that the report lists them."""
 
     missing: list[str] = field(default_factory=list)
 
     def or_none(self, name: str, ask: Callable[[], Answer]) -> Answer | None:
-        """Return the answer; None where the run has no such numbers."""
+        """Return the result; None if the run has no such data."""
         try:
             return ask()
         except UsageError as error:
@@ -88,7 +88,7 @@ class _ReportQueries:
 
 
 def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = "") -> ReportData:
-    """Return everything about the run, or about one incident of it.
+    """Return all data of the run, or of one of its incidents.
 
     Raises:
         UsageError: no such run, or no incident of that id.
@@ -114,7 +114,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
 
 
 def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
-    """Return the incidents to be told whole, by time."""
+    """Return the incidents to describe in full, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]
         if not matches:
@@ -165,7 +165,7 @@ def _around(
 
 
 def _is_known(metric: str, metrics: Sequence[str]) -> bool:
-    """Say whether the run has it; a layer's numbers are known by the layers' names."""
+    """Return whether the run has the metric; layer metrics are known by the layers' names."""
     return metric in metrics or (
         metric.startswith("layers.") and any(name.startswith("layers.") for name in metrics)
     )

@@ -1,4 +1,4 @@
-"""Tells what was gathered as blocks: the run, each incident, the ledger, what it all rests on."""
+"""Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,7 +25,7 @@ from vitals_collector.report.postmortem.blocks import (
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
 
 MAX_LINES = 200
-"""Rows of the longest tables; what is left out is said."""
+"""Maximum number of rows in a table; the number of omitted rows is shown."""
 _MOVERS = 10
 _TITLE = 120
 
@@ -33,7 +33,7 @@ Row = Sequence[object]
 
 
 def report_blocks(facts: ReportData) -> list[Block]:
-    """Return the report."""
+    """Return the blocks of the report."""
     summary = facts.detail.summary
     curve_marks = marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
@@ -173,7 +173,7 @@ def _incident(
 
 
 def _verdict(verdict: VerdictView) -> Iterator[Block]:
-    """Return what somebody needs first, on one screen."""
+    """Return the most important facts, on one screen."""
     rows = (
         ("state", verdict.state),
         ("cause", verdict.cause),

@@ -29,7 +29,7 @@ def written(root: Node) -> str:
 
 
 def style(text: str) -> Node:
-    """Return a style sheet of ours: the one text that is not cleaned."""
+    """Return a style sheet of this package: the only text that is not escaped."""
     element = ElementTree.Element("style")
     element.text = text
     return element
