@@ -19,6 +19,7 @@ from trainvitals.alerting import ALERTS_BY_NAME
 from trainvitals.identity import Identity
 from trainvitals.records import ActionName
 from vitals_collector.cli.sql import sql
+from vitals_collector.cli.store import StoreChoice
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import extension
 from vitals_collector.storage import schema
@@ -106,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_question_has_the_answer_that_is_shown(folder: Path, number: int) -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        sql(EVERY[number].body, data=folder / "data")
+        sql(question=EVERY[number].body, choice=StoreChoice(data=folder / "data"))
     assert EVERY[number + 1].body == printed.getvalue()
 
 

@@ -11,7 +11,23 @@ from trainer_hooks.tensors import clearing
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(clearing, "can_be_captured", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+
+
+def own(monkeypatch, *tensors):
+    """Let the tensors lie in the private pool of a graph; return the calls that look there."""
+    calls = []
+
+    def snapshot():
+        calls.append(len(calls))
+        return [
+            {"address": t.data_ptr(), "total_size": t.nbytes, "segment_pool_id": (0, 7)}
+            for t in tensors
+        ]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    return calls
 
 
 class Graph:
@@ -22,9 +38,7 @@ class Graph:
         self._model = model
         self._loss().backward()
         self._static = [param.grad for param in self._params]
-        addresses = {grad.data_ptr() for grad in self._static}
-        is_static = lambda tensor: tensor.data_ptr() in addresses  # noqa: E731
-        monkeypatch.setattr(clearing, "is_graph_memory", is_static)
+        own(monkeypatch, *self._static)
 
     def _loss(self):
         return self._model(torch.ones(4, 3)).square().mean()
@@ -59,30 +73,32 @@ def test_each_replay_of_a_graph_trains(mode, monkeypatch):
 
 
 def test_gradients_of_a_compiled_backward_are_set_to_none(monkeypatch):
-    monkeypatch.setattr(clearing, "is_graph_memory", lambda tensor: True)
     model = nn.Linear(3, 2)
     gradients = clearing.GradientClearing([torch.optim.SGD(model.parameters(), lr=0.1)])
     for _ in range(2):
         model(torch.ones(4, 3)).sum().backward()
+        calls = own(monkeypatch, *(param.grad for param in model.parameters()))
         gradients.clear()
+        assert not calls
         assert [param.grad for param in model.parameters()] == [None] * 2
 
 
 def test_gradients_that_are_set_without_hooks_are_looked_at_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(clearing, "is_graph_memory", lambda tensor: asked.append(tensor))
+    calls = own(monkeypatch)
     param = nn.Parameter(torch.ones(3))
     gradients = clearing.GradientClearing([torch.optim.SGD([param], lr=0.1)])
     for _ in range(3):
         param.grad = torch.ones(3)  # as FSDP does
         gradients.clear()
         assert param.grad is None
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
-def test_a_released_clearing_leaves_no_hook():
+def test_a_released_clearing_is_no_longer_called(monkeypatch):
     param = nn.Parameter(torch.ones(3))
     gradients = clearing.GradientClearing([torch.optim.SGD([param], lr=0.1)])
-    assert param._post_accumulate_grad_hooks
     gradients.release()
-    assert not param._post_accumulate_grad_hooks
+    calls = own(monkeypatch, param)
+    param.grad = torch.ones(3)
+    gradients.clear()
+    assert param.grad is None and not calls

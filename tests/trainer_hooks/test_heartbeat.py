@@ -137,18 +137,15 @@ def trace(started: int) -> bytes:
     return json.dumps({"entries": [entry], "pg_status": {"7": status}}).encode()
 
 
-def test_the_recorder_says_what_the_device_has_begun(tmp_path: Path, monkeypatch):
+def test_the_recorder_says_what_the_device_has_begun(tmp_path: Path):
     recorder = heartbeat.FlightRecorder()
-    dumps = [trace(1), trace(2), trace(-1)]
-    monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(heartbeat, "_recorder_of", lambda backend: (lambda *_: dumps.pop(0), ""))
-    monkeypatch.setattr(heartbeat, "RECORDER_AFTER_SECONDS", 0.0)
-    recorder.ask(tmp_path, {"0": 3})
+    recorder.read(trace(1), tmp_path, {"0": 3})
     assert {"0": 1} == recorder.started
-    recorder.ask(tmp_path, {"0": 3})
+    recorder.read(trace(2), tmp_path, {"0": 3})
     assert {"0": 2} == recorder.started  # a device goes on while its host waits
-    recorder.forget()
-    recorder.ask(tmp_path, {"0": 3})
+    recorder.read(trace(-1), tmp_path, {"0": 3})
+    assert {} == recorder.started  # it keeps no times
+    recorder.read(trace(2), tmp_path, {"other": 3})
     assert {} == recorder.started
 
 

@@ -296,7 +296,7 @@ class Event:
 def event(monkeypatch):
     """Return the event of each copy from the device, for which the CPU stands."""
     event = Event()
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return event
 

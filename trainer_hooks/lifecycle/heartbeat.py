@@ -275,8 +275,12 @@ class FlightRecorder:
         if dump is None:
             self.why_not = f"torch {torch.__version__} has no flight recorder ({name})"
             return
-        raw: bytes | str = dump(True, False)
-        trace = msgspec.json.decode(raw, type=_Trace, strict=False)
+        self.read(dump(True, False), directory, sequences)
+
+    def read(self, dumped: bytes | str, directory: Path, sequences: dict[str, int]) -> None:
+        """Read a dump, in JSON, of the groups in ``sequences``."""
+        self.started = {}
+        trace = msgspec.json.decode(dumped, type=_Trace, strict=False)
         last: dict[str, list[_RecorderEntry]] = {}
         for entry in trace.entries:
             if entry.process_group and entry.process_group[0] in sequences and not entry.is_p2p:

@@ -17,11 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from trainer_hooks.tensors.gradients import local_tensor
 
 
-def can_be_captured(device: torch.device) -> bool:
-    """Return whether a graph can own gradients on this device."""
-    return device.type == "cuda"
-
-
 def is_graph_memory(tensor: Tensor) -> bool:
     """Return whether the tensor is in the private memory pool of a CUDA graph.
 
@@ -54,26 +49,27 @@ class GradientClearing:
         self._was_backward = False
         self._is_checked = False
         self._witness: Tensor | None = None
-        self._handle: RemovableHandle | None = None
+        self._witness_hook: RemovableHandle | None = None
         for optimizer in self._optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
-                if param.requires_grad and param.is_leaf and can_be_captured(param.device):
+                # Without a GPU there are no graphs, and nobody pays for the hook.
+                if param.requires_grad and param.is_leaf and torch.cuda.is_initialized():
                     self._witness = param
         if self._witness is not None:
-            self._handle = self._witness.register_post_accumulate_grad_hook(self._accumulated)
+            self._witness_hook = self._witness.register_post_accumulate_grad_hook(self._accumulated)
 
     def clear(self) -> None:
         """Clear all gradients. Call after the update."""
-        if self._handle is not None:
+        if self._witness_hook is not None:
             self._check()
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=not self._is_in_place)
 
     def release(self) -> None:
         """Remove the hook from the parameter."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._witness_hook is not None:
+            self._witness_hook.remove()
+            self._witness_hook = None
 
     def _accumulated(self, param: Tensor) -> None:
         # A capture calls the hooks once, its replays never.

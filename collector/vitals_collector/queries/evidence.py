@@ -26,6 +26,8 @@ _RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid")
 """Columns whose new values are always reported, however small the change."""
 THROTTLED = "throttle_reasons"
 _GPUS_AT_ONCE = 64
+_MIN_SAMPLES = 8
+"""Samples of a GPU without which nothing is usual: with one a minute there are ten."""
 _MIN_SCORE = 6.0
 _MAX_TOLD = 8
 
@@ -127,7 +129,10 @@ def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
             continue
         # Numbered as steps of a window: the earlier samples are far enough before it.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
-        mover = judge(source, name, pseudo, values, WINDOW_STEPS)
+        # A GPU may throttle minutes before its effect shows in a step: that is no usual jump.
+        mover = judge(
+            source, name, pseudo, values, WINDOW_STEPS, min_before=_MIN_SAMPLES, has_jumps=False
+        )
         if mover is not None and mover.view.score >= _MIN_SCORE:
             views.append(msgspec.structs.replace(mover.view, peak_step=-1))
     return views

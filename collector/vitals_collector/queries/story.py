@@ -9,6 +9,7 @@ from typing import TypeVar
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.printable import printable
 from trainvitals.records import Finding
+from trainvitals.units import humanize_count
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -232,7 +233,7 @@ def _fed(incident: StoryFacts) -> str:
     data = list(incident.data) or list(view.data if view is not None else ())
     if data:
         sentences = [why.fed(step_data, tells_attempt=False) for step_data in _few(data)]
-        return " ".join([*sentences, *_others(data, "batch of a rank")])
+        return " ".join([*sentences, *_others(data, "batch", "batches")])
     batches = [
         f"{row.source.replace(':', ' ')} on batch {row.values['batch_index']} of epoch "
         f"{row.values.get('epoch') or 0}"
@@ -289,9 +290,10 @@ def _few(things: Sequence[_T]) -> Sequence[_T]:
     return things[:MAX_TOLD]
 
 
-def _others(things: Sequence[object], name: str) -> list[str]:
+def _others(things: Sequence[object], name: str, plural: str = "") -> list[str]:
     more = len(things) - MAX_TOLD
-    return [f"And {more} more {name}{'' if more == 1 else 's'}."] if more > 0 else []
+    text = humanize_count(more, f"more {name}", f"more {plural}" if plural else "")
+    return [f"And {text}."] if more > 0 else []
 
 
 def _moment(time_unix_ns: int) -> str:

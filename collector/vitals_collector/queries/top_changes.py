@@ -235,10 +235,20 @@ def _judged(
     return candidates
 
 
-def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Moved | None:
+def judge(
+    row: str,
+    metric: str,
+    steps: Ints,
+    values: Floats,
+    step: int,
+    *,
+    min_before: int = _MIN_BEFORE,
+    has_jumps: bool = True,
+) -> Moved | None:
     """Return the distance of the values in the window before ``step`` from the earlier ones. Pure.
 
-    None: nothing was measured in the window, or there are too few earlier values.
+    None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
+    ``has_jumps`` a distance that single values before it had is usual.
     """
     is_late: Mask = steps > step - WINDOW_STEPS
     if metric in OF_SPEED and len(values) > 2:
@@ -256,11 +266,11 @@ def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Move
             row=row, metric=metric, before=middle, peak=None, peak_step=first, score=NONFINITE_SCORE
         )
         return Moved(view, first)
-    if middle is None or len(before) < _MIN_BEFORE:
+    if middle is None or len(before) < min_before:
         return None
     if metric == "learning_rate" and not _has_jumped(before, late):
         return None
-    away = _distances(before, late)
+    away = _distances(before, late, has_jumps=has_jumps)
     peak = int(np.argmax(away))
     score = min(float(away[peak]), MAX_SCORE)
     begins = np.flatnonzero(away >= min(_MOVED, score))
@@ -281,7 +291,7 @@ def _has_jumped(before: Floats, late: Floats) -> bool:
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
-def _distances(before: Floats, late: Floats) -> Floats:
+def _distances(before: Floats, late: Floats, *, has_jumps: bool) -> Floats:
     """Return each late value's distance from the median of the earlier ones, in scales."""
     least = 1e-3
     if before.min() > 0.0:
@@ -291,11 +301,9 @@ def _distances(before: Floats, late: Floats) -> Floats:
     with np.errstate(over="ignore"):
         middle = np.median(before)
         usual = np.abs(before - middle)
-        scale = max(
-            1.4826 * float(np.median(usual)),
-            float(np.quantile(usual, _USUAL)) * _OF_USUAL / MIN_SCORE,
-            least,
-        )
+        scale = max(1.4826 * float(np.median(usual)), least)
+        if has_jumps:
+            scale = max(scale, float(np.quantile(usual, _USUAL)) * _OF_USUAL / MIN_SCORE)
         return np.asarray(np.abs(late - middle) / scale)
 
 

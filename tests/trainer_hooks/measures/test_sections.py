@@ -17,6 +17,7 @@ from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.sections import SECTIONS, Sections
+from trainer_hooks.tensors.events import record_event
 
 PARTS = (
     "data_wait",
@@ -120,11 +121,11 @@ class Event:
 
     recorded = 0
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert enable_timing and blocking
         self.at = -1
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         Event.recorded += 1
         self.at = Event.recorded
 
@@ -134,13 +135,13 @@ class Event:
 
 def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     faults, model = FaultCounter(), nn.Linear(4, 1)
     sections = Sections([model], torch.device("cuda"), faults)
     sections.start_step(0)
     model(torch.ones(2, 4)).sum().backward()
-    exchanged = Event(enable_timing=True)
     sections.enter(0)
-    exchanged.record()
+    exchanged = record_event(torch.device("cuda"), timed=True)
     timeline = sections.pop_timeline()
     assert timeline is not None
     assert dict.fromkeys(SECTIONS, 0.001) == pytest.approx(timeline.seconds())
