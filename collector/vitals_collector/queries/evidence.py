@@ -129,7 +129,7 @@ def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
             continue
         # Numbered as steps of a window: the earlier samples are far enough before it.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
-        # A GPU may throttle minutes before its effect shows in a step: that is no usual jump.
+        # A GPU may throttle minutes before its effect shows in a step: such values are not usual.
         mover = judge(
             source, name, pseudo, values, WINDOW_STEPS, min_before=_MIN_SAMPLES, has_jumps=False
         )
