@@ -38,6 +38,14 @@ def test_an_event_is_recorded_on_the_stream_of_its_device_and_wakes_a_sleeping_h
     ]
 
 
+@pytest.mark.parametrize(("target", "expected"), [("cpu", False), ("meta", True)])
+def test_a_copy_that_the_host_will_read_is_waited_for(target, expected):
+    calls = []
+    tensor = SimpleNamespace(to=lambda device, non_blocking: calls.append((device, non_blocking)))
+    events.copy_to(tensor, torch.device(target))
+    assert [(torch.device(target), expected)] == calls
+
+
 def test_gradients_of_several_types_are_summed_in_a_fused_pass_each(monkeypatch):
     passes = []
     real = torch._foreach_norm

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_hooks.tensors.events import record_event
+from trainer_hooks.tensors.events import copy_to, record_event
 from trainer_hooks.tensors.finite import (
     Numbers,
     are_finite,
@@ -284,7 +284,7 @@ def fingerprint_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     A wrap-around sum of each lane's words, mixed before the lanes are added: a linear sum would not
     see two flips of the highest bit of two words, whatever its weights. No value reaches the host.
     """
-    columns = [_lanes(tensor).to(device, non_blocking=True) for tensor in tensors]
+    columns = [copy_to(_lanes(tensor), device) for tensor in tensors]
     flat = columns[0] if len(columns) == 1 else torch.cat(columns)
     # Created each time: a cached one would belong to another stream, which nothing waits for.
     places = torch.arange(1, flat.numel() + 1, device=device) * _signed(0xD1B54A32D192ED03)

@@ -1,6 +1,7 @@
-"""Events on a GPU's stream."""
+"""Order of work between a GPU and its host."""
 
 import torch
+from torch import Tensor
 
 
 def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
@@ -18,3 +19,11 @@ def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Eve
     event = torch.cuda.Event(enable_timing=timed, blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device; waits only if that is the host.
+
+    A copy to the host that does not wait may be read before it has ended.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")

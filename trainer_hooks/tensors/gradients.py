@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.events import copy_to
 from trainer_hooks.tensors.optimizer_state import nonfinite_count
 from trainvitals.errors import UsageError
 
@@ -309,7 +310,7 @@ def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     squares: list[Tensor | None] = [None] * len(grads)
     for positions in by_kind(grads):
         norms = torch._foreach_norm([grads[i] for i in positions], 2.0, dtype=torch.float64)
-        own = torch.stack(norms).square_().to(device, non_blocking=True)
+        own = copy_to(torch.stack(norms).square_(), device)
         for i, square in zip(positions, own.unbind(), strict=True):
             squares[i] = square
         if len(positions) == len(grads):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.tensors.events import copy_to
 from trainer_hooks.tensors.finite import is_finite
 
 _FROM_ZEROS = (
@@ -107,5 +108,5 @@ def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     count = torch.full((), float(on_host), device=device)
     for group in alike.values():
         extremes = torch.stack(torch._foreach_norm(group, float("inf")))
-        count += (~torch.isfinite(extremes)).sum().to(device, non_blocking=True)
+        count += copy_to((~torch.isfinite(extremes)).sum(), device)
     return count
