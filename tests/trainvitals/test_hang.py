@@ -42,9 +42,15 @@ def test_a_gpu_that_has_not_begun_what_others_have_begun_is_the_one_waited_for()
     """A kernel that does not end: its host has issued as much as the others."""
     others = (a_rank(0, started={"0": 10}), a_rank(2, started={"0": 10}))
     told = verdict(*others, a_rank(1, started={"0": 8}))
-    assert (1,) == told.culprits and "device" == told.reason and told.pages
+    assert (1,) == told.culprits and "device" == told.reason
+    assert 30.0 == told.limit and not told.pages  # work that is queued on it may take so long
+    others = tuple(replace(rank, still_seconds=31.0) for rank in others)
+    told = verdict(*others, a_rank(1, started={"0": 8}, still_seconds=31.0))
+    assert told.pages
     assert "Rank 1 has a GPU that has not begun a collective" in told.text
     assert may_end(told, [*others, a_rank(1, started={"0": 8})])
+    announced = a_rank(1, started={"0": 8}, still_seconds=31.0, is_announced=True)
+    assert 180.0 == verdict(*others, announced).limit
     assert verdict(*others, a_rank(1)) is None  # its recorder does not know
     behind = verdict(*others, a_rank(1, 9, started={"0": 8}))
     assert "blocked" == behind.reason

@@ -37,6 +37,10 @@ Reason = Literal[
 ]
 
 
+_QUEUE_SECONDS = 30.0
+"""Work that may be queued on a healthy GPU: 1,024 kernels of 30 ms."""
+
+
 class HangConfig(Settings, frozen=True, kw_only=True):
     """How long ranks may wait for one of them."""
 
@@ -331,8 +335,8 @@ class _Judge:
         if reason in ("gone", "stopped", "ended"):
             return blocked
         is_announced = any(rank.is_announced for rank in culprits)
-        if reason == "device":
-            return blocked
+        if reason == "device" and not is_announced:
+            return max(blocked, _QUEUE_SECONDS)
         if reason == "computing" or any(rank.is_active for rank in culprits):
             return float("inf") if is_announced else self._limits.computing
         # A first step compiles, reads, connects; an announced phase may wait for a disk.
