@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -158,7 +159,7 @@ def test_a_failed_registration_leaves_no_error_for_the_next_kernel(cudart):
 def test_a_probe_replays_no_graph_whose_outputs_the_loop_holds(monkeypatch, manager, expected):
     stances = []
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
-    monkeypatch.setitem(isolated_forward.sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(

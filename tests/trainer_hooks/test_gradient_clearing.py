@@ -13,6 +13,7 @@ from trainer_hooks.tensors import clearing
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def own(monkeypatch, *tensors):
@@ -36,7 +37,10 @@ class Graph:
     def __init__(self, model, monkeypatch):
         self._params = list(model.parameters())
         self._model = model
-        self._loss().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            self._loss().backward()
+        self._params = [param for param in self._params if param.grad is not None]
         self._static = [param.grad for param in self._params]
         own(monkeypatch, *self._static)
 
@@ -102,3 +106,54 @@ def test_a_released_clearing_is_no_longer_called(monkeypatch):
     param.grad = torch.ones(3)
     gradients.clear()
     assert param.grad is None and not calls
+
+
+def moves(gradients, model, graph, num=3):
+    """Return whether each of some replayed steps moves the first weight."""
+    optimizer, moved = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(num):
+        graph.replay()
+        before = model.weight.detach().clone()
+        optimizer.step()
+        moved.append(not torch.equal(before, model.weight))
+        gradients.clear()
+    return moved
+
+
+def test_a_warm_up_before_the_capture_does_not_hide_the_graph(monkeypatch):
+    model = nn.Linear(3, 2)
+    gradients = clearing.GradientClearing([torch.optim.SGD(model.parameters(), lr=0.1)])
+    model(torch.ones(4, 3)).sum().backward()
+    for param in model.parameters():
+        param.grad = None
+    assert [True] * 3 == moves(gradients, model, Graph(model, monkeypatch))
+
+
+def test_a_parameter_that_was_frozen_does_not_hide_the_graph(monkeypatch):
+    model = nn.Linear(3, 2)
+    gradients = clearing.GradientClearing([torch.optim.SGD(model.parameters(), lr=0.1)])
+    model.bias.requires_grad_(False)
+    assert [True] * 3 == moves(gradients, model, Graph(model, monkeypatch))
+
+
+def test_another_optimizer_s_backward_does_not_hide_the_graph(monkeypatch):
+    captured, eager = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (captured, eager)]
+    gradients = clearing.GradientClearing(optimizers)
+    graph = Graph(captured, monkeypatch)
+    for _ in range(3):
+        eager(torch.ones(4, 3)).sum().backward()
+        graph.replay()
+        gradients.clear()
+        assert captured.weight.grad is not None
+        assert eager.weight.grad is None
+
+
+def test_a_loop_that_changes_its_parameters_looks_at_memory_a_few_times_only(monkeypatch):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    gradients = clearing.GradientClearing([torch.optim.SGD(params, lr=0.1)])
+    calls = own(monkeypatch)
+    for step in range(60):
+        params[step % 2].grad = torch.ones(3)
+        gradients.clear()
+    assert len(calls) <= 16

@@ -48,7 +48,7 @@ def test_a_gpu_that_has_not_begun_what_others_have_begun_is_the_one_waited_for()
     told = verdict(*others, a_rank(1, started={"0": 8}, still_seconds=31.0))
     assert told.pages
     assert "Rank 1 has a GPU that has not begun a collective" in told.text
-    assert may_end(told, [*others, a_rank(1, started={"0": 8})])
+    assert not may_end(told, [*others, a_rank(1, started={"0": 8})])  # it may be a long queue
     announced = a_rank(1, started={"0": 8}, still_seconds=31.0, is_announced=True)
     assert 180.0 == verdict(*others, announced).limit
     assert verdict(*others, a_rank(1)) is None  # its recorder does not know

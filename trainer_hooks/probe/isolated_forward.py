@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.tensors.clearing import has_compiled_graphs
 from trainer_hooks.tensors.gradients import reshard
 from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
 
@@ -239,12 +240,9 @@ def eager_beside_graphs() -> AbstractContextManager[object]:
 
     A replay would overwrite the outputs of the step that the loop still holds, such as its loss.
     """
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    for i in range(0 if trees is None else num_devices):
-        if trees.get_manager(i, create_if_none_exists=False) is not None:  # type: ignore[union-attr]
-            eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-            return eager
+    if has_compiled_graphs():
+        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return eager
     return nullcontext()
 
 

@@ -7,6 +7,7 @@ an error; such gradients are zeroed in place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.tensors.gradients import local_tensor
 
+_MAX_LOOKS = 16
+"""Walks over the allocator's memory per optimizer; a large job takes milliseconds for each."""
+
 
 def is_graph_memory(tensor: Tensor) -> bool:
     """Return whether the tensor is in the private memory pool of a CUDA graph.
 
-    Walks over all segments of the allocator, so do not call it in every step.
+    Walks over all segments of the allocator: for rare questions only.
     """
     try:
         segments = torch.cuda.memory_snapshot()
@@ -34,56 +38,101 @@ def is_graph_memory(tensor: Tensor) -> bool:
     )
 
 
-class GradientClearing:
-    """Clears the gradients of optimizers: with ``set_to_none``, unless a graph owns them.
+def has_compiled_graphs() -> bool:
+    """Return whether compiled code replays CUDA graphs here (``mode="reduce-overhead"``)."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    num_devices = torch.cuda.device_count()
+    return any(trees.get_manager(i, create_if_none_exists=False) for i in range(num_devices))
 
-    A graph owns them if a step has gradients in a graph's memory although no backward has called
-    autograd's hooks. One parameter, the last that requires a gradient, stands for all. Memory alone
-    does not tell: ``torch.compile(mode="reduce-overhead")`` also returns graph memory, but its
-    backward calls the hooks, and accumulates twice into a gradient that is zeroed in place.
-    """
+
+class GradientClearing:
+    """Clears the gradients of optimizers: with ``set_to_none``, unless a graph owns them."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = tuple(optimizers)
-        self._is_in_place = False
-        self._was_backward = False
-        self._is_checked = False
-        self._witness: Tensor | None = None
-        self._witness_hook: RemovableHandle | None = None
-        for optimizer in self._optimizers:
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                # Without a GPU there are no graphs, and nobody pays for the hook.
-                if param.requires_grad and param.is_leaf and torch.cuda.is_initialized():
-                    self._witness = param
-        if self._witness is not None:
-            self._witness_hook = self._witness.register_post_accumulate_grad_hook(self._accumulated)
+        self._parts = [_OptimizerGradients(optimizer) for optimizer in optimizers]
 
     def clear(self) -> None:
         """Clear all gradients. Call after the update."""
-        if self._witness_hook is not None:
-            self._check()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=not self._is_in_place)
+        for part in self._parts:
+            part.clear()
 
     def release(self) -> None:
-        """Remove the hook from the parameter."""
+        """Remove the hooks from the parameters."""
+        for part in self._parts:
+            part.release()
+
+
+class _OptimizerGradients:
+    """The gradients of one optimizer.
+
+    A graph owns them if a step has gradients in a graph's memory although no backward has called
+    autograd's hooks since the capture. One parameter with a gradient, the witness, stands for all.
+    Memory alone does not tell: compiled code also returns graph memory, but its backward calls the
+    hooks, and accumulates twice into a gradient that is zeroed in place.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_in_place = False
+        self._was_backward = False
+        self._is_checked = False
+        self._num_looks = 0
+        self._witness: Tensor | None = None
+        self._witness_hook: RemovableHandle | None = None
+        # Without a GPU there are no graphs, and nobody pays for the hook.
+        if torch.cuda.is_initialized():
+            self._choose([p for p in self._params() if p.requires_grad and p.is_leaf])
+
+    def clear(self) -> None:
+        if self._witness_hook is not None:
+            self._check()
+        self._optimizer.zero_grad(set_to_none=not self._is_in_place)
+
+    def release(self) -> None:
         if self._witness_hook is not None:
             self._witness_hook.remove()
             self._witness_hook = None
 
-    def _accumulated(self, param: Tensor) -> None:
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _choose(self, params: Sequence[Tensor]) -> None:
+        """Make the last of the parameters the witness."""
+        if params:
+            self.release()
+            self._witness = params[-1]
+            self._witness_hook = params[-1].register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, _param: Tensor) -> None:
         # A capture calls the hooks once, its replays never.
-        if not (param.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._was_backward = True
+        self._was_backward = not torch.cuda.is_current_stream_capturing()
 
     def _check(self) -> None:
         assert self._witness is not None
-        grad = self._witness.grad
-        if self._was_backward:
+        if self._witness.grad is None:
+            self._replace_witness()
+        elif self._was_backward:
             self._was_backward = self._is_checked = False
-        elif grad is not None and not self._is_checked:
+        elif not self._is_checked:
             # FSDP sets gradients without hooks too, so its memory is checked only once.
             self._is_checked = True
-            if is_graph_memory(local_tensor(grad)):
-                self._is_in_place = True
-                self.release()
+            self._look_at(self._witness.grad)
+
+    def _replace_witness(self) -> None:
+        """Choose a parameter that has a gradient: frozen or unused ones never have one."""
+        params = [p for p in self._params() if p.grad is not None and p.requires_grad and p.is_leaf]
+        if params and self._num_looks < _MAX_LOOKS:
+            self._choose(params)
+            self._was_backward = self._is_checked = False
+            # Whether its hook would have been called is unknown for this step.
+            if not has_compiled_graphs():
+                assert params[-1].grad is not None
+                self._look_at(params[-1].grad)
+
+    def _look_at(self, grad: Tensor) -> None:
+        self._num_looks += 1
+        if self._num_looks <= _MAX_LOOKS and is_graph_memory(local_tensor(grad)):
+            self._is_in_place = True
+            self.release()

@@ -149,11 +149,11 @@ def decide(
 def may_end(verdict: HangVerdict, ranks: Sequence[RankActivity]) -> bool:
     """Return whether a job that pages may be ended: never if a rank may still continue.
 
-    A rank that computes, reads, writes or waits for a disk may evaluate or save for longer than
-    before. A rank in a debugger is being examined. If a rank has finished training, a restart would
-    only repeat its end.
+    A rank that computes, reads, writes or waits for a disk, or whose GPU has a long queue, may
+    evaluate or save for longer than before. A rank in a debugger is being examined. If a rank has
+    finished training, a restart would only repeat its end.
     """
-    if not verdict.pages or verdict.reason in ("computing", "debugged", "ended"):
+    if not verdict.pages or verdict.reason in ("device", "computing", "debugged", "ended"):
         return False
     living = [rank for rank in ranks if rank.process not in ("gone", "ended", "stopped")]
     # Waiting ranks may spin, as NCCL does; only blocking ranks can be doing useful work.
@@ -335,14 +335,14 @@ class _Judge:
         if reason in ("gone", "stopped", "ended"):
             return blocked
         is_announced = any(rank.is_announced for rank in culprits)
-        if reason == "device" and not is_announced:
-            return max(blocked, _QUEUE_SECONDS)
         if reason == "computing" or any(rank.is_active for rank in culprits):
             return float("inf") if is_announced else self._limits.computing
         # A first step compiles, reads, connects; an announced phase may wait for a disk.
         is_first = any(rank.num_steps < 2 for rank in culprits)
         if is_announced or is_first:
             return max(blocked, self._limits.computing)
+        if reason == "device":
+            return max(blocked, _QUEUE_SECONDS)
         return blocked
 
     def _build_verdict(
