@@ -226,7 +226,7 @@ def test_who_takes_over_many_runs_asks_the_lake_no_more_often_than_for_one(
     writers = [Writer(run=new_run_id(time.time_ns() + i)) for i in range(40)]
     assert isinstance(second.numbers, Lake)
     engine, asked = second.numbers.engine, list[str]()
-    for name in ("ask", "read", "execute"):
+    for name in ("ask", "query_in_transaction", "execute"):
         told = getattr(engine, name)
         monkeypatch.setattr(
             engine,
