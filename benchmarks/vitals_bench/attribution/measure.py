@@ -70,11 +70,11 @@ def figures(
     given, wrong = _given(all_)
     quiet_named = windows_named(quiet, windows)
     yield Row(
-        name="loud faults named rightly", ours=_share(loud), unit="%", goal=at_least(95),
+        name="loud faults named correctly", ours=_share(loud), unit="%", goal=at_least(95),
         note=f"{len(loud)} faults",
     )  # fmt: skip
     yield Row(
-        name="all faults named rightly", ours=_share(all_), unit="%", goal=at_least(90),
+        name="all faults named correctly", ours=_share(all_), unit="%", goal=at_least(90),
         note=f"{len(all_)} faults",
     )  # fmt: skip
     yield Row(
@@ -86,7 +86,7 @@ def figures(
     )
     if milder:
         yield Row(
-            name="milder doses named rightly", ours=_share(milder), unit="%",
+            name="milder doses named correctly", ours=_share(milder), unit="%",
             note=f"{len(milder)} faults",
         )  # fmt: skip
     yield Row(
@@ -99,7 +99,7 @@ def figures(
     )
     default = named(faults, by_default=True)
     yield Row(
-        name="all faults named rightly, no signal opted in",
+        name="all faults named correctly, no signal opted in",
         ours=_share(default),
         unit="%",
         note=f"wrong: {len(_given(default)[1])} of {len(_given(default)[0])} names",

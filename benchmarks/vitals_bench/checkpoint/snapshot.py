@@ -122,7 +122,7 @@ def measure_restore(*, quick: bool) -> Iterator[Row]:
             theirs=median_ms[arm],
             goal=goal,
             spread=spread(median_ms["again"], median_ms["load"]) if arm == "load" else None,
-            note=f"torch {torch.__version__}; the file lies in the page cache",
+            note=f"torch {torch.__version__}; the file is in the page cache",
         )
 
 

@@ -101,8 +101,8 @@ def measure_misses(*, quick: bool) -> Iterator[Row | Grid]:
         title=f"Changes that one fingerprint misses ({_SHAPE[0]} x {_SHAPE[1]} float32)",
         columns=("change", "times", "missed"),
         rows=tuple(lines),
-        note=f"What lies a multiple of {_LANES} words of 8 bytes apart is added up: an exchange of "
-        "such two is not seen, by construction.",
+        note=f"Words of 8 bytes that are a multiple of {_LANES} words apart are added up: an "
+        "exchange of two of them is not seen, by construction.",
     )
 
 

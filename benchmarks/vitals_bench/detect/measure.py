@@ -157,7 +157,7 @@ def _goals(judged: Judged, logs: Logs) -> Iterator[Row]:
     recall = RECALL_BY_HAND if logs.manual else RECALL
     where = "labelled logs"
     yield Row(
-        name=f"{where}: recall of what is told", ours=ours.recall, unit="", peer=peer,
+        name=f"{where}: recall of what is reported", ours=ours.recall, unit="", peer=peer,
         theirs=theirs.recall, goal=at_least(recall), note="the peer best in both at once",
     )  # fmt: skip
     yield Row(

@@ -49,10 +49,10 @@ def rules_grid(title: str, totals: Mapping[str, Total], *, kinds: bool, note: st
 def peers_grid() -> Grid:
     """Return what the peers' rules are."""
     return Grid(
-        title="the rules beside ours, written anew from what is published, at their defaults",
+        title="other rules next to ours, implemented from their publications, at their defaults",
         columns=("rule", "short", "what it does, and where it is published"),
         rows=tuple((peer.name, peer.short, peer.about) for peer in PEERS.values()),
-        note="Each judges the log as it went on; a skip, a clip or an exception is an alarm.",
+        note="Each judges the log record by record; a skip, a clip or an exception is an alarm.",
     )
 
 
@@ -229,7 +229,7 @@ def series_grid(judged: Judged) -> Grid:
             "missed, and what its label says",
         ),
         rows=tuple(rows),
-        note="Logs without a major event in which nothing false was said are left out.",
+        note="Logs without a major event and without a false alarm are left out.",
         detail={rule: _details(scores) for rule, scores in judged.scores.items()},
     )  # fmt: skip
 
@@ -270,8 +270,8 @@ def thinning_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]
             "verdicts that changed",
         ),
         rows=tuple(rows),
-        note="An event of which no record is left is not counted. A verdict is what of the events "
-        "that are left was found, and whether anything false was said.",
+        note="An event without any remaining record is not counted. A verdict is which of the "
+        "remaining events were found, and whether there was a false alarm.",
     )  # fmt: skip
 
 

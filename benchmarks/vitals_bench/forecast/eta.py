@@ -26,7 +26,7 @@ class _Kind(NamedTuple):
 
 _KINDS = (
     _Kind("three restarts over the run"),
-    _Kind("three restarts, and a night of standing still", is_stalled=True),
+    _Kind("three restarts, and a night without progress", is_stalled=True),
     _Kind("three restarts in the first quarter, none after", share=0.25),
     _Kind("twelve restarts over the run", num_restarts=12),
 )
@@ -48,7 +48,7 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
         )  # fmt: skip
         if kind is _KINDS[0]:
             yield Row(
-                name="three restarts: 90 % of ends are told no further off than",
+                name="three restarts: 90 % of predicted ends are off by at most",
                 ours=100 * float(np.quantile(off, 0.9)),
                 unit="%",
                 goal=at_most(100 * _LIMIT),
@@ -60,10 +60,10 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
                 unit="%",
                 goal=at_most(100 * _LIMIT),
                 note="most of these jobs had no restart or one by then: what comes after a calm "
-                "quarter cannot be foreseen, and the interval is for that",
+                "quarter cannot be predicted, and the interval covers that",
             )
             yield Row(
-                name="the end lies within the 80 % interval",
+                name="the end is within the 80 % interval",
                 ours=covered,
                 unit="",
                 goal=at_least(_COVERS),
@@ -82,8 +82,8 @@ def measure_eta(*, quick: bool) -> Iterator[Row | Grid]:
         ),
         rows=tuple(cells),
         note="Jobs of 8,000 steps of 10 s, with an evaluation every 400, saves every 200, and "
-        "restarts that each take 3 to 15 min and up to 100 steps that are trained again. Off "
-        "is meant of the run's whole time, where nothing else is said.",
+        "restarts that each take 3 to 15 min and up to 100 steps that are trained again. "
+        "Errors are shares of the run's whole time, unless a column says otherwise.",
     )
 
 

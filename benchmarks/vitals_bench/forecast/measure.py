@@ -50,7 +50,7 @@ def measure_goodput(*, quick: bool) -> Iterator[Row | Grid]:
     """Yield how far off the buckets of simulated jobs are, and what a million steps take."""
     held = [_hold(seed) for seed in range(5 if quick else 50)]
     yield Row(
-        name=f"{len(held)} jobs: buckets that are off by more than .5 % of the wall time",
+        name=f"{len(held)} jobs: buckets that are off by more than 0.5 % of the wall time",
         ours=float(sum(each.off(bucket) > _TOLERANCE for each in held for bucket in BUCKETS)),
         unit="",
         goal=exactly(0),
@@ -92,7 +92,7 @@ def _grid(held: list[_Held]) -> Grid:
         return bucket.replace("_", " "), num, statistics.mean(shares), f"{max(off):.4f}"
 
     return Grid(
-        title="Where simulated jobs' time went, and how far off it was told",
+        title="Where simulated jobs' time went, and the error of the answer",
         columns=("bucket", "jobs with it", "mean share, %", "most off, % of wall time"),
         rows=tuple(line(bucket) for bucket in BUCKETS),
         note="Jobs of 1 to 8 ranks and 1,500 steps, with up to five crashes, halts and hangs, "

@@ -105,8 +105,8 @@ def find_agents(runs: Path) -> list[psutil.Process]:
     """Return the agents of the runs below ``runs``."""
     agents = []
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "vitals_agent" in words and str(runs) in words:
+        arguments = process.info["cmdline"] or []
+        if "vitals_agent" in arguments and str(runs) in arguments:
             agents.append(process)
     return agents
 

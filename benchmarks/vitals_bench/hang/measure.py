@@ -438,8 +438,8 @@ def _grid(trials: list[Trial]) -> Grid:
         title="Hangs: who, and how soon (s, the slowest)",
         columns=("fault", "culprit right", "shown", "paged", "stacks"),
         rows=tuple(lines),
-        note="A killed peer breaks the others' connections: the job fails by itself, and is told "
-        "as such.",
+        note="A killed peer breaks the others' connections: the job fails by itself, and is "
+        "reported as failed.",
     )
 
 

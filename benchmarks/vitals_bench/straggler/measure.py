@@ -206,7 +206,7 @@ def measure_stragglers(*, quick: bool) -> Iterator[Row | Grid]:
         rows=tuple(lines),
         note=f"{RANKS} ranks on gloo; compute is timed sleeps. Right of all, rank / cause, "
         "by the share of a healthy step that the rank is late. `link`: the rank has the others' "
-        "gradients later. Of 10 % and 30 % the slowest to be told.",
+        "gradients later. Of 10 % and 30 % the slowest case.",
     )
     counted = [outcome for outcome in every if outcome.fault.share >= 0.1]
     small = [outcome for outcome in every if outcome.fault.share < 0.1]
@@ -234,7 +234,7 @@ def measure_stragglers(*, quick: bool) -> Iterator[Row | Grid]:
         )
     names = {
         "clean": "told on clean steps",
-        "rotating": "told on jitter by turns, 30 % of a step",
+        "rotating": "named on alternating jitter, 30 % of a step",
         "evaluation": "told on an evaluation every 20 steps",
         "pause": "told between faults",
     }

@@ -218,7 +218,7 @@ def test_a_folder_of_something_else_is_refused_in_words(folder, file, text, said
 def test_the_logs_are_scored_and_what_was_missed_is_named_in_json(folder):
     found = list(detect.PARTS["logs"](quick=False, logs=Logs(folder=folder)))
     rows = {one.name: one for one in found if isinstance(one, Row)}
-    assert 1.0 == rows["labelled logs: recall of what is told"].ours
+    assert 1.0 == rows["labelled logs: recall of what is reported"].ours
     assert (0, "of 1") == (
         rows["labelled logs: clean ones paged"].ours, rows["labelled logs: clean ones paged"].note,
     )  # fmt: skip
