@@ -19,8 +19,12 @@ from trainvitals.printable import printable
 sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 
-def build_app() -> tuple[typer.Typer, dict[str, str]]:
-    """Return the app with every command on it, and which program brought which command."""
+def build_app(command: str = "") -> tuple[typer.Typer, dict[str, str]]:
+    """Return the app with every command on it, and which program brought which command.
+
+    Args:
+        command: the command to run; the app has only the commands of its program.
+    """
     app = typer.Typer(
         name="vitals",
         help="Keeps PyTorch training runs healthy.",
@@ -40,13 +44,14 @@ def build_app() -> tuple[typer.Typer, dict[str, str]]:
         elif context.invoked_subcommand is None:
             typer.echo(context.get_help())
 
-    return app, register_all(app)
+    return app, register_all(app, command=command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code if the command did not exit itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    app, owners = build_app()
+    # Typer's completion passes the words in the environment, and needs all commands.
+    app, owners = build_app(arguments[0] if arguments else "")
     program = next((owners[word] for word in arguments if word in owners), "")
     try:
         app(args=arguments, prog_name="vitals")

@@ -115,20 +115,25 @@ def install(extra: str) -> str:
 
 
 def register_all(
-    app: typer.Typer, *, programs: Iterable[EntryPoint] | None = None
+    app: typer.Typer, *, command: str = "", programs: Iterable[EntryPoint] | None = None
 ) -> dict[str, str]:
     """Add every command to the app; return which program brought each command.
 
     Args:
         app: gets the commands.
+        command: the command to run: only its program is imported, for a quick start. Empty or
+            unknown: all programs are.
         programs: their entry points; None looks up the installed ones.
     """
     owners: dict[str, str] = {}
+    chosen = {program for program, names in COMMANDS.items() if command in names}
     for name in OWN:
-        _register(app, name, partial(_load_program, name), owners)
+        if not chosen or name in chosen:
+            _register(app, name, partial(_load_program, name), owners)
     points = entry_points(group=GROUP) if programs is None else programs
     for point in sorted(points, key=lambda point: point.name):
-        _register(app, point.name, point.load, owners)
+        if not chosen or point.name in chosen:
+            _register(app, point.name, point.load, owners)
     app.registered_commands.sort(key=_sort_key)
     return owners
 

@@ -1,14 +1,16 @@
 """Queries to a store without a collector: detectors and alerts run when findings are queried."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trainvitals.clock import Clock
 from trainvitals.question import Question
-from vitals_collector.live.engine import AlertEngine, assemble
-from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
+
+if TYPE_CHECKING:
+    from vitals_collector.live.engine import AlertEngine
+    from vitals_collector.live.live_monitor import LiveMonitor
 
 A = TypeVar("A")
 
@@ -49,6 +51,9 @@ class FolderQuery(Query):
             self._engine.poll()
             return
         if self._monitor is None:
+            # Here, as it would be a tenth of the start of a command that needs no findings.
+            from vitals_collector.live.live_monitor import LiveMonitor
+
             self._monitor = LiveMonitor(self.store)
         self._monitor.note(run_id)
         now_ns = self.clock.monotonic_ns()
@@ -58,6 +63,8 @@ class FolderQuery(Query):
     def raise_alerts(self) -> None:
         """Update the store's alerts to its rows."""
         if self._engine is None:
+            from vitals_collector.live.engine import assemble
+
             self._monitor = None
             self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()

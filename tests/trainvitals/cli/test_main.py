@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import typer
@@ -118,6 +120,23 @@ def test_a_program_that_cannot_be_loaded_does_not_take_the_others_away(monkeypat
     with pytest.raises(SystemExit) as exit_:
         main.main(["--version"])
     assert 0 == exit_.value.code
+
+
+def test_a_known_command_loads_only_its_program():
+    loaded = []
+
+    class Program(NamedTuple):
+        name: str
+
+        def load(self) -> Callable[[typer.Typer], None]:
+            loaded.append(self.name)
+            return lambda app: app.command(self.name)(lambda: None)
+
+    installed = [Program("agent"), Program("plan"), Program("someones-own")]
+    for command in ("plan", "someones-own", "", "--help"):
+        programs.register_all(typer.Typer(), command=command, programs=installed)
+    every = [program.name for program in installed]
+    assert ["plan", *every, *every, *every] == loaded
 
 
 def test_the_table_of_commands_is_what_the_programs_register():
