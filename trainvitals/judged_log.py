@@ -179,9 +179,9 @@ def _falls(stretch: Sequence[LoggedStep]) -> bool:
 
 
 def could_be_ruled_out(decision: Decision) -> bool:
-    """Whether the action would not have been taken if the probe had found the state healthy.
+    """Return whether a probe that found the state healthy would have prevented the action.
 
-    No other action in a log depends on the probe: actions that do are never simulated.
+    A log has no probe, so an action that needs the probe to find damage is never simulated.
     """
     return decision.rule in _RULED_OUT
 

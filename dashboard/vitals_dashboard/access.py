@@ -74,7 +74,7 @@ def limited(source: DataSource) -> DataSource:
 
 
 def how_to_control() -> str:
-    """Return what this session needs to send commands."""
+    """Return why this browser session cannot send commands to runs, and how to change that."""
     settings = load_settings(os.environ)
     if not settings.control:
         return NOT_STARTED

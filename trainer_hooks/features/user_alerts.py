@@ -204,7 +204,11 @@ class RankAlerts:
     # ------------------------------------------------------------------------ the run's attempt
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rules' windows; the loop repeats its own calls as long as they hold."""
+        """Return the windows of the rules.
+
+        Alerts that the loop raises by calls are not saved: it repeats a call as long as its
+        condition holds.
+        """
         return self._rules.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

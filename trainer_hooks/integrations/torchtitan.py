@@ -185,7 +185,7 @@ class _StepJudge:
 
     @torch.no_grad()
     def _hide_from_torchtitan(self, loss: Any) -> None:
-        """Let a skipped step pass torchtitan's own check for finite values.
+        """Make a skipped step's loss and gradients pass torchtitan's check for finite values.
 
         The gradients are no longer needed: the optimizer uses the verdict. Without a verdict
         nothing is hidden, and torchtitan ends the job as it would without Vitals.

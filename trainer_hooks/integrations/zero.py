@@ -213,6 +213,7 @@ class ZeroTwo(Holder):
                 yield ParamPartition(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
 
     def _indices(self, group: int) -> dict[int, int]:
+        """Return the position in a parameter group by ``id`` of the parameter."""
         return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
 
 

@@ -303,7 +303,7 @@ class Sampler:
         return tuple(numbers)
 
     def forget(self) -> None:
-        """Discard the copy of the parameters: they were restored."""
+        """Discard the copies of parameters that updates are measured against, after a restore."""
         for part in (self._updates, self._writes):
             if part is not None:
                 part.forget()

@@ -561,7 +561,10 @@ class Replicas:
             self._replayed = (evidence.step + self.every, ReplicaDiagnosis(rank, text))
 
     def replayed(self, step: int) -> ReplicaDiagnosis | None:
-        """Return the diagnosis of an earlier difference, a full round after its replay; or None."""
+        """Return the diagnosis of a difference between replicas whose steps were replayed, once.
+
+        It is returned one full comparison of all parameters after the replay, and None before.
+        """
         if self._replayed is None or step < self._replayed[0]:
             return None
         named, self._replayed, self._evidence = self._replayed[1], None, None

@@ -498,6 +498,9 @@ class Surroundings:
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
     def facts(self) -> dict[str, Any]:
-        """Return versions and the current non-finite tensors. Waits for the device."""
+        """Return the versions of the software, and the names of the tensors that are not finite.
+
+        Waits for the device.
+        """
         state = state_facts(StateCheck(self._model, self._optimizers))
         return {"versions": versions(self._device), "state": state}

@@ -179,7 +179,10 @@ def shares(mine: Sequence[Shard], everyone: Sequence[Sequence[Shard]]) -> list[f
 
 
 def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
-    """Return the number of elements of all parameters, each counted once."""
+    """Return the number of elements of all parameters, given each rank's shards.
+
+    A shard that several ranks hold counts once.
+    """
     distinct = {shard for rank in everyone for shard in rank}
     return sum(math.prod(shape) for _, (_, shape) in distinct)
 

@@ -247,13 +247,13 @@ def recurring_cause(facts: DurablePolicyState, kind: str, onset: int) -> Cause |
 def prepare_rollback(
     facts: DurablePolicyState, context: DecisionContext, plan: RollbackPlan, cause: Cause | None
 ) -> tuple[Rollback | None, str]:
-    """Choose the target of a rollback, and spend the budget for it.
+    """Choose the checkpoint to roll back to, and count the rollback against its budget.
 
     Args:
-        facts: memory to spend from.
+        facts: state that has the budgets; changed.
         context: all data about the step.
-        plan: the rollback.
-        cause: the cause, if the problem recurs.
+        plan: the problem to undo: its onset, its kind.
+        cause: the cause of the rollback before, if this is the same problem again.
 
     Returns:
         The rollback, and the description of its target; None and the reason if there is no target.

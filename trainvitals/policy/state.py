@@ -458,6 +458,7 @@ class DeviceRule(msgspec.Struct, frozen=True):
 
 
 def _not_finite(value: float | None) -> bool:
+    """Return whether a value is NaN or infinite; False if it is unknown."""
     return value is not None and not math.isfinite(value)
 
 

@@ -209,7 +209,7 @@ def _pictures(
 
 
 def can_write(to: TextIO, text: str) -> bool:
-    """Return whether the output's encoding has these characters."""
+    """Return whether the encoding of an output stream has all characters of a text."""
     try:
         text.encode(to.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):

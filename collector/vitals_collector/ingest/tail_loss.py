@@ -42,16 +42,24 @@ def num_lost_rows() -> ColumnElement[int]:
 
 
 class TailLoss:
-    """Records which states of spools were already compared with the store."""
+    """Counts rows that a rank wrote but that never arrived, from the state it left in its spool.
+
+    Remembers which states were already compared with the store.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._compared: dict[Path, Version] = {}  # a few numbers per existing spool
 
     def read_if_changed(self, spool: Path) -> tuple[Version, State | None] | None:
-        """Return the spool's state, None in it if it is damaged; None if there is nothing new.
+        """Read a spool's state, unless it was already compared with the store.
 
-        Call before the spool is read: the rows in the state are then already in the files.
+        Call this before the spool is read, so that the spool's files contain every row that the
+        state counts.
+
+        Returns:
+            The version of the state, and the state, which is None if it is damaged; or None if
+            there is no state, or no new one.
         """
         path = spool / STATE_FILE
         try:

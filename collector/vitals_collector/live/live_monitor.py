@@ -489,7 +489,7 @@ class FollowedRun:
         return records
 
     def _keep_lasting(self, records: list[TimedFinding]) -> None:
-        """Keep the latest finding of each cause while its detector reports that it lasts."""
+        """Keep the latest finding of each cause while its detector says the condition holds."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
             (record.finding.kind, record.finding.cause): record.finding

@@ -57,7 +57,7 @@ def lost_work(
     waits: Sequence[FindingView] = (),
     is_timed: bool = True,
 ) -> LostWork:
-    """Return the work lost by decisions, restarts and hangs; without ``is_timed``, read no rows.
+    """Return the steps, batches and time that an incident's decisions, restarts and hangs cost.
 
     Args:
         moment: snapshot of the store.
@@ -66,7 +66,7 @@ def lost_work(
         price: price of a GPU-hour; 0 if not set.
         restarts: restarts that lost steps.
         waits: findings about steps that did not end.
-        is_timed: whether to read times.
+        is_timed: whether to compute times, for which rows are read.
     """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)

@@ -193,7 +193,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
 
 
 def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Name the decision with the step nearest to this one."""
+    """Return a line about the decision closest to a step that has none."""
     nearest = min(
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )

@@ -80,6 +80,7 @@ class Trackio:
 
 
 def _time(unix_ns: int) -> str:
+    """Return the time in ISO format, in UTC."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()
 
 
