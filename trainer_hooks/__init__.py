@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer_hooks._attach import Attached, attach
     from trainer_hooks._watch import watch
     from trainer_hooks.callbacks.early_stopping import RestoredBest
-    from trainer_hooks.callbacks.ema import EMA
+    from trainer_hooks.guard.ema import EMA
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EMA": "trainer_hooks.callbacks.ema",
+    "EMA": "trainer_hooks.guard.ema",
     "Attached": "trainer_hooks._attach",
     "CheckpointSettings": "trainer_hooks.recovery.manager",
     "EarlyStopping": "trainvitals.early_stopping",

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
+from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
 from trainer_hooks.guard.step_interception import StepInterception
@@ -28,9 +30,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.actions import carry_out
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
-from trainer_hooks.step.reduce_vector import Verdict
 from trainer_hooks.step.run import judge_returned
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_hooks.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.arguments import (
     Arguments,
     Mode,
@@ -25,6 +26,8 @@ from trainer_hooks.arguments import (
     together,
     turn_names,
 )
+from trainer_hooks.exchange.device import Device, lay_out
+from trainer_hooks.exchange.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import FEATURES, vector_fields
 from trainer_hooks.features.earlier_losses import RestartCheck, read_earlier_losses
@@ -32,11 +35,8 @@ from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.guard.declared_schedule import Declared
 from trainer_hooks.guard.schedules import SchedulerEvery
-from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import process_started_unix_ns, run_info
-from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.lifecycle.shutdown import close_earlier
-from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
@@ -46,12 +46,12 @@ from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.repro.capsule import Surroundings
+from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.device import Device, lay_out
-from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.step.feature import StepFeatures
 from trainer_hooks.tensors.gradients import Models, unwrap
+from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind

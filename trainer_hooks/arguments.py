@@ -16,15 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from trainer_hooks.exchange.device import Engine
 from trainer_hooks.guard.declared_schedule import Declared, DeclaredSchedule
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
-from trainer_hooks.step.device import Engine
-from trainer_hooks.step.phases import refuse_max_norm
 from trainer_hooks.tensors.gradients import Models, unwrap
-from trainvitals.auto_clip import MaxNorm
+from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError

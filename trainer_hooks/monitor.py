@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import BatchIndex
-from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.probe import ProbeFeature
@@ -23,20 +24,19 @@ from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_u
 from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
 from trainer_hooks.guard.step_interception import not_compiled
+from trainer_hooks.lifecycle.data_position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Meta, Restored
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.step.actions import carry_out, snapshot_meta
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
-from trainer_hooks.step.reduce_vector import Verdict
 from trainer_hooks.step.run import judge_returned
 from trainer_hooks.tensors.clearing import GradientClearing
+from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision

@@ -13,11 +13,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
+from numbers import Real
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from trainvitals.config import AboveOne, Settings
+from trainvitals.errors import UsageError
 
 MaxNorm = float | Literal["auto"]
 """Gradient norm to which a loop clips: a number, or a multiple of the recent median."""
@@ -28,6 +30,21 @@ DELAY = 2
 sometimes at once: with a fixed delay the limits are the same in both cases."""
 MAX_NORMS = 4_096
 """Norms kept, so that a rollback by at most as many steps finds every norm before its target."""
+
+
+def refuse_max_norm(max_norm: object) -> None:
+    """Refuse an invalid norm: a clip to NaN or 0 would ruin the gradients.
+
+    Raises:
+        UsageError: ``max_norm`` is neither a number above 0 nor "auto".
+    """
+    is_number = isinstance(max_norm, Real) and float(max_norm) > 0
+    if max_norm is not None and not is_number and max_norm != "auto":
+        raise UsageError(
+            f'max_norm is {max_norm!r}; it must be a number above 0, or "auto"',
+            hint="leave it out to not clip; inf measures and never clips; "
+            '"auto" clips to a multiple of the recent median norm',
+        )
 
 
 class AutoClipConfig(Settings, frozen=True, kw_only=True):

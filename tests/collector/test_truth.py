@@ -17,7 +17,7 @@ from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.support.examples import one_in
 from tests.support.exposition import Page
 from tests.trainvitals.policy_run import STORM, Run
-from trainer_hooks.lifecycle.terminal import Terminal
+from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import GPU_SCHEMA
 from trainvitals.detect.registry import ACTED_CAUSES
 from trainvitals.records import AttemptStarted, DecisionMade, RunInfo

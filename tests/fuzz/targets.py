@@ -23,8 +23,8 @@ from tests.collector.alerting import Place
 from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer, seqs_stored
 from tests.fuzz.mutation import sealed
 from tests.fuzz.target import Target
-from trainer_hooks.lifecycle.run_paths import read_earlier_plan
 from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.run_paths import read_earlier_plan
 from trainvitals.cli.main import main
 from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id

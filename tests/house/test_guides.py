@@ -19,8 +19,8 @@ from tests.house.pages import (
     run_program,
 )
 from tests.support.examples import one_in
+from trainer_hooks.exchange.reduce_vector import MAX_SLOTS
 from trainer_hooks.features import vector_fields
-from trainer_hooks.step.reduce_vector import MAX_SLOTS
 from trainvitals.cli.demo import expected
 from trainvitals.policy.judge import SECTIONS, load_judge_config
 

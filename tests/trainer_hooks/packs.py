@@ -4,14 +4,14 @@ from dataclasses import fields
 
 import torch
 
-from trainer_hooks.features import vector_fields
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.reduce_vector import (
+from trainer_hooks.exchange.reduce_vector import (
     PackLayout,
     Rank0Values,
     RankContribution,
     ReduceVector,
 )
+from trainer_hooks.features import vector_fields
+from trainer_hooks.ranks import Ranks
 
 CPU = torch.device("cpu")
 NO_ROW, ROW = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_hooks
 from tests.support.inside import events_of, refs_of, run_of
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.recovery import replicas
-from trainer_hooks.step.emit import Emitter
 from trainer_hooks.tensors.gradients import local_tensor
 from trainvitals.errors import TrainingHalted
 from trainvitals.records import CheckpointChanged, DecisionMade, FindingRaised, Note

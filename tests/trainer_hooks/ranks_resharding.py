@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_hooks.saving import load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TORCH, TWO_RANKS, Net, Wrapping
-from trainer_hooks.callbacks.ema import EMA
+from trainer_hooks.guard.ema import EMA
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 from trainer_hooks.recovery.manager import SnapshotRing

@@ -21,10 +21,10 @@ import trainer_hooks
 from tests.support.inside import events_of, snapshots_of, store_of
 from tests.trainer_hooks.ranks_taking_turns import made
 from trainer_hooks.arguments import together
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.recovery import node_memory
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 from trainer_hooks.recovery.state import TrainingState
-from trainer_hooks.step.emit import Emitter
 from trainvitals.records import CheckpointChanged, Note
 
 STEPS = 26

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
 from tests.support.inside import feature_of
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.features import FEATURES
 from trainer_hooks.step.feature import StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 
 STEPS = 12
 

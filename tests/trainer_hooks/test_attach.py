@@ -27,8 +27,8 @@ from tests.support.watched import (  # noqa: F401
 )
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.probing import ask
+from trainer_hooks.exchange.reduce_vector import Reduced
 from trainer_hooks.lifecycle import shutdown
-from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.records import CLIPS, NORM_OUTLIER, WITHHELD, CommandAcknowledged, Note

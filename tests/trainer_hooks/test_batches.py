@@ -24,7 +24,7 @@ from tests.trainer_hooks.loaders import (
     uninterrupted,
 )
 from trainer_hooks.data.loader import BatchIndex
-from trainer_hooks.data.position import HandedOut
+from trainer_hooks.lifecycle.data_position import HandedOut
 from trainvitals.policy.plan import BatchWindow
 
 # torchdata still calls what torch has deprecated.

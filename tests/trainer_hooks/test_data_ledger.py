@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 import trainer_hooks
 from tests.support.inside import events_of
 from tests.support.watched import until
-from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import BatchIndex, LoadedBatch
-from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.lifecycle.data_position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.repro.capsule import Content, read
+from trainer_hooks.repro.data_writer import BadStep, DataWriter
 from trainvitals.errors import UsageError
 from trainvitals.io.capsules import find_capsules
 from trainvitals.io.sample_ids import FOLDER, SampleFile, StepSamples, samples_of

@@ -9,15 +9,15 @@ import torch
 from tests.trainer_hooks.packs import FIELDS, contribution
 from tests.trainer_hooks.training import Training
 from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.checkpoints.index import BestMark
-from trainer_hooks.recovery.manager import Restored, SnapshotRing
-from trainer_hooks.step.reduce_vector import (
+from trainer_hooks.exchange.reduce_vector import (
     PackLayout,
     Rank0Values,
     Reduced,
     ReduceVector,
 )
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.checkpoints.index import BestMark
+from trainer_hooks.recovery.manager import Restored, SnapshotRing
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import CheckpointError, UsageError
 

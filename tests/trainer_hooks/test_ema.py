@@ -11,7 +11,7 @@ from tests.support.watched import INF, NAN, Loop, Reads, own_place  # noqa: F401
 from tests.trainer_hooks.averages import assert_same_bits, batch, bits, moved, small
 from tests.trainer_hooks.every_optimizer import MAKERS, backward, one_thread  # noqa: F401
 from trainer_hooks import EMA
-from trainer_hooks.callbacks import averaging
+from trainer_hooks.guard import fused_ema
 from trainer_hooks.guard.averages import refuse_averages
 from trainvitals.errors import UsageError
 
@@ -48,7 +48,7 @@ def test_it_is_the_average_that_float64_gives(dtype, warmup, every):
 
 
 def test_weights_of_every_type_and_layout_are_averaged(monkeypatch):
-    monkeypatch.setattr(averaging, "_MOST_CONVERTED", 5)  # several chunks
+    monkeypatch.setattr(fused_ema, "_MOST_CONVERTED", 5)  # several chunks
     model = nn.Module()
     model.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     model.turned = nn.Parameter(torch.randn(4, 6).t())

@@ -4,8 +4,8 @@ import pytest
 
 from tests.trainer_hooks.ranks_with_feature import STEPS, main
 from tests.trainer_hooks.spawned import spawned
+from trainer_hooks.exchange.reduce_vector import CORE_SLOTS, Slots, VectorFields
 from trainer_hooks.features import FEATURES, vector_fields
-from trainer_hooks.step.reduce_vector import CORE_SLOTS, Slots, VectorFields
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 
 from tests.support.small_disks import empty, fill, small_file_system
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainvitals.clock import SystemClock
 from trainvitals.identity import new_run_id
 from trainvitals.io import private

@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_hooks import SignalSettings
 from trainer_hooks.data.loader import Batches
-from trainer_hooks.data.position import HandedOut
+from trainer_hooks.exchange.emit import RootColumns
+from trainer_hooks.exchange.reduce_vector import Derived
+from trainer_hooks.lifecycle.data_position import HandedOut
 from trainer_hooks.measures import host
 from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.sampled import Samples
-from trainer_hooks.step.emit import RootColumns
-from trainer_hooks.step.reduce_vector import Derived
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
 from trainvitals.testing.clock import ManualClock

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.trainer_hooks.torchrun import wait_for_agents
+from trainer_hooks.agent_starter import LIVED_NS, LOOK_EVERY_NS, NodeAgent, wait_before
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.agent_starter import LIVED_NS, LOOK_EVERY_NS, NodeAgent, wait_before
 from trainvitals.io.spool import read_batches
 from trainvitals.records import Note, RunEnded, decode_events
 from trainvitals.wire import decode_batch

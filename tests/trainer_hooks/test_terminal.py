@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.forked import TRAINING
 from tests.trainer_hooks.linear import trained
-from trainer_hooks.lifecycle import terminal
-from trainer_hooks.lifecycle.terminal import Terminal
+from trainer_hooks import terminal
+from trainer_hooks.terminal import Terminal
 from trainvitals.errors import TrainingHalted
 from trainvitals.records import Decision, RunInfo
 

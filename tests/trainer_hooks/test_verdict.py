@@ -9,9 +9,7 @@ from torch import nn
 import trainer_hooks
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.packs import NO_ROW, ROW, summed
-from trainer_hooks.guard.optimizers import OptimizerGuard
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.reduce_vector import (
+from trainer_hooks.exchange.reduce_vector import (
     Derived,
     Rank0Values,
     Reduced,
@@ -20,6 +18,8 @@ from trainer_hooks.step.reduce_vector import (
     judge_on_device,
     step_record,
 )
+from trainer_hooks.guard.optimizers import OptimizerGuard
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.gradients import GradNorms, named_parameters
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError

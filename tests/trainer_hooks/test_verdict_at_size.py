@@ -8,8 +8,7 @@ import torch
 
 from tests.support.examples import one_in
 from tests.trainer_hooks.packs import FIELDS, contribution
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.reduce_vector import (
+from trainer_hooks.exchange.reduce_vector import (
     Derived,
     PackLayout,
     Rank0Values,
@@ -20,6 +19,7 @@ from trainer_hooks.step.reduce_vector import (
     judge_on_device,
     step_record,
 )
+from trainer_hooks.ranks import Ranks
 from trainvitals.detect.replicas import Vote, vote
 from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, RANK_FAILED
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer_hooks.packs import NO_ROW, summed
-from trainer_hooks.step.reduce_vector import (
+from trainer_hooks.exchange.reduce_vector import (
     Derived,
     Rank0Values,
     Reduced,

@@ -1,1 +1,1 @@
-"""Averaged weights and early stopping."""
+"""Early stopping."""

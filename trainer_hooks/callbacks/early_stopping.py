@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from trainer_hooks.exchange.emit import Emitter
+from trainer_hooks.exchange.reduce_vector import Reduced
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, Snapshot, SnapshotRing
-from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.early_stopping import EarlyStopping, Stopper
 from trainvitals.errors import UsageError, VitalsError
 

@@ -1,1 +1,1 @@
-"""Position in the training data, skipped batches, and the samples of each step."""
+"""Order of the training data: where a loop is in it, and which batches are skipped."""

@@ -26,8 +26,8 @@ from trainer_hooks.data.order import (
     shared_by,
 )
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.recovery.rng import capture_now, capture_rng, restore_rng
 from trainer_hooks.stateful import HasStateDict
+from trainer_hooks.tensors.rng import capture_now, capture_rng, restore_rng
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import BatchWindow
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.stateful import HasStateDict
+from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
 Opening = dict[str, Any]
 """Random state from which an epoch's order was drawn, as plain values and tensors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_hooks.exchange.reduce_vector import VectorFields
 from trainer_hooks.features.agreement import AgreementFeature
 from trainer_hooks.features.attempts import AttemptsFeature
 from trainer_hooks.features.auto_clip import AutoClipFeature
@@ -20,7 +21,6 @@ from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.features.snapshots import SnapshotsFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import StepFeature
-from trainer_hooks.step.reduce_vector import VectorFields
 
 FEATURES: list[type[StepFeature]] = [
     FirstStepsFeature,

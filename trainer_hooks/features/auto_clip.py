@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.auto_clip import AutoClip
 from trainvitals.policy import Judgement
 

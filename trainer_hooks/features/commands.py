@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from msgspec.structs import replace
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.records import (
     COMMAND_CODES,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trainer_hooks.callbacks.early_stopping import Evaluations
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.early_stopping import EarlyStopping, Stopper
 
 

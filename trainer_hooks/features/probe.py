@@ -7,10 +7,10 @@ from typing import Self
 
 import torch
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement
 from trainvitals.policy.state import is_outlier
 

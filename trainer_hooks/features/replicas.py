@@ -8,10 +8,10 @@ from typing import Self
 from msgspec.structs import replace
 from torch import Tensor
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.recovery.replicas import NO_ORDER, Difference, Replicas
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted, Finding, StepRecord
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Self
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.guard.declared_schedule import DeclaredSchedule
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.errors import UsageError
 from trainvitals.policy.state import FOREVER
 from trainvitals.records import FindingRaised

@@ -8,11 +8,11 @@ from typing import Self
 from msgspec.structs import replace
 from torch import Tensor
 
+from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainer_hooks.step.reduce_vector import Slots
 from trainvitals.policy import Judgement, Proposal
 
 _MAX_NAMES = 4

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.feature import StepFeature
 from trainer_hooks.tensors.events import record_event
 from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule

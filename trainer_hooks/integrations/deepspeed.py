@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from trainer_hooks._attach import Attached, Judged
 from trainer_hooks._watch import MonitorParts, set_up
 from trainer_hooks.arguments import Arguments
+from trainer_hooks.exchange.reduce_vector import SHORT_FROM
 from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.integrations.framework import Options, is_off, replace, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.step.reduce_vector import SHORT_FROM
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW

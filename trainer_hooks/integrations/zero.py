@@ -35,7 +35,7 @@ class ParamPartition(NamedTuple):
 
 
 class Holder(ABC):
-    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.step.device.Engine``.
+    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.Engine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """
@@ -91,7 +91,7 @@ class Holder(ABC):
         """Record the engine's overflow flag and loss scale at the time of the measurement."""
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
-    # ----------------------------------------------------------- trainer_hooks.step.device.Engine
+    # --------------------------------------------------------- trainer_hooks.exchange.device.Engine
 
     guards: tuple[OptimizerGuard, ...] = ()
     """Empty: the engine steps by itself."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.exchange.device import Device
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
@@ -21,7 +22,6 @@ from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
 from trainer_hooks.recovery.manager import Meta, RecoveryManager
 from trainer_hooks.step.actions import carry_out_at_end, resume, run_between_steps, snapshot_meta
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
 from trainer_hooks.step.run import judge_returned
 from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_hooks.exchange.emit import TokenCount
 from trainer_hooks.features import check_resumable
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig, StepInputs
 from trainvitals.printable import name_type

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.tensors.clearing import has_compiled_graphs
 from trainer_hooks.tensors.gradients import reshard
 from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
+from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """Types of module attributes that are restored, such as a queue pointer or a cache."""

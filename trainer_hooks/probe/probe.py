@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.probe.bank import EVERY, Bank, BankedBatches, copy_to_device, same_content
 from trainer_hooks.probe.isolated_forward import (
@@ -34,7 +35,6 @@ from trainer_hooks.probe.isolated_forward import (
     seed_all,
 )
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.emit import Emitter
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note

@@ -23,6 +23,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.emit import Emitter
+from trainer_hooks.exchange.reduce_vector import Reduced
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.node_memory import (
@@ -35,9 +38,6 @@ from trainer_hooks.recovery.node_memory import (
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Groups, Replicas
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
-from trainer_hooks.step.device import Device
-from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.reduce_vector import Reduced
 from trainer_hooks.tensors.copying import (
     CopyCheck,
     CopyPlan,

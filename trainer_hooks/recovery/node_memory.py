@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer_hooks.exchange.reduce_vector import MAX_SLOTS
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.reduce_vector import MAX_SLOTS
 from trainer_hooks.tensors.finite import is_readable
 from trainer_hooks.tensors.pinned import register_with_cuda
 

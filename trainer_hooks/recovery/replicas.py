@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.state import TrainingState
-from trainer_hooks.step.emit import Emitter
 from trainer_hooks.tensors.copying import fingerprint_of, word_of
 from trainer_hooks.tensors.optimizer_state import true_elements
 from trainvitals.auto_clip import MaxNorm

@@ -1,1 +1,1 @@
-"""One guarded step: measurements of a rank, the one all-reduce, the verdict, the row."""
+"""One guarded step: the order of its parts, its features, and the actions that follow."""

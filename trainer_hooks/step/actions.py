@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from trainer_hooks.data.loader import DataState
+from trainer_hooks.exchange.emit import TokenCount
 from trainer_hooks.recovery.manager import Meta, Restored
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.io.rundir import HaltMarker
 from trainvitals.policy import Judgement

@@ -6,19 +6,19 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer_hooks.agent_starter import NodeAgent
+from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.emit import Emitter, StepLog
+from trainer_hooks.exchange.reduce_vector import Reduced
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.agent_starter import NodeAgent
-from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import StepClock
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.repro.capsule import Surroundings
-from trainer_hooks.step.device import Device
-from trainer_hooks.step.emit import Emitter, StepLog
 from trainer_hooks.step.feature import ReturnedStep, StepFeatures
-from trainer_hooks.step.reduce_vector import Reduced
+from trainer_hooks.terminal import Terminal
 from trainvitals.clock import Clock
 from trainvitals.errors import TrainingHalted
 from trainvitals.io.mailbox import CommandInbox

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from trainer_hooks.step.reduce_vector import Derived, Reduced, Slots
+from trainer_hooks.exchange.reduce_vector import Derived, Reduced, Slots
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.policy.evidence import Ask, ProbeResult

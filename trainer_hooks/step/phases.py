@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.data.loader import BatchPosition
+from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.reduce_vector import (
+    SHORT_FROM,
+    Rank0Values,
+    RankContribution,
+    Reduced,
+    Verdict,
+    auto_clip_divisor,
+    clip_divisor,
+    judge_on_device,
+)
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
@@ -28,21 +38,10 @@ from trainer_hooks.measures.host import (
     weight_decay,
 )
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.device import Device
 from trainer_hooks.step.feature import OutgoingStep
 from trainer_hooks.step.micro import MicroLosses
-from trainer_hooks.step.reduce_vector import (
-    SHORT_FROM,
-    Rank0Values,
-    RankContribution,
-    Reduced,
-    Verdict,
-    auto_clip_divisor,
-    clip_divisor,
-    judge_on_device,
-)
 from trainer_hooks.tensors.gradients import local_tensor, no_gradients, reads_are_free, scale
-from trainvitals.auto_clip import MaxNorm
+from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
@@ -545,21 +544,6 @@ def _another_group(now: int, watched: int) -> UsageError:
         "groups added since are neither measured nor clipped",
         hint="add all groups before watch(), or close this monitor and call watch() again",
     )
-
-
-def refuse_max_norm(max_norm: object) -> None:
-    """Refuse an invalid norm: a clip to NaN or 0 would ruin the gradients.
-
-    Raises:
-        UsageError: ``max_norm`` is neither a number above 0 nor "auto".
-    """
-    is_number = isinstance(max_norm, Real) and float(max_norm) > 0
-    if max_norm is not None and not is_number and max_norm != "auto":
-        raise UsageError(
-            f'max_norm is {max_norm!r}; it must be a number above 0, or "auto"',
-            hint="leave it out to not clip; inf measures and never clips; "
-            '"auto" clips to a multiple of the recent median norm',
-        )
 
 
 def refuse_probe(has_loss: bool) -> None:

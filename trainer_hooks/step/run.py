@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from trainer_hooks.exchange.reduce_vector import NUM_FIGURES, Derived, Reduced, step_record
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep
-from trainer_hooks.step.reduce_vector import NUM_FIGURES, Derived, Reduced, step_record
 from trainvitals.policy import Judgement, StepInputs
 from trainvitals.records import StepRecord
 

@@ -441,8 +441,8 @@ class DeviceRule(msgspec.Struct, frozen=True):
     ) -> tuple[StepRecord, DeviceRule]:
         """Return the record as the device completes it, and the state for the next step.
 
-        Same rule as ``trainer_hooks.step.reduce_vector.judge_on_device``, with plain numbers for
-        logs and tests.
+        Same rule as ``trainer_hooks.exchange.reduce_vector.judge_on_device``, with plain numbers,
+        for logs and tests.
         """
         loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
         norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit

@@ -21,11 +21,11 @@ import trainer_hooks
 from tests.plugins.lab import bad_steps
 from tests.plugins.lab.bad_steps import BAD, ROWS, train
 from tests.support.watched import until
-from trainer_hooks.data import files
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.recovery.rng import capture_now, restore_rng
 from trainer_hooks.repro import capsule as capsules
+from trainer_hooks.repro import data_writer
 from trainer_hooks.repro.capsule import Content, read, rows_in, take_rows, write
+from trainer_hooks.tensors.rng import capture_now, restore_rng
 from trainvitals.cli import main
 from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
 from trainvitals.io.capsules import CapsuleFile, find_capsules, verdict_on
@@ -153,11 +153,11 @@ def _spoil_once():
 
 
 def test_only_so_many_capsules_of_a_rank_are_kept_and_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_FILES", 3)
-    writer = files.DataWriter(tmp_path, rank=0, incarnation="a", faults=FaultCounter())
+    monkeypatch.setattr(data_writer, "MAX_FILES", 3)
+    writer = data_writer.DataWriter(tmp_path, rank=0, incarnation="a", faults=FaultCounter())
     for step in range(6):
         content = Content(facts={"versions": {}}, batches=[torch.ones(4)], rng=[None])
-        one = files.BadStep(f"capsules/step-{step:08d}-1-rank-0.npz", content)
+        one = data_writer.BadStep(f"capsules/step-{step:08d}-1-rank-0.npz", content)
         until(lambda one=one: writer.enqueue(one))
     writer.close()
     assert [3, 4, 5] == [file.step for file in find_capsules(tmp_path)]

@@ -5,10 +5,10 @@ import torch
 
 from tests.support.inside import device_of, facts_of
 from trainer_hooks import SignalSettings
+from trainer_hooks.exchange.emit import RootColumns
 from trainer_hooks.measures import activations
 from trainer_hooks.measures.sampled import Updates
 from trainer_hooks.step import phases
-from trainer_hooks.step.emit import RootColumns
 
 ALL = SignalSettings(every=1, update_norm=True, activations=("*",))
 

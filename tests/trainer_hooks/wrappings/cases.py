@@ -24,7 +24,7 @@ from tests.trainer_hooks.wrappings.models import (
     Wrapping,
     not_syncing,
 )
-from trainer_hooks.step.reduce_vector import Reduced, Verdict, culprits, judge_on_device
+from trainer_hooks.exchange.reduce_vector import Reduced, Verdict, culprits, judge_on_device
 from trainer_hooks.tensors.gradients import local_tensor, shards_of
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.forked import COMMANDS
-from trainer_hooks.lifecycle.agent_starter import Starter
+from trainer_hooks.agent_starter import Starter
 from trainvitals.cli.supervise import Stack
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_run_id

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.errors import UsageError
 from vitals_plugins.lab.repro.play import LossOf, Scene, copied, kind_of, slots
 

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.repro.capsule import Autocast, map_tensors
 from trainer_hooks.tensors.gradients import clean_name
+from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.printable import name_type
 
 LossOf = Callable[[Any], Tensor]

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.exchange.reduce_vector import (
+    CORE_FIELDS,
+    NUM_FIGURES,
+    PackLayout,
+    ReduceVector,
+    VectorFields,
+)
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
 from trainer_hooks.guard.hook_memory import registered, unregistered
@@ -34,14 +41,7 @@ from trainer_hooks.measures.sections import Sections, placed_in
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
-from trainer_hooks.step.reduce_vector import (
-    CORE_FIELDS,
-    NUM_FIGURES,
-    AsyncCopy,
-    PackLayout,
-    ReduceVector,
-    VectorFields,
-)
+from trainer_hooks.tensors.async_copy import AsyncCopy
 from trainer_hooks.tensors.gradients import ALL, GradNorms
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type

@@ -13,9 +13,9 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.run_paths import RunPaths
-from trainer_hooks.step.emit import Emitter
+from trainer_hooks.run_paths import RunPaths
 from trainvitals.io.discovery import AWAY_FILE, NOTICE_FILE
 from trainvitals.io.private import open_own
 from trainvitals.io.rundir import is_full

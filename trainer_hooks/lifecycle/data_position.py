@@ -15,7 +15,6 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from trainer_hooks.data.files import BadStep, DataWriter
 from trainer_hooks.data.loader import (
     Batches,
     BatchIndex,
@@ -24,6 +23,7 @@ from trainer_hooks.data.loader import (
     LoadedBatch,
     for_num_ranks,
 )
+from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.replicas import ReplicasFeature
@@ -32,8 +32,8 @@ from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.recovery.replicas import NO_ORDER
 from trainer_hooks.repro.capsule import Autocast, Content, Surroundings
+from trainer_hooks.repro.data_writer import BadStep, DataWriter
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.emit import Emitter
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_incarnation
 from trainvitals.io.capsules import FOLDER

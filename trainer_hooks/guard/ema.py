@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.callbacks.averaging import Late, Pair, fused_update, in_chunks, start
+from trainer_hooks.guard.fused_ema import Late, Pair, fused_update, in_chunks, start
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.gradients import clean_name, local_tensor, reshard, unwrap
 from trainvitals.errors import CheckpointError, UsageError

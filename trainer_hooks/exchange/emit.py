@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
 
+from trainer_hooks.exchange.reduce_vector import Derived, Reduced
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
-from trainer_hooks.step.reduce_vector import Derived, Reduced
 from trainer_hooks.tensors.gradients import ALL
 from trainvitals.catalog import (
     LAYERS_SCHEMA,

@@ -1,0 +1,1 @@
+"""Numbers that the ranks exchange in a step, and the rows and events that a rank writes."""
