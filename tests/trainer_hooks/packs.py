@@ -32,20 +32,26 @@ def contribution(loss, **given):
     return RankContribution(loss=loss, values=values, **core)
 
 
+def filled(given, rank=0, world_size=1, *, root=None, on_host=False):
+    """Return the vector of a rank: a dict of RankContribution's arguments and ``squares``."""
+    packer = ReduceVector(PackLayout.of(2, Ranks(rank, world_size, rank, None), fields=FIELDS), CPU)
+    given_fields = dict(given)
+    squares = given_fields.pop("squares", (1.0, 3.0))
+    loss = given_fields.pop("loss", 2.0)
+    packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / world_size)
+    tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
+    local = contribution(
+        tensor, weight=given_fields.pop("weight", 1.0), num_gradients=2, **given_fields
+    )
+    fill = packer.fill_on_host if on_host else packer.fill
+    fill(local, (root or Rank0Values()) if rank == 0 else None)
+    return packer
+
+
 def summed(*ranks, root=None):
-    """Sum the packs that these ranks (dicts of Local's arguments and ``squares``) would bring."""
+    """Sum the packs that these ranks would bring."""
     total = None
     for rank, given in enumerate(ranks):
-        layout = PackLayout.of(2, Ranks(rank, len(ranks), rank, None), fields=FIELDS)
-        packer = ReduceVector(layout, CPU)
-        given_fields = dict(given)
-        squares = given_fields.pop("squares", (1.0, 3.0))
-        loss = given_fields.pop("loss", 2.0)
-        packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / len(ranks))
-        tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
-        local = contribution(
-            tensor, weight=given_fields.pop("weight", 1.0), num_gradients=2, **given_fields
-        )
-        packer.fill(local, (root or Rank0Values()) if rank == 0 else None)
+        packer = filled(given, rank, len(ranks), root=root)
         total = packer.pack.clone() if total is None else total + packer.pack
-    return layout, total
+    return packer.layout, total

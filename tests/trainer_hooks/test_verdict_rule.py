@@ -6,12 +6,13 @@ import random
 import pytest
 import torch
 
-from tests.trainer_hooks.packs import NO_ROW, summed
+from tests.trainer_hooks.packs import NO_ROW, filled, summed
 from trainer_hooks.exchange.reduce_vector import (
     Derived,
     Rank0Values,
     Reduced,
     judge_on_device,
+    judge_on_host,
     step_record,
 )
 from trainvitals.detect.outliers import Limits
@@ -89,6 +90,34 @@ def test_the_rule_in_plain_numbers_says_what_the_device_says(mode, seed):
     # Withheld or not, in a row or not: the course is no calm one.
     rows = {(withheld, row) for withheld, _, row in seen}
     assert {(True, 1), (True, 2), (False, 0), (False, 1)} <= rows
+
+
+def bits_of(numbers):
+    """Return numbers as they are stored: NaN equals NaN, and 0.0 is not -0.0."""
+    return torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_host_fills_and_judges_the_vector_of_one_rank_bit_for_bit_as_a_device_does(seed):
+    rng = random.Random(seed)
+    row, row_on_host, seen = NO_ROW, 0.0, set()
+    for step in range(400):
+        given, root = a_rank(rng), a_root(rng)
+        given |= {"digest": rng.random(), "norm_before_clip": rng.choice((None, FLAG))}
+        packer = filled(given, root=root, on_host=True)
+        expected = filled(given, root=root)
+        numbers = packer.pack.tolist()
+        what = f"step {step}: {given} under {root}"
+        assert bits_of(expected.pack.tolist()) == bits_of(numbers), what
+        device = judge_on_device(packer.layout, expected.pack, row)
+        host = judge_on_host(packer.layout, numbers, packer.norm, row_on_host)
+        row, row_on_host = device.row, host.row
+        names = ["bad", "bits", "grad_norm", "overflow", "row", "num_failed"]
+        names += [] if given["loss"] is None else ["loss"]  # without one, no one reads the mean
+        judged = [[str(float(getattr(of, name))) for name in names] for of in (device, host)]
+        assert judged[0] == judged[1], what
+        seen.add(int(host.bits))
+    assert {0, BAD_LOSS, BAD_GRADIENTS, OVERFLOW} < seen and any(bits & WITHHELD for bits in seen)
 
 
 @pytest.mark.parametrize("mode", ["observe", "guard", "heal"])

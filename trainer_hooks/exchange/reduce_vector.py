@@ -192,7 +192,8 @@ class PackLayout:
 class RankContribution:
     """One rank's part of the exchange, in addition to the squares of its gradients."""
 
-    loss: Tensor | None
+    loss: Tensor | float | None
+    """A plain number only for ``ReduceVector.fill_on_host``."""
     weight: Tensor | float
     overflow: Tensor | None = None
     nonfinite_params: Tensor | None = None
@@ -249,6 +250,10 @@ class ReduceVector:
         self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
         """Fields that are written twice: to the shared slot, and to this rank's own field."""
         self._rest = self.pack[layout.num_params :]
+        self.norm = 0.0
+        """Norm of the gradients, after ``measure_norm``."""
+        self._here = self.pack.numpy() if device.type == "cpu" else None
+        """The vector itself, if the host can write to it."""
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
         self._host = [
@@ -293,10 +298,35 @@ class ReduceVector:
         if layout.is_shared:
             self._sign([name for name in self._exact if name in tensors])
 
+    def fill_on_host(self, local: RankContribution, root: Rank0Values | None) -> None:
+        """Do the same as ``fill`` on the only rank, if the vector is on the host: no tensors."""
+        position, words = self._position, self._here
+        assert words is not None, "the vector is in host memory"
+        words[self.layout.num_params :] = 0.0
+        if root is not None:
+            words[self.layout.root : self.layout.ranks] = root.words(self.layout.fields)
+        words[position["failed"]] = local.failed
+        words[position["num_gradients"]] = local.num_gradients
+        if local.overflow is not None:
+            words[position["overflow"]] = local.overflow.item()
+        for name, value in local.values.items():
+            words[position[name]] = _plain(value)
+        if local.failed:
+            return
+        if local.loss is not None:
+            words[position["weight"]] = weight = _plain(local.weight)
+            words[position["weighted_loss"]] = _plain(local.loss) * weight
+        if local.norm_before_clip is not None:
+            words[position["norm_before_clip"]] = local.norm_before_clip.item()
+        if local.nonfinite_params is not None:
+            words[position["nonfinite_params"]] = local.nonfinite_params.item()
+        words[position["bad_squares"]] = not math.isfinite(self.measure_norm())
+
     @torch.no_grad()
     def _fill_tensors(self, local: RankContribution, tensors: Mapping[str, Tensor]) -> None:
         mine = self._mine
         if local.loss is not None:
+            assert isinstance(local.loss, Tensor), "plain only if the host writes the vector"
             # Copied first: a loss multiplied in half precision would be rounded again.
             mine["weighted_loss"].copy_(local.loss)
             if isinstance(local.weight, Tensor):
@@ -344,9 +374,20 @@ class ReduceVector:
         after = torch.where(given == 0, 0.0, total.sqrt())
         self.pack[layout.mine("norm_before_clip")] = after
 
+    def measure_norm(self) -> float:
+        """Return the norm of the squares, and keep it for the verdict; only on the host."""
+        # With torch's own root: its last bit may differ from that of math.sqrt.
+        self.norm = self.squares.sum().sqrt_().item()
+        return self.norm
+
     def clear(self) -> None:
         """Set every number to zero before a step's numbers are written."""
         self.pack.zero_()
+        self.norm = 0.0
+
+
+def _plain(value: Tensor | float) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 class Reduced:
@@ -433,28 +474,69 @@ _UNCLEAR = BAD_LOSS | BAD_GRADIENTS | OVERFLOW | RANK_FAILED
 
 
 class Verdict(NamedTuple):
-    """Device tensors, all 0-dimensional float64."""
+    """Tensors on the device, all 0-dimensional float64; plain numbers from ``judge_on_host``."""
 
     bad: Tensor
-    """Exactly 0.0 or 1.0: whether the update must not be applied."""
-    bits: Tensor
-    loss: Tensor
-    grad_norm: Tensor
+    """Exactly 0.0 or 1.0: whether the update must not be applied. Always a tensor."""
+    bits: Tensor | float
+    loss: Tensor | float
+    grad_norm: Tensor | float
     overflow: Tensor
-    """0.0 or 1.0: whether any rank's gradient scaler reported an overflow."""
-    row: Tensor
+    """0.0 or 1.0: whether any rank's gradient scaler reported an overflow. Always a tensor."""
+    row: Tensor | float
     """Updates withheld in a row, including this step. A non-finite or incompletely measured step
     neither counts nor ends the row. Input of the next verdict, because the host does not know it
     yet."""
-    num_failed: Tensor
+    num_failed: Tensor | float
     """Ranks that could not measure; if all of them failed, the norm has no meaning."""
 
-    values: Tensor
-    """Loss and norm, shape (2,)."""
+    values: Tensor | None = None
+    """Loss and norm, shape (2,); only on the device."""
 
     def derived(self) -> tuple[Tensor, Tensor]:
         """Return the values that are read back with the vector, each 1-dim: bits, values."""
+        assert isinstance(self.bits, Tensor) and self.values is not None, "judged on the device"
         return self.bits[None], self.values
+
+
+_FLAGS = tuple(torch.tensor(flag, dtype=torch.float64, device="cpu") for flag in (0.0, 1.0))
+
+
+def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row: float) -> Verdict:
+    """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
+
+    Some 40 operations on tensors of a few numbers would take longer than the update of a small
+    model. Only for one rank: a sum over ranks depends on its order.
+
+    Args:
+        layout: layout of the vector.
+        numbers: the reduced vector.
+        norm: root of the sum of its squares.
+        row: ``row`` of the previous verdict.
+    """
+    weighted_loss, weight, overflow, failed = numbers[layout.ranks : layout.ranks + len(_SUMMED)]
+    loss_limit, norm_limit, max_row = numbers[layout.root : layout.root + 3]
+    loss = weighted_loss / weight if weight else weighted_loss * math.inf
+    bits = 0
+    if weight:
+        if not math.isfinite(loss):
+            bits = BAD_LOSS
+        elif loss > loss_limit and not failed:
+            bits = LOSS_OUTLIER
+    if overflow:
+        bits |= OVERFLOW
+    elif not math.isfinite(norm):
+        bits |= BAD_GRADIENTS
+    elif norm > norm_limit and not failed:
+        bits |= NORM_OUTLIER
+    if failed:
+        bits |= RANK_FAILED
+    if bits & (LOSS_OUTLIER | NORM_OUTLIER) and row < max_row:
+        bits |= WITHHELD
+    if not bits & _UNCLEAR:
+        row = row + 1.0 if bits & WITHHELD else 0.0
+    bad, overflowed = _FLAGS[bool(bits & _STOPS)], _FLAGS[bool(overflow)]
+    return Verdict(bad, float(bits), loss, norm, overflowed, row, failed)
 
 
 def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:

@@ -426,6 +426,9 @@ class OptimizerGuard:
         The flag must be exactly 0.0 or 1.0; both must be 0-dim float32.
         """
         optimizer: Any = self.optimizer
+        if divisor is None and reads_are_free(bad.device) and not bad.item():
+            optimizer.step()  # the same update without the operations that would undo it
+            return
         optimizer.found_inf = self._persistent("found_inf", bad)
         if divisor is not None:
             optimizer.grad_scale = self._persistent("grad_scale", divisor)

@@ -170,7 +170,7 @@ class DeepSpeedAttached(Attached):
         differently, so all use the norm they agree on.
         """
         judged = self._judged
-        if judged is None or judged.verdict.grad_norm.item() < SHORT_FROM:
+        if judged is None or float(judged.verdict.grad_norm) < SHORT_FROM:
             return False
         self._judged = _marked_as_overflow(judged)
         return True

@@ -24,6 +24,7 @@ from trainer_hooks.exchange.reduce_vector import (
     auto_clip_divisor,
     clip_divisor,
     judge_on_device,
+    judge_on_host,
 )
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
@@ -99,7 +100,11 @@ class StepPhases:
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
         self._read: list[float] | None = None
-        """``bad``, the pack and the verdict's figures of this step, if the host has read them."""
+        """The vector and the verdict's figures, if an optimizer needs the verdict on the host."""
+        self._judges_on_host = run.ranks.world_size == 1 and reads_are_free(device.norms.device)
+        """Whether the host judges by plain numbers: on a device it would wait for them."""
+        self._numbers: list[float] = []
+        """The vector of this step, if the host judges."""
         self.turn = device.turns[0]
         """Optimizers that the current step moves."""
         self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
@@ -108,7 +113,7 @@ class StepPhases:
     def forget_row(self) -> None:
         """Start a new row: count earlier withheld updates no longer."""
         self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
-        self._rows: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor | float] = {}
 
     # -------------------------------------------------------------------------- the losses
 
@@ -238,13 +243,13 @@ class StepPhases:
             overflow = device.engine.overflow()
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
+        fill = device.packer.fill_on_host if self._judges_on_host else device.packer.fill
         with run.faults.fail_open("loss"):
             given = self._take_losses(loss, weight)
         with run.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)
-            local = self._local(outgoing, given, len(grads), overflow, norm)
-            device.packer.fill(local, root)
+            fill(self._local(outgoing, given, len(grads), overflow, norm), root)
             if device.sampler is not None:
                 with run.faults.fail_open("signals"):
                     scale = device.engine.loss_scale()
@@ -260,7 +265,7 @@ class StepPhases:
                 values=run.features.contribute_always(outgoing),
             )
             device.packer.clear()
-            device.packer.fill(local, root)
+            fill(local, root)
         elif not grads and first and run.ranks.world_size == 1:
             raise no_gradients(turn.name)
         return Prepared(
@@ -312,10 +317,20 @@ class StepPhases:
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
         if not self._run.given.owns_clip:
             packer.undo_clip()
-        row = self._rows.get(self.turn.number, self._no_row)
-        verdict = judge_on_device(packer.layout, packer.pack, row)
+        verdict = self._judge()
         self._rows[self.turn.number] = verdict.row
         return verdict
+
+    def _judge(self) -> Verdict:
+        packer, row = self._device.packer, self._rows.get(self.turn.number)
+        if not self._judges_on_host:
+            row = self._no_row if row is None else row
+            assert isinstance(row, Tensor), "all earlier steps were judged on the device"
+            return judge_on_device(packer.layout, packer.pack, row)
+        self._numbers = packer.pack.tolist()
+        if not self._run.given.owns_clip:  # the squares have changed since
+            packer.measure_norm()
+        return judge_on_host(packer.layout, self._numbers, packer.norm, float(row or 0.0))
 
     def own_loss(self) -> float | None:
         """Return this rank's loss of the last exchanged step; waits for the device."""
@@ -331,11 +346,7 @@ class StepPhases:
         bad = verdict.bad if self._run.mode != "observe" else verdict.overflow
         skip_on_host = None
         if device.engine.reads_verdict:
-            # Read once, before the update, for the decision and the row: a second read would wait
-            # for the update.
-            pack = device.packer.pack
-            self._read = torch.cat((bad[None], pack, *verdict.derived())).tolist()
-            skip_on_host = bool(self._read[0])
+            skip_on_host = self._read_verdict(verdict, bad)
         divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
             divisor = self._clip(verdict, prepared, max_norm)
@@ -346,6 +357,22 @@ class StepPhases:
             with self._run.faults.fail_open("averages"):
                 device.averages.judged(bad, self.turn.optimizers)
         return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
+
+    def _read_verdict(self, verdict: Verdict, bad: Tensor) -> bool:
+        """Read the verdict for the decision and the row; return whether it is bad.
+
+        At once and before the update: a second read would wait for the update.
+        """
+        if self._judges_on_host:
+            self._read = self._host_figures(verdict)
+            return bool(bad)
+        pack = self._device.packer.pack
+        is_bad, *self._read = torch.cat((bad[None], pack, *verdict.derived())).tolist()
+        return bool(is_bad)
+
+    def _host_figures(self, verdict: Verdict) -> list[float]:
+        """Return the vector and the figures of a verdict of the host, as they are read back."""
+        return [*self._numbers, *map(float, (verdict.bits, verdict.loss, verdict.grad_norm))]
 
     def _lr_factor(self, step: int) -> float:
         # The first optimizer's rate is the one that is judged.
@@ -401,12 +428,19 @@ class StepPhases:
         norm = verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
             with self._run.faults.fail_open("clip"):
-                own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
-                measured = verdict.num_failed != self._run.ranks.world_size
-                norm = torch.where(measured, norm, own)
+                own = torch.nn.utils.get_total_norm(prepared.grads)
+                if isinstance(norm, Tensor):
+                    num_failed = torch.as_tensor(verdict.num_failed)
+                    measured = num_failed != self._run.ranks.world_size
+                    norm = torch.where(measured, norm, own.to(norm))
+                else:
+                    norm = own.item()
         # Most steps do not clip: a norm that the host knows saves a pass over the gradients.
         known: float | None = None
-        if self._read is not None and norm is verdict.grad_norm:
+        if not isinstance(norm, Tensor):
+            known = norm
+            norm = torch.tensor(norm, dtype=torch.float64, device=self._device.norms.device)
+        elif self._read is not None and norm is verdict.grad_norm:
             known = self._read[-1]
         elif reads_are_free(norm.device):
             known = norm.item()
@@ -446,7 +480,11 @@ class StepPhases:
             agent.restart_if_ended(now, step=step, attempt=host_step.attempt)
         read, self._read = self._read, None
         if read is not None and not own and device.engine.loss_scale() is None:
-            return [*read[1:], math.nan], host_step
+            return [*read, math.nan], host_step
+        if self._judges_on_host:
+            own_numbers = (number for part in own for number in part.tolist())
+            numbers = [*self._host_figures(verdict), self._loss_scale().item(), *own_numbers]
+            return device.readback.push(numbers, host_step)
         figures = (*verdict.derived(), self._loss_scale())
         return device.readback.push(torch.cat((device.packer.pack, *figures, *own)), host_step)
 

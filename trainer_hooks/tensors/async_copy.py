@@ -17,7 +17,7 @@ Note = TypeVar("Note")
 
 @dataclass(slots=True)
 class _Pending(Generic[Note]):
-    buffer: Tensor
+    buffer: Tensor | list[float]
     event: torch.cuda.Event | None
     note: Note
 
@@ -39,8 +39,14 @@ class AsyncCopy(Generic[Note]):
     def _buffer(self) -> Tensor:
         return torch.zeros(self._size, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
 
-    def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
-        """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
+    def push(self, numbers: Tensor | list[float], note: Note) -> tuple[list[float], Note] | None:
+        """Start the copy of this step's numbers; return those of ``lag`` steps ago.
+
+        Numbers that are on the host already wait for their turn too: a lag is the same for all.
+        """
+        if isinstance(numbers, list):
+            self._pending.append(_Pending(numbers, None, note))
+            return self.pop() if len(self._pending) > self.lag else None
         # Empty if a Ctrl-C interrupted between taking and noting one, and training continued.
         buffer = self._free.pop() if self._free else self._buffer()
         buffer.copy_(numbers, non_blocking=True)
@@ -59,6 +65,8 @@ class AsyncCopy(Generic[Note]):
         pending = self._pending.popleft()
         if pending.event is not None and not _arrived(pending.event, patience_seconds):
             return None
+        if isinstance(pending.buffer, list):
+            return pending.buffer, pending.note
         numbers: list[float] = pending.buffer.tolist()
         self._free.append(pending.buffer)
         return numbers, pending.note
