@@ -127,8 +127,9 @@ def describe(event: Event | None) -> str:
         case CheckpointChanged():
             return f"checkpoint {event.checkpoint_id} is {event.state} ({event.where})"
         case DataWindowSkipped():
-            window = f"{event.first_batch} to {event.last_batch}"
-            return f"batches {window} of epoch {event.epoch} skipped: {event.reason}"
+            first, last = event.first_batch, event.last_batch - 1
+            window = f"batches {first} to {last}" if last > first else f"batch {first}"
+            return f"{window} of epoch {event.epoch} skipped: {event.reason}"
         case BatchNoted():
             first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"
             return f"fed by {first}: {samples(event)}"
