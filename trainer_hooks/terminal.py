@@ -137,8 +137,6 @@ class Terminal:
         if decision is None or action is None or action == "continue":
             return
         self._counts[action, decision.acted] += 1
-        if action != "skip_step":
-            self._counts["skip_step", True] += decision.skipped
         if action == "rollback":
             self._lost_steps += decision.cost_steps
         if action == "skip_step":

@@ -219,7 +219,12 @@ def _plain(
 EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
     _plain("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
-    _plain("train_skipped_steps_total", "run", "Updates not applied.", labels=("run", "reason")),
+    _plain(
+        "train_skipped_steps_total",
+        "run",
+        "Updates skipped, apart from the steps of rollbacks and halts.",
+        labels=("run", "reason"),
+    ),
     _plain("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
     _plain(
         "train_lost_steps_total",

@@ -28,7 +28,7 @@ from trainvitals.records import (
     Severity,
 )
 from trainvitals.redaction import redact_text
-from trainvitals.units import humanize, humanize_seconds
+from trainvitals.units import humanize, humanize_count, humanize_seconds
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unguarded", "unknown"]
@@ -901,7 +901,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         where = "behind" if self.behind > 0 else "ahead of"
         steps = self.behind if self.behind_steps is None else self.behind_steps
         text = f"{where} {self.against} by {'at least ' if self.is_at_least else ''}"
-        text += f"{abs(steps):,.0f} steps"
+        text += humanize_count(round(abs(steps)), "step")
         if self.along == "tokens":
             text += f" ({humanize(abs(self.behind), 'tokens')} tokens)"
         return f"{text}, at equal loss"

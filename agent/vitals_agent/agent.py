@@ -26,6 +26,7 @@ from trainvitals.io.private import open_private
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Note
+from trainvitals.units import humanize_count
 from vitals_agent.backoff import Backoff
 from vitals_agent.command_delivery import CommandClient, CommandDelivery
 from vitals_agent.exposition import (
@@ -503,8 +504,9 @@ class Agent:
         if num_dropped > 2 * self._dropped_reported.get(run.run_id, 0):
             self._dropped_reported[run.run_id] = num_dropped
             text = (
-                f"{num_dropped} rows of run {run.run_id} are lost on node {self.config.node}: its "
-                f"spool in {run.spool.directory} is full; free some space there"
+                f"{humanize_count(num_dropped, 'row')} of run {run.run_id} lost on node "
+                f"{self.config.node}: its spool in {run.spool.directory} is full; free some space "
+                "there"
             )
             note = Note(code="spool_full", text=text, severity="error")
             run.report(note, stores=not run.spool.keep)  # a full spool accepts no note either

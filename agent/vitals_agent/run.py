@@ -20,6 +20,7 @@ from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
 from trainvitals.records import Finding, FindingRaised, Note
 from trainvitals.rows import Value
+from trainvitals.units import humanize_count
 from vitals_agent.faults import Faults
 from vitals_agent.sources import OwnSource
 from vitals_agent.state_dir import AgentStateDir
@@ -329,8 +330,8 @@ class ServedRun:
         self._overflowed[tail.directory] = num_dropped
         text = (
             f"the journal of {tail.identity.source} on {self._facts.node} overflowed: "
-            f"{num_dropped} rows are lost so far, up to its step {tail.last.step}; it writes "
-            "faster than its agent reads, or the agent was down"
+            f"{humanize_count(num_dropped, 'row')} lost so far, up to its step {tail.last.step}; "
+            "it writes faster than its agent reads, or the agent was down"
         )
         note = Note(code="journal_overflowed", text=text, severity="warning")
         self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)

@@ -21,7 +21,6 @@ from trainvitals.records import (
     Event,
     RunEnded,
     decode_events,
-    is_skip,
 )
 from trainvitals.rows import Schema, Value
 from trainvitals.wire import Batch, encode_batch
@@ -85,7 +84,7 @@ class LastSeen:
         elif isinstance(event, DecisionMade):
             decision = event.decision
             self.ledger_seq = max(self.ledger_seq, decision.ledger_seq)
-            if is_skip(decision):
+            if decision.acted and decision.action == "skip_step":
                 self.skips = _counted(self.skips, acted_cause(decision.cause))
             if decision.acted and decision.action == "rollback":
                 self.rollbacks = _counted(self.rollbacks, acted_cause(decision.cause))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainvitals.units import humanize_count
 from trainvitals.views import RunDetail
 from vitals_dashboard import formatting, heatmap
 
@@ -92,7 +93,8 @@ def in_words(what: StragglerSummary) -> list[str]:
     sentences = [_sentence(straggler, "node") for straggler in what.nodes[:MAX_NAMED]]
     sentences += [_sentence(straggler, "rank") for straggler in what.ranks[:MAX_NAMED]]
     if len(what.ranks) > MAX_NAMED:
-        sentences.append(f"{len(what.ranks) - MAX_NAMED:,} more ranks are slow as well.")
+        others = humanize_count(len(what.ranks) - MAX_NAMED, "other rank")
+        sentences.append(f"As slow: {others}.")
     if not sentences:
         sentences = [
             f"No straggler. Median step {_time(what.middle)} over {what.num_ranks:,} ranks."

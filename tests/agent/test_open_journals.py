@@ -65,7 +65,7 @@ def test_a_journal_that_overflows_is_told_with_the_next_read_and_again_when_it_h
     (text,) = overflow_notes(world)
     num_dropped = agent.runs[RUN].num_dropped
     assert 0 < num_dropped == 10_000 - len(world.steps())
-    assert f"the journal of rank:0 on {NODE} overflowed: {num_dropped} rows are lost" in text
+    assert f"the journal of rank:0 on {NODE} overflowed: {num_dropped:,} rows lost" in text
     rank.step(10_000)
     agent.cycle(2.0)
     assert 1 == len(overflow_notes(world))

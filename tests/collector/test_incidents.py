@@ -127,10 +127,10 @@ def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store
     ingest(store, writer.events(decision(step=320, ledger_seq=9), step=320, at=writer.time_of(401)))
     endings = [one.verdict.state.removeprefix("Running at step 600. ") for one in told(store)]
     assert [
-        "Resolved: 279 healthy steps since step 321.",
-        "Resolved: 199 healthy steps since step 401.",
-        "Resolved: 67 healthy steps since step 252, until the next incident at step 320.",
-        "Resolved: 198 healthy steps since step 51, until the next incident at step 250.",
+        "Resolved: 280 healthy steps since step 320.",
+        "Resolved: 200 healthy steps since step 400.",
+        "Resolved: 68 healthy steps since step 251, until the next incident at step 320.",
+        "Resolved: 199 healthy steps since step 50, until the next incident at step 250.",
     ] == endings
 
 

@@ -116,7 +116,7 @@ def test_what_looks_at_a_thinned_run_again_says_which_rows_it_lacks(store: Store
     missing = {"lost_rows": 0, "thinned_rows": 20, "thinned_to_step": 19}
     assert missing == judged.document()["missing"]
     (words,) = judged.missing()
-    assert words.startswith("20 rows of other ranks were thinned, to step 19: ")
+    assert words.startswith("thinned 20 rows of other ranks, to step 19: ")
 
 
 @pytest.mark.parametrize("event_", one_in(3, [decision(step=22), AttemptStarted(

@@ -53,6 +53,21 @@ def records_of(monitor, *, keep=lambda record: record):
     return records
 
 
+def nonfinite_layers_of(monitor):
+    """Return a set that gets (step, layer) of each weight norm that is written as non-finite."""
+    bad, emitter = set(), run_of(monitor).emitter
+    write = emitter.layers
+
+    def layers(measured, reduced, samples, **options):
+        names = emitter._layers.names
+        for layer, _, norm, *_ in emitter._layers.rows(None, samples):
+            bad.update([(measured.step, names[layer])] if norm is not None else [])
+        write(measured, reduced, samples, **options)
+
+    emitter.layers = layers
+    return bad
+
+
 def journal_directory(monitor):
     """Return the directory of this rank's journal and heartbeat."""
     return run_of(monitor).emitter.directory

@@ -7,14 +7,14 @@ import torch
 
 import trainer_hooks
 from tests.support.examples import each_once
-from tests.support.inside import events_of, refs_of, snapshots_of, store_of
+from tests.support.inside import events_of, nonfinite_layers_of, refs_of, snapshots_of, store_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks import CheckpointSettings
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.state import StateCheck
-from trainvitals.errors import CheckpointError
+from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.records import DecisionMade, FindingRaised, Note
 
 BROKEN_AT, STEPS = 40, 120
@@ -35,6 +35,10 @@ def break_moment(loop):
 
 def break_buffer(loop):
     loop.model[1].running_mean[2] = float("nan")
+
+
+def break_weight(loop):
+    loop.model[3].weight[0, 3] = float("nan")
 
 
 def train(loop, break_it, *, steps=STEPS, times=1):
@@ -65,6 +69,22 @@ def findings(loop, kind):
 
 def notes(loop, code):
     return [e.text for e in loop.events if isinstance(e, Note) and e.code == code]
+
+
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_parameters_that_are_nan_are_named_with_their_layer(tmp_path, mode):
+    loop = healing(tmp_path) if mode == "heal" else Loop(mode=mode)
+    layers = nonfinite_layers_of(loop.monitor)
+    if mode == "heal":
+        assert [0] == train(loop, break_weight)
+    else:
+        with pytest.raises(TrainingHalted, match=r"on 1 rank \(3\.weight\): all further"):
+            train(loop, break_weight)
+    (finding,) = findings(loop, "nonfinite_params")
+    assert "parameters are non-finite on 1 rank (3.weight)" == finding.reason
+    decided = [e.decision for e in loop.events if isinstance(e, DecisionMade)]
+    assert decided[-1].reason.startswith(finding.reason)
+    assert {(finding.step, "3")} == layers
 
 
 @pytest.mark.parametrize(

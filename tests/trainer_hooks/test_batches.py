@@ -225,7 +225,7 @@ def test_another_number_of_ranks_goes_on_behind_what_all_of_them_had_seen():
             break
     state = saved(batches.state_dict())
     again, _ = stream(DataLoader(Numbers(48), 2), num_ranks=1, state=state)
-    assert again.why_not_exact(state) == "2 ranks shared the data, now 1 do"
+    assert again.why_not_exact(state) == "the data was shared by 2 ranks, now by 1"
     assert next(iter(again)).tolist() == [12, 13]
 
 

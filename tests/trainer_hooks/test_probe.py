@@ -18,6 +18,7 @@ from trainer_hooks.probe.bank import Bank
 from trainer_hooks.probe.isolated_forward import isolated_forward
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import NONFINITE_GRADIENT
+from trainvitals.records import DecisionMade, StateRead
 
 NAN = float("nan")
 
@@ -47,10 +48,12 @@ def test_a_training_is_bit_for_bit_the_same_with_and_without_probing(accumulate)
 class Regression:
     """A loop without noise of its own: a linear net, one batch a step, hence a tight rehearsal."""
 
-    def __init__(self, *, steps=60, dropout=0.0, **watch):
+    def __init__(self, *, make=None, steps=60, dropout=0.0, **watch):
         torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+        self.model = (
+            nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
+            if make is None
+            else make()
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.steps = steps
@@ -99,6 +102,45 @@ def test_a_gradient_that_is_not_finite_is_read_though_the_loss_is_as_before():
     assert math.inf == damaged.ratio(0.01) > (sound.ratio(0.01) or 0.0)
     assert damaged.detail.startswith(f"{NONFINITE_GRADIENT} (rank 0)")
     assert {} == dict(loop.monitor.swallowed_errors)
+
+
+class Gated(nn.Module):
+    """Adds a little of a hand-written sigmoid: its exp overflows, and the result stays finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate, self.head = nn.Linear(4, 16), nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)) + 0.01 / (1 + torch.exp(-self.gate(x))))
+
+
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_a_weight_that_makes_only_the_gradients_nan_is_damage_and_is_rolled_back(mode):
+    def before(step):
+        if step == 80 and not damaged:
+            damaged.append(loop.model.gate.weight.detach()[0, 0].mul_(2.0**40).item())
+
+    damaged, loop = [], Regression(make=Gated, steps=100, mode=mode, checkpoints=mode == "heal")
+    events = events_of(loop.monitor)
+    loop.run(before=before)
+    assert 1e10 < abs(damaged[0])
+    (read,) = [event for event in events if isinstance(event, StateRead)]
+    assert ("nonfinite", 80, "state") == (read.trigger, read.onset_step, read.verdict)
+    assert 0 < read.now < 2 * read.then
+    texts = [
+        getattr(e, of).reason for e in events for of in ("finding", "decision") if hasattr(e, of)
+    ]
+    assert any(NONFINITE_GRADIENT in text for text in texts)
+    assert not any("healthy" in text for text in texts)
+    taken = [event.decision.action for event in events if isinstance(event, DecisionMade)]
+    last = loop.loss(loop.data[-1])
+    last.backward()
+    is_trainable = all(p.grad.isfinite().all() for p in loop.model.parameters())
+    if mode == "guard":
+        assert (["skip_step"] * 20, False) == (taken, is_trainable)
+    else:
+        assert (["skip_step", "skip_step", "rollback"], True) == (taken, is_trainable)
 
 
 def test_it_is_told_once_that_the_probe_is_on_and_how_much_it_keeps():

@@ -222,6 +222,32 @@ def bare(step: MergedStep) -> MergedStep:
 
 
 @pytest.mark.parametrize(
+    ("layers", "skipped", "expected"),
+    [
+        (["h.1"], 1, (BAD, "layer", "h.1", "weight_norm")),
+        (["h.1", "h.3"], 1, (BAD, "layer", "", "weight_norm")),
+        (LAYERS, 0, (BAD, "losses", "", "loss")),
+    ],
+)
+def test_weights_that_the_check_finds_moved_first_if_no_update_wrote_them(
+    layers, skipped, expected
+):
+    tracker = OnsetTracker()
+    for number in range(BAD + 3):
+        step = bare(healthy(number))
+        if number >= BAD:
+            losses = {("rank_loss", rank): NAN for rank in range(4)}
+            step = change(
+                step, run={"skipped": skipped}, ranks=losses, layers=all_layers("grad_norm", NAN)
+            )
+        if number == BAD + 2:
+            norms = {(layer, "weight_norm"): NAN for layer in layers}
+            step = change(step, run={"nonfinite_params": 4}, layers=norms)
+        tracker.update(step)
+    assert expected == named(tracker, BAD + 2)
+
+
+@pytest.mark.parametrize(
     ("losses", "subject"),
     [
         ([6.0, 5.0, 7.0], "data"),

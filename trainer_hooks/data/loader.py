@@ -30,6 +30,7 @@ from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors.rng import capture_now, capture_rng, restore_rng
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import BatchWindow
+from trainvitals.units import humanize_count
 
 MAX_WINDOWS = 1000
 """Oldest windows are dropped first. At most ten rollbacks per run add one or two windows each."""
@@ -240,9 +241,11 @@ class Batches:
             was, now = saved_state.get("sampler_epoch"), sampler_epoch(loader)
             return f"the sampler was at epoch {was}, and is set to {now}"
         if saved_state["num_ranks"] != self._num_ranks:
-            return f"{saved_state['num_ranks']} ranks shared the data, now {self._num_ranks} do"
+            ranks = humanize_count(saved_state["num_ranks"], "rank")
+            return f"the data was shared by {ranks}, now by {self._num_ranks}"
         if saved_state["length"] != self._length:
-            return f"the loader had {saved_state['length']} batches, now it has {self._length}"
+            batches = humanize_count(saved_state["length"], "batch", "batches")
+            return f"the loader had {batches}, now it has {self._length}"
         if isinstance(loader, DataLoader) and is_seekable(loader):
             if saved_state["opening"] is None and sampler_with_state(loader) is not None:
                 return "the sampler's state before its first batch cannot be resumed from"

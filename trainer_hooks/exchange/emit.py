@@ -503,7 +503,7 @@ class Layers:
         self, names: Sequence[str], modules: Sequence[str] = (), parts: Sequence[slice] = (ALL,)
     ) -> None:
         self._parts = parts
-        owners = [name.rpartition(".")[0] or name for name in names]
+        owners = [_layer_of(name) for name in names]
         of_parameters = tuple(dict.fromkeys(owners))
         self._num_layers = len(of_parameters)
         self.names = tuple(dict.fromkeys((*of_parameters, *modules)))
@@ -547,13 +547,20 @@ class Layers:
             None if s is None else self.norms(s, of) for s, of in zip(squares, parts, strict=True)
         ]
         writes = [self._worst(w) for w in (samples.weight_writes, samples.moment_writes)]
+        damaged_layers = set(map(_layer_of, samples.nonfinite_parameters))
         for layer, name in enumerate(self.names):
             has_parameters = layer < self._num_layers
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
+            if name in damaged_layers:
+                norms[1] = math.nan  # the weight norm, also in a step that does not sample it
             activation = samples.activations.get(name, (None, None, None))
             written = [worst[layer] if worst and has_parameters else None for worst in writes]
             if any(value is not None for value in (*norms, activation[0], *written)):
                 yield [layer, *norms, *activation, *written]
+
+
+def _layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter
 
 
 # --------------------------------------------------------------------- rank 0's columns

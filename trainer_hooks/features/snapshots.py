@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from trainer_hooks.exchange.reduce_vector import Slots
+from trainer_hooks.measures.sampled import Samples
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.context import RunContext
@@ -49,6 +50,8 @@ class SnapshotsFeature(StepFeature):
         self._state_check = state_check
         self._shown_names = ""
         """Non-finite tensors of this rank in its latest report."""
+        self._nonfinite_parameters: Sequence[str] = ()
+        """The same for parameters that the check after a bad step found."""
 
     @classmethod
     def make(cls, run: RunContext) -> Self:
@@ -115,12 +118,33 @@ class SnapshotsFeature(StepFeature):
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add the names of non-finite tensors, and the reason of a missed snapshot."""
+        judgement = self._with_parameters(step, judgement)
         if step.record.nonfinite_state or step.record.snapshots_missed:
             if self._state_check is not None:
                 self._state_check.every = self._state_check.AGAIN
             judgement = self._with_names(step, judgement)
             self._run.report_unprotected(judgement)
         return judgement
+
+    def _with_parameters(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+        """Add this rank's non-finite parameters to the rows of their layers, and to the reasons.
+
+        Without rank 0, which writes the findings and those rows, one other rank notes its names.
+        """
+        ranks = step.reduced.ranks_where("nonfinite_params") if step.record.nonfinite_params else ()
+        run, rank = self._run, self._run.ranks.rank
+        if rank not in ranks or rank != min(ranks):
+            self._nonfinite_parameters = ()
+            return judgement
+        if not self._nonfinite_parameters:  # once per row: it waits for the device
+            with run.faults.fail_open("nonfinite_params"):
+                self._nonfinite_parameters = run.device.norms.nonfinite_names()
+            if rank:
+                text = f"rank {rank}: NaN or infinite: {_listed(self._nonfinite_parameters)}"
+                run.note_of_rank("nonfinite_params", text, step=step.step)
+        names = self._nonfinite_parameters
+        step.samples = (step.samples or Samples())._replace(nonfinite_parameters=names)
+        return _named(judgement, "nonfinite_params", _listed(names)) if names else judgement
 
     def _with_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Write this rank's non-finite tensors, or its error, for the findings about a step.
@@ -147,14 +171,7 @@ class SnapshotsFeature(StepFeature):
                 self._shown_names += _IS_INTENDED
                 text += _IS_INTENDED
             run.note_of_rank("nonfinite_state", text, step=step.step)
-        shown = self._shown_names
-        findings = tuple(
-            replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
-            for f in judgement.findings
-        )
-        if decision is not None and rolls_back:
-            decision = replace(decision, reason=f"{decision.reason} ({shown})")
-        return judgement._replace(findings=findings, decision=decision)
+        return _named(judgement, "nonfinite_state", self._shown_names)
 
     def _is_intended(self, names: Sequence[str]) -> bool:
         """Continue snapshots if the model itself writes the values: no rollback fixed them."""
@@ -182,6 +199,20 @@ class SnapshotsFeature(StepFeature):
             self._recovery.save_soon()
             run = self._run
             self._recovery.promote(run.last_step, run.judge.last_unhealthy_step)
+
+
+def _named(judgement: Judgement, kind: str, names: str) -> Judgement:
+    """Return the judgement with names in the findings of a kind, and in the decision on them."""
+    decision = judgement.decision
+    reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
+    findings = tuple(
+        replace(f, reason=reasons[f.reason]) if f.kind == kind else f for f in judgement.findings
+    )
+    if decision is not None and decision.rule == kind:
+        quoted = next((reason for reason in reasons if reason in decision.reason), decision.reason)
+        reason = decision.reason.replace(quoted, f"{quoted} ({names})", 1)
+        decision = replace(decision, reason=reason)
+    return judgement._replace(findings=findings, decision=decision)
 
 
 def _listed(names: Sequence[str]) -> str:

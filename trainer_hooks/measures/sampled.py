@@ -165,6 +165,8 @@ class Samples(NamedTuple):
     reduction_error: float | None = None
     """Difference between a reduced bucket and the sum of contributions, in roundings."""
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
+    nonfinite_parameters: Sequence[str] = ()
+    """Names of parameters that a check after a bad step found NaN or infinite, on this rank."""
 
     @property
     def by_layer(self) -> bool:

@@ -59,6 +59,7 @@ from trainvitals.detect.replicas import shown, vote
 from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 from trainvitals.records import CheckpointChanged, Decision
+from trainvitals.units import humanize_bytes, humanize_count
 
 if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
@@ -426,7 +427,8 @@ class SnapshotRing:
         if free is not None and needed > free // 2:
             raise CheckpointError(
                 f"snapshots need {_gib(needed)} on this node ({self.describe_slots()}, "
-                f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(free // 2)}",
+                f"{humanize_count(ranks_on_node, 'rank')}); half of the memory left to the job is "
+                f"{_gib(free // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
@@ -535,8 +537,8 @@ class SnapshotRing:
         free_bytes = host_memory_left()
         if free_bytes is not None and needed > free_bytes // 2:
             raise CheckpointError(
-                f"a copy for each of {self._ranks_on_node} ranks needs {_gib(needed)}; half of the "
-                f"memory left to the job is {_gib(free_bytes // 2)}"
+                f"a copy for each of {humanize_count(self._ranks_on_node, 'rank')} needs "
+                f"{_gib(needed)}; half of the memory left to the job is {_gib(free_bytes // 2)}"
             )
         self.slots = [*remaining_slots, _Slot(pinned=self._pinned)]
 
@@ -950,8 +952,8 @@ class RecoveryManager:
         agreement.on_root(store.prepare)
         agreement.on_all(store.folder.reach)
         text = (
-            f"{ring.describe_slots()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
-            f"{interval} steps"
+            f"{ring.describe_slots()}, {humanize_bytes(ring.bytes())} per rank, a snapshot every "
+            f"{humanize_count(interval, 'step')}"
         )
         if ring.shares:
             text += (

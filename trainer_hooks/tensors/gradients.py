@@ -473,3 +473,9 @@ class GradNorms:
         """Return, on the device, the number of local parameters with NaN or Inf; does not wait."""
         with torch.no_grad():
             return nonfinite_count([local_tensor(p) for p in self.params], self.device)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of local parameters with NaN or Inf; waits for the device."""
+        counts = [nonfinite_count([p], self.device) for p in self.local_parameters()]
+        are_bad = torch.stack(counts).tolist()
+        return [name for name, is_bad in zip(self.names, are_bad, strict=True) if is_bad]

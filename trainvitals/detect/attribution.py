@@ -504,6 +504,8 @@ class OnsetTracker:
         self._loss_bad: list[float] = []
         self._loss_after: list[float] = []
         self._key = (0, -1)
+        self._lost_since: int | None = None
+        """First of the steps in a row whose loss was non-finite and whose update was skipped."""
         self._durations: deque[float] = deque(maxlen=LAG)
 
     @property
@@ -532,6 +534,11 @@ class OnsetTracker:
         looked: list[_Looked] = []
         out += self._of_settings(merged)
         lossy, zeds = self._of_losses(merged, out, looked)
+        is_lost = any(each.series == "loss" and each.value is None for each in out)
+        if not is_lost or not number(merged.run.get("skipped")):
+            self._lost_since = None
+        elif self._lost_since is None or not follows:
+            self._lost_since = merged.step
         self._of_waits(merged, speed, looked)
         if merged.layers:
             self._of_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
@@ -794,6 +801,7 @@ class OnsetTracker:
         is_next = self._layers_at == (merged.attempt, step - 1) and follows
         self._layers_at = (merged.attempt, step)
         self._of_writes(rows, step, out, looked)
+        self._of_parameters(rows, merged, out)
         self._of_weights(rows, step, out, looked, is_next=is_next)
         self._of_activations(rows, step, out, looked)
         norms = rows.column("grad_norm")
@@ -829,6 +837,20 @@ class OnsetTracker:
                 out.append(_Out(step, order, subject, where, name, value, 0.0))
             elif self._numbers.is_quiet:
                 peaks.add(written)
+
+    def _of_parameters(self, rows: _LayerColumns, merged: MergedStep, out: list[_Out]) -> None:
+        """Name the layer whose weights the check after a bad step found to be non-finite.
+
+        A skipped update changes nothing: the weights were so before the first bad loss of the row.
+        """
+        weights = rows.column("weight_norm")
+        if weights is None or not number(merged.run.get("nonfinite_params")):
+            return
+        bad = np.flatnonzero(~np.isfinite(weights) & rows.has("weight_norm"))
+        if len(bad):
+            step = merged.step if self._lost_since is None else self._lost_since
+            where = self._names[int(bad[0])] if len(bad) == 1 else ""
+            out.append(_Out(step, 4.4, "layer", where, "weight_norm"))
 
     def _of_weights(
         self,

@@ -25,6 +25,7 @@ from trainvitals.policy.state import (
     lr_factor_at,
 )
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
+from trainvitals.units import humanize_count
 
 RULES: dict[str, str] = {
     "nonfinite": "a loss or gradient that is NaN or infinite",
@@ -209,7 +210,7 @@ def roll_back_as_planned(
         num_batches = max(state.last_flagged, plan.onset_step) + margin + 1 - first
         windows = (*facts.skipped_windows, SkippedWindow(first, num_batches))
         facts = replace(facts, skipped_windows=windows[-MAX_SKIPPED_WINDOWS:])
-        text = f"; skipping {num_batches} batches from step {first}"
+        text = f"; skipping {humanize_count(num_batches, 'batch', 'batches')} from step {first}"
     if cause.tries > 1:
         text += f"; learning rate x {facts.lr_factor:.4g}"
     reason = rollback.reason + text
@@ -317,8 +318,8 @@ def choose_checkpoint(
     usable = _healthy(checkpoints, latest)
     if not usable:
         return None, (
-            f"none of {len(checkpoints)} checkpoints is healthy and at or before step {latest} "
-            f"({margin} steps before the onset at {onset})"
+            f"none of {humanize_count(len(checkpoints), 'checkpoint')} is healthy and at or before "
+            f"step {latest} ({margin} steps before the onset at {onset})"
         )
     older = [ref for ref in usable if below is None or ref.step < below]
     target = older[-1] if older else usable[0]

@@ -56,6 +56,7 @@ from trainvitals.policy.state import (
     within_window,
 )
 from trainvitals.records import Finding, StateRead, StepRecord
+from trainvitals.units import humanize_count
 
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
@@ -608,9 +609,9 @@ def _act_on_differing_replicas(
     elif not context.heals or context.mode == "observe":
         note = f"mode {context.mode!r} does not roll back"
     elif any(-1 in (who, rank) or who == rank for _, who in earlier):
-        when = facts.clock - earlier[-1][0]
+        when = humanize_count(facts.clock - earlier[-1][0], "step")
         where = f"on rank {rank}" if rank >= 0 else "and two replicas cannot tell whose fault it is"
-        text = f"{finding.reason}; it is there again {when} steps after a rollback, {where}"
+        text = f"{finding.reason}; it is there again {when} after a rollback, {where}"
         text += ": a persistent fault"
         return halt(state, context, finding, reason=text, rule=finding.kind)
     elif len(spent_causes(facts, config)) >= config.max_causes:

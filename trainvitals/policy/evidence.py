@@ -12,6 +12,7 @@ import msgspec
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy.state import CheckpointRef, Mode, PolicyConfig, PolicyState, Proposal
 from trainvitals.records import Finding, StateRead, StepRecord
+from trainvitals.units import humanize_count
 
 Trigger = Literal["spike", "nonfinite", "level"]
 
@@ -129,7 +130,8 @@ def of_reading(event: StateRead) -> str:
     is_probe = event.trigger != "evaluation"
     who = "Probe" if is_probe else "Evaluation"
     if event.verdict == "abstained" or event.ratio is None:
-        few = f"only {event.num_batches} kept batches could be evaluated; it needs 3"
+        batches = humanize_count(event.num_batches, "kept batch", "kept batches")
+        few = f"only {batches} could be evaluated; it needs 3"
         return f"{who}: no verdict: {event.detail or (few if is_probe else 'nothing to compare')}"
     numbers = [f"{event.num_batches} batches"] if is_probe else []
     numbers += [] if event.then is None else [f"{event.then:.4g} before"]

@@ -21,6 +21,7 @@ from trainvitals.io.rundir import holds_runs
 from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.plugins import load_plugin
 from trainvitals.printable import printable
+from trainvitals.units import humanize_count
 
 if TYPE_CHECKING:
     from trainvitals.judged_log import JudgedStep
@@ -214,7 +215,8 @@ def _replay_run(
     for line in (*differences, *done.missing()):
         _say(line)
     _say(
-        f"{name}: {len(done.records)} steps, {len(done.decisions)} decisions: "
+        f"{name}: {humanize_count(len(done.records), 'step')}, "
+        f"{humanize_count(len(done.decisions), 'decision')}: "
         + ("not as recorded" if differences else "all as recorded")
     )
     if differences:
@@ -267,14 +269,15 @@ def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
     )
     actions = ", ".join(f"{times} {action}" for action, times in counts.items())
     return (
-        f"{findings['actionable']} actionable findings, {findings['advisory']} advisory; "
-        f"{counts.total()} decisions{': ' if actions else ''}{actions}{_probes_text(judged_steps)}"
+        f"{humanize_count(findings['actionable'], 'actionable finding')}, "
+        f"{findings['advisory']} advisory; {humanize_count(counts.total(), 'decision')}"
+        f"{': ' if actions else ''}{actions}{_probes_text(judged_steps)}"
     )
 
 
 def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
     num = sum(len(judged.judgement.readings) for judged in judged_steps)
-    return f"; the probe would run {num} times" if num else ""
+    return f"; the probe would run {humanize_count(num, 'time')}" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -10,6 +10,7 @@ import typer
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import tally
+from trainvitals.units import humanize_count
 from trainvitals.views import (
     CheckpointsQuestion,
     DecisionsQuestion,
@@ -247,8 +248,8 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
             else f"to {format_time(thinning.to_unix_ns)}"
         )
         removal_note = (
-            f"{thinning.num_rows} rows {until} removed for their {thinning.reason}; "
-            f"kept: {thinning.rule}"
+            f"{humanize_count(thinning.num_rows, 'row')} {until} removed for their "
+            f"{thinning.reason}; kept: {thinning.rule}"
         )
         lines.append((f"thinned {thinning.stream}", removal_note))
     return lines

@@ -18,6 +18,7 @@ from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.options import Form
 from trainvitals.cli.output import Format, write_table
 from trainvitals.errors import StorageError, UsageError
+from trainvitals.units import humanize_count
 
 if TYPE_CHECKING:
     from vitals_collector.storage.store import Store
@@ -183,7 +184,10 @@ def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
         num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()
         after = store_size(store)
-    _say(f"{num_rows} rows thinned; {before.num_bytes} bytes before, {after.num_bytes} now")
+    _say(
+        f"{humanize_count(num_rows, 'row')} thinned; {before.num_bytes} bytes before, "
+        f"{after.num_bytes} now"
+    )
 
 
 def delete(

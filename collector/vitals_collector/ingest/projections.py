@@ -37,6 +37,7 @@ from trainvitals.records import (
     TrainingPaused,
 )
 from trainvitals.rows import Schema, column_of
+from trainvitals.units import humanize_count
 from vitals_collector.storage.schema import (
     attempts,
     checkpoints,
@@ -105,7 +106,8 @@ def describe(event: Event | None) -> str:
         case None:
             return "an event of a type that this version does not know"
         case RunStarted(info=info):
-            return f"run {info.name or '(no name)'} started on {info.world_size} ranks, {info.mode}"
+            ranks = humanize_count(info.world_size, "rank")
+            return f"run {info.name or '(no name)'} started on {ranks}, {info.mode}"
         case RankStarted():
             return f"rank {event.rank} started on {event.node} as process {event.pid}"
         case AttemptStarted(parent=None):
@@ -113,7 +115,7 @@ def describe(event: Event | None) -> str:
         case AttemptStarted():
             return f"new attempt from step {event.fork_step}: {event.reason}"
         case NamesDefined():
-            return f"{len(event.names)} names of {event.stream}"
+            return f"{humanize_count(len(event.names), 'name')} of {event.stream}"
         case FindingRaised(finding=finding):
             return finding.reason
         case DecisionMade(decision=decision):
@@ -127,18 +129,20 @@ def describe(event: Event | None) -> str:
         case CheckpointChanged():
             return f"checkpoint {event.checkpoint_id} is {event.state} ({event.where})"
         case DataWindowSkipped():
-            window = f"{event.first_batch} to {event.last_batch}"
-            return f"batches {window} of epoch {event.epoch} skipped: {event.reason}"
+            first, last = event.first_batch, event.last_batch - 1
+            window = f"batches {first} to {last}" if last > first else f"batch {first}"
+            return f"{window} of epoch {event.epoch} skipped: {event.reason}"
         case BatchNoted():
             first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"
             return f"fed by {first}: {samples(event)}"
         case ChangeExpected():
-            return f"a change is expected for {event.steps} steps: {event.reason}"
+            return f"a change is expected for {humanize_count(event.steps, 'step')}: {event.reason}"
         case RanksStill(ranks=()):
             return "the ranks of this node move again"
         case RanksStill():
             still = min(rank.still_seconds for rank in event.ranks)
-            return f"no progress of the {len(event.ranks)} ranks of this node for {still:.1f} s"
+            ranks = humanize_count(len(event.ranks), "rank")
+            return f"no progress of {ranks} of this node for {still:.1f} s"
         case StacksTaken():
             last = event.stacks.rstrip().rpartition("(most recent call first):")[2].strip()
             at = last.splitlines()[0].strip() if last else event.detail

@@ -47,27 +47,21 @@ def summaries(
 
 
 def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
-    """Return how many updates were not applied, by run and cause.
+    """Return how many updates were skipped, by run and cause.
 
-    A step has one entry: if that is a rollback or a halt, it has its own entry.
+    The step of a rollback or a halt is not counted: its update was not applied either, but the
+    decision log shows the rollback or the halt for it.
     """
     columns = decisions.c
     query = select(columns.run_id, columns.cause).where(
         columns.action == "skip_step", columns.acted
     )
-    skips = Counter[tuple[str, str]]()
-    for of, cause, num in connection.execute(
+    counts = (
         _of(query, columns.run_id, run_id)
         .add_columns(func.count())
         .group_by(columns.run_id, columns.cause)
-    ):
-        skips[of, cause] += num
-    others = select(columns.run_id, columns.cause, columns.body).where(
-        columns.action.not_in(("skip_step", "continue"))
     )
-    for of, cause, body in connection.execute(_of(others, columns.run_id, run_id)):
-        skips[of, cause] += bool(body) and _decision(body).skipped
-    return skips
+    return {(of, cause): num for of, cause, num in connection.execute(counts)}
 
 
 def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -4,6 +4,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from trainvitals.records import ChangeExpected
+from trainvitals.units import humanize_count
 from trainvitals.views import AnnotationView
 from vitals_collector.storage.schema import annotations, events
 
@@ -25,7 +26,7 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView,
         if not body:
             continue  # skip damaged rows
         change = _expected(body)
-        text = f"{change.reason} (a change expected for {change.steps} steps)"
+        text = f"{change.reason} (a change expected for {humanize_count(change.steps, 'step')})"
         views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))
     return tuple(sorted(views, key=lambda view: (view.step, view.time_unix_ns, view.by, view.text)))
 

@@ -46,6 +46,9 @@ from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
 """Steps before the problem that are replayed: layers are written every 10th step."""
+_AFTER = LAG
+"""Steps after it that are replayed too: a check of the weights, or a loss that recovers, names the
+cause of an earlier step."""
 _MOST_ROWS = 200_000
 """At most this number of rows of ranks is replayed; for large jobs this covers fewer steps."""
 _MAX_TOLD = 3
@@ -85,7 +88,7 @@ def precursor(
         onsets = live.onsets
     else:
         tracker = OnsetTracker()
-        for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1):
+        for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1 + _AFTER):
             if merged.attempt <= attempt:
                 tracker.update(merged)
         if not tracker.is_judging and not tracker.onsets:  # non-finite values need no reference
@@ -264,6 +267,8 @@ def _what(onset: Onset) -> str:
         return f"data of {where}: its loss" if where else "data: loss of all ranks"
     if onset.subject == "gradients":
         return "gradient norm of most layers" if onset.sigmas else "gradient norm"
+    if onset.value is None and onset.series == "weight_norm":
+        return f"weights{f' of {where}' if where else ''} turned NaN or infinite"
     if onset.value is None:
         return f"{series} of {where} turned NaN or infinite"
     if onset.value == 0.0 and onset.sigmas is None:

@@ -72,7 +72,9 @@ def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: in
 
 def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
     """Return the grouping data of a decision."""
-    first, last = decision.step, max(decision.step, decision.decided_at_step)
+    first = last = decision.step
+    if decision.action != "skip_step":  # the steps up to the decision end with it
+        last = max(first, decision.decided_at_step)
     is_rollback = decision.action == "rollback" and decision.acted
     if is_rollback and 0 <= decision.rollback_to_step < first:
         first = decision.rollback_to_step

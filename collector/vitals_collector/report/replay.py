@@ -56,6 +56,7 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.rows import Value
+from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import Numbers, NumbersReader, RowSpan, StreamKey
 from vitals_collector.queries.series import behind
@@ -117,10 +118,13 @@ class Replay:
         if self.other_limits:
             num, first = len(self.other_limits), self.other_limits[0]
             differences.append(
-                f"limits differ from the recorded ones in {num} steps, first at {first}"
+                f"limits differ from the recorded ones in {humanize_count(num, 'step')}, first at "
+                f"{first}"
             )
         if len(replayed) != len(theirs):
-            differences.append(f"{len(replayed)} decisions replayed, {len(theirs)} recorded")
+            differences.append(
+                f"{humanize_count(len(replayed), 'decision')} replayed, {len(theirs)} recorded"
+            )
         return differences
 
     def document(self) -> dict[str, Any]:
@@ -139,10 +143,10 @@ class Replay:
         """Return a text line for each kind of missing rows."""
         texts = []
         if self.num_lost_rows:
-            lost = f"{self.num_lost_rows} rows of rank 0 were lost"
+            lost = f"lost {humanize_count(self.num_lost_rows, 'row')} of rank 0"
             texts.append(f"{lost}: the replay may differ without them")
         if self.num_thinned_rows:
-            thinned = f"{self.num_thinned_rows} rows of other ranks were thinned"
+            thinned = f"thinned {humanize_count(self.num_thinned_rows, 'row')} of other ranks"
             texts.append(
                 f"{thinned}, to step {self.thinned_to_step}: where only these rows identified the "
                 "rank, the replay cannot name it"

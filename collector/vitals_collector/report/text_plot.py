@@ -7,6 +7,7 @@ per column. Marks are letters, so that nothing depends on color.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from trainvitals.units import humanize_count
 from vitals_collector.report.curves import (
     KINDS,
     CurveMark,
@@ -79,7 +80,8 @@ def legend(marks: Iterable[CurveMark]) -> str:
 
 def _title(curve: PlottedCurve, scale: ValueScale) -> str:
     series = curve.series
-    text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {series.num_total} steps"
+    steps = humanize_count(series.num_total, "step")
+    text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {steps}"
     if series.num_nonfinite:
         text += f", {series.num_nonfinite} not finite"
     if curve.discarded is not None and curve.discarded.num_total:

@@ -9,6 +9,7 @@ import streamlit as st
 
 from trainvitals.hindsight import tally
 from trainvitals.io.client import CollectorClient
+from trainvitals.units import humanize_count
 from trainvitals.views import (
     AlertsQuestion,
     AlertView,
@@ -281,7 +282,9 @@ def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
             formatting.number(summary.loss),
             delta=None if delta is None else f"{delta:+.3g}",
             delta_color="inverse",
-            delta_description=f"in {last.delta_steps} steps" if delta is not None else None,
+            delta_description=None
+            if delta is None
+            else f"in {humanize_count(last.delta_steps, 'step')}",
             border=True,
             width=WIDE_NUMBER,
         )

@@ -315,7 +315,7 @@ def test_a_leak_is_told_with_the_steps_that_are_left() -> None:
     (finding,) = watched(memory_watcher(), rows)
     assert finding.value is not None
     assert abs(finding.step + finding.value - 4000) < 50
-    assert "rank 0 grows by 10.25 MiB a step" in finding.reason
+    assert "rank 0 grows by 10.25 MiB per step" in finding.reason
     assert "80 GiB run out in" in finding.reason
 
 

@@ -21,7 +21,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow
-from trainvitals.units import humanize_bytes
+from trainvitals.units import humanize_bytes, humanize_count
 
 _MOST_BYTES = 1e18
 """An exabyte: a larger number is invalid."""
@@ -177,9 +177,9 @@ class MemoryCreepWatcher(Watcher):
         return advisory_finding(
             self.name,
             step,
-            f"memory of rank {rank} grows by {humanize_bytes(slope)} a step since step "
+            f"memory of rank {rank} grows by {humanize_bytes(slope)} per step since step "
             f"{max(0, onset)}; at that rate its {humanize_bytes(self._total)} run out in "
-            f"{steps_to_full:,.0f} steps",
+            f"{humanize_count(round(steps_to_full), 'step')}",
             rank=rank,
             value=steps_to_full,
             onset_step=max(0, onset),

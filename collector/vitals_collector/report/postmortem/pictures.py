@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainvitals.printable import printable
+from trainvitals.units import humanize_count
 from trainvitals.views import CellsReply, SeriesReply
 from vitals_collector.report.curves import (
     KINDS,
@@ -57,7 +58,7 @@ def caption(curve: PlottedCurve) -> str:
     """Return a description of the plot."""
     series, scale = curve.series, _drawn(curve)[2]
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
-    text += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
+    text += f"{humanize_count(series.num_total, 'step')}, {series.num_nonfinite} of them not finite"
     if curve.discarded is not None and curve.discarded.num_total:
         text += f"; {curve.discarded.num_total} discarded by rollbacks"
     return text

@@ -378,7 +378,7 @@ class ImportedRows:
 
     def notes(self) -> list[str]:
         """Return one sentence per reason for which rows were skipped."""
-        return [f"{times} rows {why} were skipped" for why, times in self._dropped.items()]
+        return [f"skipped rows {why}: {times:,}" for why, times in self._dropped.items()]
 
 
 def add_record(

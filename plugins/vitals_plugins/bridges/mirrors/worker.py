@@ -23,6 +23,7 @@ from trainvitals.io.private import ensure_own_dir, open_own, read_own, replace_f
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
 from trainvitals.redaction import redact
+from trainvitals.units import humanize_count
 from trainvitals.views import RunDetail, RunState, RunSummary
 from vitals_collector.queries.open import Opened
 from vitals_plugins.bridges.mirrors.follow import Cursor, Entry, Follower
@@ -267,7 +268,7 @@ def mirror(
         tracker = open_tracker(target, About.of(detail), saved.kept, saved.is_writing)
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"
-        say(f"{verb}: {saved.num_rows} rows are in {target}")
+        say(f"{verb}: {target} has {humanize_count(saved.num_rows, 'row')}")
         pen = _Pen(tracker, state, saved, alive)
         while True:
             over = is_over(detail.summary)
@@ -284,7 +285,7 @@ def mirror(
         tracker.close(detail.summary.state)
         saved.kept = tracker.kept
         state.save(saved)
-        say(f"done: {saved.num_rows} rows, the run is {detail.summary.state}")
+        say(f"done: {humanize_count(saved.num_rows, 'row')}, the run is {detail.summary.state}")
 
 
 class _Pen:

@@ -89,8 +89,8 @@ def test_a_row_keeps_its_number_when_others_say_nothing(tmp_path):
     history = read(tmp_path, content)
     assert [(0, 0), (4, 2)] == [(s.row, s.step) for s in history.steps]
     assert [
-        "1 rows that repeat the head were skipped",
-        "1 rows without a step were skipped",
+        "skipped rows that repeat the head: 1",
+        "skipped rows without a step: 1",
     ] == history.notes
 
 
