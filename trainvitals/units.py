@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
+"""Format of a time in UTC, for ``strftime``."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 

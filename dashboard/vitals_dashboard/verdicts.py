@@ -1,9 +1,15 @@
 """The verdict as pages show it: a strip of two lines, and the panel that it folds out."""
 
+from collections.abc import Iterable
+from datetime import datetime
+
 import streamlit as st
 
+from trainvitals.document import markdown, page
+from trainvitals.document.blocks import CommandLines, KeyFacts, TableBlock, TextBlock
+from trainvitals.document.incident import incident_blocks, timeline_blocks, verdict_blocks
 from trainvitals.views import IncidentView, RunSummary, RunVerdict, VerdictView
-from vitals_dashboard import components, formatting, layout, ticket
+from vitals_dashboard import components, formatting, layout
 
 MAX_TEXT = 600
 _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
@@ -54,32 +60,50 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
 
 def panel(verdict: VerdictView) -> None:
     """Draw the whole verdict: each fact with its name, then the commands to copy."""
-    with st.container(key="prose_verdict", gap="xxsmall"):
-        for name, text in ticket.facts(verdict):
-            with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
-                st.markdown(f"**{name}**", width=110)
-                st.text(formatting.plain(text, MAX_TEXT), width="stretch")
-        for number, command in enumerate(verdict.commands):
-            components.command(formatting.plain(command, MAX_TEXT), key=f"copy_{number}")
+    _draw(verdict_blocks(verdict), key="verdict")
 
 
 def timeline(verdict: VerdictView) -> None:
     """Draw what happened, one line each."""
-    with st.container(key="prose_timeline", gap="xxsmall"):
-        for number, line in enumerate(verdict.timeline):
-            with st.container(horizontal=True, key=f"fact_line_{number}"):
-                st.text(ticket.entry_time(line, has_date=False), width=170)
-                st.text(formatting.plain(line.text, 300), width="stretch")
+    _draw(timeline_blocks(verdict), key="timeline")
+
+
+def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
+    """Draw facts, commands and tables, whose last column is the widest."""
+    with st.container(key=f"prose_{key}", gap="xxsmall"):
+        for block in blocks:
+            match block:
+                case KeyFacts():
+                    for name, text in block.pairs:
+                        with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
+                            st.markdown(f"**{name}**", width=110)
+                            st.text(formatting.plain(text, MAX_TEXT), width="stretch")
+                case CommandLines():
+                    for number, line in enumerate(block.lines):
+                        components.command(formatting.plain(line, MAX_TEXT), key=f"copy_{number}")
+                case TableBlock():
+                    for number, (*cells, last) in enumerate(block.rows):
+                        labels = map(_label, block.header, cells)
+                        with st.container(horizontal=True, key=f"fact_line_{number}"):
+                            st.text(", ".join(filter(None, labels)), width=170)
+                            st.text(formatting.plain(str(last), 300), width="stretch")
+
+
+def _label(name: str, cell: object) -> str:
+    if isinstance(cell, datetime):
+        return f"{cell:%H:%M:%S} UTC"
+    return f"{name} {cell:,}" if isinstance(cell, int) else ""
 
 
 def ticket_of(run: RunSummary, incident: IncidentView) -> None:
     """Draw the control to copy the summary to a ticket."""
+    blocks = incident_blocks(incident, run)
     with st.popover("For a ticket", icon=":material/content_copy:", key="ticket_open"):
-        markdown, page = st.tabs(["Markdown", "HTML"])
-        with markdown:
-            st.code(ticket.markdown(run, incident), language=None, wrap_lines=True, height=320)
-        with page:
-            st.code(ticket.page(run, incident), language=None, wrap_lines=True, height=320)
+        as_markdown, as_page = st.tabs(["Markdown", "HTML"])
+        with as_markdown:
+            st.code(markdown.write(blocks), language=None, wrap_lines=True, height=320)
+        with as_page:
+            st.code(page.write_part(blocks), language=None, wrap_lines=True, height=320)
         st.caption("The whole report, with its curves:")
         st.code(
             f"vitals postmortem {run.run_id} --incident {incident.incident_id}"

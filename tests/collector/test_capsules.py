@@ -57,10 +57,10 @@ def test_a_verdict_beside_the_capsule_is_told_everywhere(
     played(tmp_path)
     assert [SENTENCE] == [sentence for sentence, _ in told(tmp_path)]
     assert [SENTENCE] == [sentence for sentence, _ in told(tmp_path / RUN)]
-    for command in ("show", "postmortem"):
+    for command, name in (("show", "played again"), ("postmortem", "- **Played again**:")):
         assert 0 == vitals(command, tmp_path)
         shown = " ".join(capsys.readouterr().out.split())
-        assert f"played again {SENTENCE}" in shown.replace("| ", ""), shown
+        assert f"{name} {SENTENCE}" in shown, shown
         assert "vitals repro" in shown
 
 

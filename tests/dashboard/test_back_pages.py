@@ -9,7 +9,9 @@ from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_ba
 from tests.dashboard.stub import Stub
 from tests.support.pages import Open, shown
 from trainvitals.detect.registry import KINDS
-from vitals_dashboard import formatting, ticket
+from trainvitals.document import markdown, page
+from trainvitals.document.incident import incident_blocks, verdict_facts
+from vitals_dashboard import formatting
 
 
 def press(app: AppTest, label: str) -> AppTest:
@@ -168,8 +170,8 @@ def test_a_rollback_that_waits_for_a_yes_is_approved_or_vetoed(stub: Stub, open_
 
 def test_nan_cannot_be_called_healthy(stub: Stub, open_page: Open) -> None:
     stub.add(of_rule(proposed(with_look_back(samples.sample_run())), "nonfinite_params"))
-    for page in ("decisions", "incident"):
-        assert "Send: accept" not in labels(open_page(page, control=True))
+    for name in ("decisions", "incident"):
+        assert "Send: accept" not in labels(open_page(name, control=True))
 
 
 def test_a_proposal_that_is_dismissed_is_a_note_and_says_so(stub: Stub, open_page: Open) -> None:
@@ -254,7 +256,7 @@ def test_an_incident_begins_with_its_verdict_and_then_has_its_evidence(
     stub.add(sample)
     app = open_page("incident", incident=INCIDENT)
     said = shown(app)
-    for fact in ticket.facts(sample.incidents[0].verdict):
+    for fact in verdict_facts(sample.incidents[0].verdict).pairs:
         assert formatting.plain(fact[1], 600) in said, fact
     assert said.index("Rank 3's loss reached") < said.index("At step 178 the gradient norm")
     assert "steps 178 to 262" in said
@@ -290,12 +292,13 @@ def test_of_several_incidents_an_open_one_is_shown_and_all_are_listed(
 
 def test_the_summary_for_a_ticket_keeps_a_strangers_words_as_words() -> None:
     sample = with_look_back(samples.sample_run(name="*bold* @all"))
-    told = ticket.markdown(sample.summary, sample.incidents[0])
+    blocks = incident_blocks(sample.incidents[0], sample.summary)
+    told = markdown.write(blocks)
     assert told.startswith("## Loss spike at step 180, rolled back to step 230\n")
     assert "Run: \\*bold\\* &#64;all (" in told
     assert "<script" not in told and "](" not in told.replace("\\](", "")
     assert "- **Before**: First time in this run. Also in 1 of 4 other runs: elder." in told
     assert f"```sh\nvitals postmortem {samples.run_id(1)} --incident {INCIDENT}\n```" in told
-    page = ticket.page(sample.summary, sample.incidents[0])
-    assert "<script" not in page and "&lt;script&gt;" in page
-    assert "<td>Rolled back to step 230.</td>" in page
+    part = page.write_part(blocks)
+    assert "<script" not in part and "&lt;script&gt;" in part
+    assert "<td>Rolled back to step 230.</td>" in part

@@ -13,6 +13,7 @@ import msgspec
 
 from trainvitals.jsonable import to_json
 from trainvitals.printable import printable
+from trainvitals.units import DATE_FORMAT
 
 MAX_CELL = 60
 """Maximum characters of a table's cell, except in the last column."""
@@ -104,7 +105,7 @@ def format_time(time_unix_ns: int) -> str:
         then = datetime.fromtimestamp(time_unix_ns // 10**9, tz=UTC)
     except (OverflowError, ValueError, OSError):
         return "(no date)"
-    return then.strftime("%Y-%m-%d %H:%M:%SZ")
+    return then.strftime(DATE_FORMAT)
 
 
 def _short(cell: str) -> str:

@@ -41,7 +41,7 @@ def postmortem(
 
     The page is self-contained: no scripts, no other files, no network.
     """
-    from vitals_collector.report.postmortem import markdown, page
+    from trainvitals.document import markdown, page
     from vitals_collector.report.postmortem.report_data import gather
     from vitals_collector.report.postmortem.story import report_blocks
 

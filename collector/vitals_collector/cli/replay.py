@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -209,7 +209,7 @@ def _replay_run(
     name = printable(summary.name or summary.run_id)
     judged_steps = done.judged()
     if plot is not None:
-        _draw(judged_steps, len(judged_steps), plot, name)
+        _draw(judged_steps, plot, name)
     _write(judged_steps, done.document(), form)
     differences = done.differences()
     for line in (*differences, *done.missing()):
@@ -234,28 +234,29 @@ def folder_here() -> Path | None:
 
 def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportFormat) -> None:
     from trainvitals.judged_log import document, judge_history
-    from vitals_collector.report.drawing import Drawing
 
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
     for line in (importers.about(history), *assumptions, *history.notes):
         _say(printable(line))
-    drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
-    judged_steps = []
-    for judged in judge_history(
-        history.steps,
-        config=assumed.config,
-        mode=assumed.mode,
-        clips=assumed.clips,
-        expected=assumed.expected,
-    ):
-        judgement = judged.judgement
-        if judgement.findings or judgement.readings or judgement.decision is not None:
-            judged_steps.append(judged)
-        if drawing is not None:
-            drawing.add(judged)
-    if plot is not None and drawing is not None:
-        _save(drawing.svg(), plot)
+    every = list(
+        judge_history(
+            history.steps,
+            config=assumed.config,
+            mode=assumed.mode,
+            clips=assumed.clips,
+            expected=assumed.expected,
+        )
+    )
+    if plot is not None:
+        _draw(every, plot, Path(history.source).name)
+    judged_steps = [
+        judged
+        for judged in every
+        if judged.judgement.findings
+        or judged.judgement.readings
+        or judged.judgement.decision is not None
+    ]
     _write(judged_steps, document(judged_steps), form)
     _say(_counted(judged_steps))
 
@@ -336,18 +337,13 @@ def _need(decision: "Decision") -> str:
     return "could rule it out" if could_be_ruled_out(decision) else "not needed"
 
 
-def _draw(judged_steps: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:
-    from vitals_collector.report.drawing import Drawing
+def _draw(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
+    from vitals_collector.report.curves import judged_curves, judged_marks
+    from vitals_collector.report.svg_plot import curves_file
 
-    drawing = Drawing(num, title)
-    for judged in judged_steps:
-        drawing.add(judged)
-    _save(drawing.svg(), plot)
-
-
-def _save(picture: str, plot: Path) -> None:
+    drawn = curves_file(title, judged_curves(judged_steps), judged_marks(judged_steps))
     try:
-        plot.write_text(picture, encoding="utf-8")
+        plot.write_text(drawn, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{plot} cannot be written: {error.strerror}") from error
 

@@ -8,6 +8,7 @@ from typing import Annotated, TextIO
 import typer
 
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
+from trainvitals.document.incident import verdict_facts
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import tally
 from trainvitals.units import humanize_count
@@ -138,16 +139,12 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
     """Return the rows of the verdict; none for a run without an incident."""
     if not verdict.incident_id:
         return []
-    rows = [
+    facts = verdict_facts(verdict).pairs
+    return [
         ("incident", f"{verdict.incident_id}: {verdict.state}"),
-        ("cause", verdict.cause),
-        ("action taken", verdict.action),
-        ("cost", verdict.cost),
-        ("before", verdict.before),
-        ("next", verdict.next),
-        ("played again", verdict.played),
+        *((name.lower(), text) for name, text in facts if name != "State"),
+        *(("command", command) for command in verdict.commands),
     ]
-    return [*rows, *(("command", command) for command in verdict.commands)]
 
 
 def _decided(view: DecisionView) -> tuple[object, ...]:

@@ -4,11 +4,13 @@ The layout is also computed here: minimum and maximum of each column, and the ax
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Branch, DecisionView, SeriesQuestion, SeriesReply
+from trainvitals.judged_log import JudgedStep, LoggedStep, cadence_of
+from trainvitals.records import Decision
+from trainvitals.views import Branch, DecisionView, NonFiniteMark, SeriesQuestion, SeriesReply
 from vitals_collector.queries.open import Reader
 
 LOG_FROM = 20.0
@@ -21,7 +23,6 @@ class PlotColumn:
 
     low: float = math.inf
     high: float = -math.inf
-    limit: float = math.inf
     num_nonfinite: int = 0
 
     def add(self, value: float) -> None:
@@ -80,6 +81,8 @@ KINDS = {
     "restart": ("e", "hung job ended"),
     "continue": ("c", "reported only"),
     "observed": ("o", "observed, not done"),
+    "actionable": ("f", "finding to act on"),
+    "advisory": ("i", "advisory finding"),
 }
 """Kinds of marks, the most severe first: their letter and their label."""
 
@@ -166,14 +169,102 @@ def curves(
 
 def marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
     """Return a mark for each decision, at the step it is about."""
-    return tuple(
-        CurveMark(
-            step=view.decision.step,
-            kind=view.decision.action if view.decision.acted else "observed",
-            words=f"step {view.decision.step}: {view.decision.action}: {view.decision.reason}",
-        )
-        for view in ledger
+    return tuple(decision_mark(view.decision) for view in ledger)
+
+
+def decision_mark(decision: Decision) -> CurveMark:
+    """Return the mark of a decision."""
+    return CurveMark(
+        step=decision.step,
+        kind=decision.action if decision.acted else "observed",
+        words=f"step {decision.step}: {decision.action}: {decision.reason}",
     )
+
+
+# ---------------------------------------------------------------------------------- curves of a log
+
+
+def judged_marks(judged_steps: Iterable[JudgedStep]) -> list[CurveMark]:
+    """Return a mark for each finding and each decision of a log that was judged."""
+    curve_marks = []
+    for _, _, judgement in judged_steps:
+        curve_marks += [
+            CurveMark(step=f.step, kind=f.level, words=f"step {f.step}: {f.kind}: {f.reason}")
+            for f in judgement.findings
+        ]
+        if judgement.decision is not None and judgement.decision.action != "continue":
+            curve_marks.append(decision_mark(judgement.decision))
+    return curve_marks
+
+
+def judged_curves(judged_steps: Sequence[JudgedStep]) -> list[PlottedCurve]:
+    """Return loss and gradient norm of a log that was judged, with their limits."""
+    records = [judged.record for judged in judged_steps]
+    steps = [record.step for record in records]
+    forks = cadence_of([LoggedStep(row, step) for row, step in enumerate(steps)]).restarts
+    losses = [(record.loss, record.loss_limit) for record in records]
+    norms = [(record.grad_norm, record.grad_norm_limit) for record in records]
+    every = (("loss", losses), ("gradient norm", norms))
+    log_curves = [log_curve(name, steps, values, forks) for name, values in every]
+    return [curve for curve in log_curves if not curve.is_empty]
+
+
+def log_curve(
+    name: str,
+    steps: Sequence[int],
+    values: Sequence[tuple[float | None, float | None]],
+    forks: Collection[int],
+) -> PlottedCurve:
+    """Return a curve of a log; records that a later attempt overwrote are discarded.
+
+    Args:
+        name: label of the curve.
+        steps: step of each record, in the order of the log.
+        values: value and limit of each record; None: not logged.
+        forks: positions of the records at which another attempt starts.
+    """
+    is_discarded = [False] * len(steps)
+    lowest: float = math.inf
+    for at in reversed(range(len(steps))):
+        is_discarded[at] = steps[at] >= lowest
+        if at in forks:
+            lowest = min(lowest, steps[at])
+    points = list(zip(is_discarded, steps, values, strict=True))
+    lineage = [(step, pair) for is_old, step, pair in points if not is_old]
+    discarded = [(step, value) for is_old, step, (value, _) in points if is_old]
+    limits = [(step, limit) for step, (_, limit) in lineage if limit is not None]
+    return PlottedCurve(
+        name=name,
+        series=_log_series(name, [(step, value) for step, (value, _) in lineage]),
+        limit=_log_series(name, limits) if limits else None,
+        discarded=_log_series(name, discarded) if discarded else None,
+    )
+
+
+def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> SeriesReply:
+    logged = [(step, value) for step, value in points if value is not None]
+    finite = [(step, value) for step, value in logged if math.isfinite(value)]
+    nonfinite = [(step, value) for step, value in logged if not math.isfinite(value)]
+    return SeriesReply(
+        run_id="",
+        metric=name,
+        source="",
+        unit="",
+        branch="lineage",
+        num_total=len(logged),
+        step=tuple(step for step, _ in finite),
+        time_unix_ns=(),
+        attempt=(1,) * len(finite),
+        value=tuple(value for _, value in finite),
+        nonfinite=tuple(
+            NonFiniteMark(step, 1, "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf")
+            for step, value in nonfinite[:20_000]
+        ),
+        num_nonfinite=len(nonfinite),
+    )
+
+
+# -------------------------------------------------------------------------------------- columns
 
 
 def place(step: int, span: tuple[int, int], num: int) -> int:

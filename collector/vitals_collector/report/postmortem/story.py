@@ -4,24 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from trainvitals.cli.output import format_time
+from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
+from trainvitals.document.incident import incident_blocks
 from trainvitals.hindsight import tally
 from trainvitals.policy.actions import rule_words
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
-from trainvitals.views import DecisionView, IncidentView, MoverView, VerdictView
+from trainvitals.views import DecisionView, IncidentView, MoverView
 from vitals_collector.ingest.projections import samples
 from vitals_collector.queries.cost import total
 from vitals_collector.queries.verdict import cost
+from vitals_collector.report.charts import HeatMap, Plot
 from vitals_collector.report.curves import CurveMark, marks
-from vitals_collector.report.postmortem.blocks import (
-    Block,
-    CommandLines,
-    Heading,
-    HeatMap,
-    Plot,
-    TableBlock,
-    Words,
-)
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
 
 MAX_LINES = 200
@@ -40,7 +34,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
     return [
         Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
-        Words(_in_short(facts)),
+        Paragraph(_in_short(facts)),
         *_incidents(facts),
         *chain.from_iterable(
             _incident(incident_facts, curve_marks, ordinals) for incident_facts in facts.incidents
@@ -127,7 +121,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
     )
     yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
     if len(facts.incidents) < len(facts.all_incidents):
-        yield Words(
+        yield Paragraph(
             f"Details of {len(facts.incidents)} of them follow; for another: --incident ID."
         )
 
@@ -138,21 +132,17 @@ def _steps(incident: IncidentView) -> str:
 
 
 def _left_out(num: int, what: str) -> list[Block]:
-    return [Words(f"and {num} more {what}")] if num > 0 else []
+    return [Paragraph(f"and {num} more {what}")] if num > 0 else []
 
 
 def _incident(
     incident_facts: IncidentFacts, curve_marks: Sequence[CurveMark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
     incident = incident_facts.incident
-    yield Heading(2, incident.title or f"Incident {incident.incident_id}")
-    state = "open" if incident.is_open else "resolved"
-    severity = SEVERITY_WORDS[incident.severity]
-    yield Words(f"Incident {incident.incident_id}. Severity: {severity}. State: {state}.")
-    yield from _verdict(incident.verdict)
+    yield from incident_blocks(incident)
     yield Heading(3, "Evidence")
     for paragraph in incident.story:
-        yield Words(paragraph)
+        yield Paragraph(paragraph)
     span = (incident.onset_step, incident.last_step)
     for curve in incident_facts.curves:
         yield Plot(curve, curve_marks, (span,))
@@ -170,30 +160,6 @@ def _incident(
         )
     yield from _evidence(incident)
     yield from _of_time(incident, ordinals)
-
-
-def _verdict(verdict: VerdictView) -> Iterator[Block]:
-    """Return the most important facts, on one screen."""
-    rows = (
-        ("state", verdict.state),
-        ("cause", verdict.cause),
-        ("action taken", verdict.action),
-        ("cost", verdict.cost),
-        ("before", verdict.before),
-        ("next", verdict.next),
-        ("played again", verdict.played),
-    )
-    yield TableBlock(("what", "answer"), [row for row in rows if row[1]])
-    if verdict.commands:
-        yield CommandLines(verdict.commands)
-    if verdict.timeline:
-        yield TableBlock(
-            ("time", "step", "what happened"),
-            [
-                (format_time(line.time_unix_ns), line.step if line.step >= 0 else None, line.text)
-                for line in verdict.timeline
-            ],
-        )
 
 
 def _peak(peak: float | None) -> object:
@@ -304,7 +270,7 @@ def _rank(rank: int) -> object:
 def _decisions(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "All actions")
     if not facts.ledger:
-        yield Words("Vitals took no action.")
+        yield Paragraph("Vitals took no action.")
         return
     yield TableBlock(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
     yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
@@ -371,9 +337,10 @@ def _end(facts: ReportData) -> Iterator[Block]:
     if facts.missing:
         yield Heading(2, "Not in this report")
         for missing in facts.missing:
-            yield Words(f"{missing}.")
+            yield Paragraph(f"{missing}.")
     version = facts.detail.info.vitals_version
     by = f"Vitals {version}" if version else "Vitals"
-    yield Words(
-        f"Written by `vitals postmortem` at {format_time(facts.made_unix_ns)}; recorded by {by}."
+    yield Paragraph(
+        f"Written by `vitals postmortem` at {format_time(facts.made_unix_ns)}; recorded by {by}.",
+        is_dim=True,
     )

@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
+from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
 from trainvitals.units import humanize_seconds
-from trainvitals.views import NonFiniteMark, SeriesReply
-from vitals_collector.report.curves import CurveMark, PlottedCurve
-from vitals_collector.report.postmortem.blocks import Block, Heading, Plot, TableBlock, Words
+from vitals_collector.report.charts import Plot
+from vitals_collector.report.curves import CurveMark, decision_mark, log_curve
 from vitals_plugins.bridges.importers import History
 
 NEAR_ROWS = 20
@@ -205,9 +205,7 @@ def _add_alarms(
     if decision.action in ("rollback", "halt"):
         alarm.has_acted, alarm.acted_step = True, decision.step
         alarm.rollback_to = decision.rollback_to_step if decision.action == "rollback" else None
-    kind_of_mark = decision.action if decision.acted else "observed"
-    text = f"step {decision.step}: {decision.action}: {decision.reason}"
-    marks.append(CurveMark(step=decision.step, kind=kind_of_mark, words=text))
+    marks.append(decision_mark(decision))
 
 
 def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
@@ -391,14 +389,14 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
     """Return the audit as blocks of text."""
     return [
         Heading(1, f"Audit of {title}"),
-        Words(_in_short(audit)),
+        Paragraph(_in_short(audit)),
         *_alarm_blocks(audit),
         *_plots(audit),
         *_saved(audit),
         Heading(2, "What was assumed"),
-        *(Words(assumption) for assumption in audit.assumptions),
+        *(Paragraph(assumption) for assumption in audit.assumptions),
         Heading(2, "What this log cannot tell"),
-        *(Words(assumption) for assumption in _limits(audit)),
+        *(Paragraph(assumption) for assumption in _limits(audit)),
     ]
 
 
@@ -447,7 +445,7 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
         ),
     ]
     if len(audit.alarms) > len(shown):
-        blocks.append(Words(f"{len(audit.alarms) - len(shown)} lesser alarms are left out."))
+        blocks.append(Paragraph(f"{len(audit.alarms) - len(shown)} lesser alarms are left out."))
     for alarm in shown:
         if alarm.severity == "log":
             continue
@@ -456,7 +454,7 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
         rows = [(step, reason) for reason, step in reasons[:8]]
         blocks.append(TableBlock(("step", "what was seen"), rows))
         if len(reasons) > len(rows):
-            blocks.append(Words(f"and {len(reasons) - len(rows)} more"))
+            blocks.append(Paragraph(f"and {len(reasons) - len(rows)} more"))
     return blocks
 
 
@@ -512,60 +510,14 @@ def _judgement(alarm: Alarm) -> str:
 def _plots(audit: Audit) -> list[Block]:
     grave = [alarm for alarm in audit.alarms if alarm.severity != "log"]
     spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
+    log = audit.history.steps
+    steps, forks = [logged.step for logged in log], audit.cadence.restarts
     curves = [
-        _curve(audit, "loss", [logged.loss for logged in audit.history.steps]),
-        _curve(audit, "gradient norm", [logged.grad_norm for logged in audit.history.steps]),
+        log_curve("loss", steps, [(logged.loss, None) for logged in log], forks),
+        log_curve("gradient norm", steps, [(logged.grad_norm, None) for logged in log], forks),
     ]
     drawn = [Plot(curve, audit.marks, spans) for curve in curves if not curve.is_empty]
     return [Heading(2, "Curves"), *drawn] if drawn else []
-
-
-def _curve(audit: Audit, name: str, values: Sequence[float | None]) -> PlottedCurve:
-    """Return a curve of the log; records that a restart overwrote are after the fork."""
-    steps = [logged.step for logged in audit.history.steps]
-    is_left = [False] * len(steps)
-    lowest: float = math.inf
-    for index in range(len(steps) - 1, -1, -1):
-        is_left[index] = steps[index] >= lowest
-        if index in audit.cadence.restarts:
-            lowest = min(lowest, steps[index])
-    lineage_indices = [index for index, is_discarded in enumerate(is_left) if not is_discarded]
-    is_discarded = [index for index, is_discarded in enumerate(is_left) if is_discarded]
-    return PlottedCurve(
-        name=name,
-        series=_series(name, lineage_indices, steps, values),
-        discarded=_series(name, is_discarded, steps, values) if is_discarded else None,
-    )
-
-
-def _series(
-    name: str, places: Sequence[int], steps: Sequence[int], values: Sequence[float | None]
-) -> SeriesReply:
-    there = [(steps[index], values[index]) for index in places if values[index] is not None]
-    finite = [(step, value) for step, value in there if value is not None and math.isfinite(value)]
-    lost = [
-        (step, value) for step, value in there if value is not None and not math.isfinite(value)
-    ]
-    return SeriesReply(
-        run_id="",
-        metric=name,
-        source="",
-        unit="",
-        branch="lineage",
-        num_total=len(there),
-        step=tuple(step for step, _ in finite),
-        time_unix_ns=(),
-        attempt=(1,) * len(finite),
-        value=tuple(value for _, value in finite),
-        nonfinite=tuple(NonFiniteMark(step, 1, _kind(value)) for step, value in lost[:20_000]),
-        num_nonfinite=len(lost),
-    )
-
-
-def _kind(value: float) -> Literal["nan", "+inf", "-inf"]:
-    if math.isnan(value):
-        return "nan"
-    return "+inf" if value > 0 else "-inf"
 
 
 def _saved(audit: Audit) -> list[Block]:
@@ -603,8 +555,8 @@ def _saved(audit: Audit) -> list[Block]:
     return [
         Heading(2, "What it would have saved"),
         TableBlock(header, rows),
-        Words(total),
-        Words(explanation),
+        Paragraph(total),
+        Paragraph(explanation),
     ]
 
 

@@ -49,8 +49,8 @@ def audit(
 
     The detectors and the policy of a live run judge the log. The output lists its assumptions.
     """
+    from trainvitals.document import markdown, page
     from trainvitals.judged_log import cadence_of, judge_history
-    from vitals_collector.report.postmortem import markdown, page
     from vitals_plugins.bridges.audit.audit import audit as gather
     from vitals_plugins.bridges.audit.audit import audit_blocks
     from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainvitals.document.page import write_svg
+from trainvitals.document.tree import Node, node
 from vitals_collector.report.curves import PlotColumn, ValueScale
-from vitals_collector.report.drawing import svg_cross, svg_document, svg_text
 
 if TYPE_CHECKING:
     from vitals_plugins.lab.landscape.surface import Losses
@@ -37,72 +38,65 @@ def picture(
     is_plane = len(losses) > 1
     width = max(_LEFT + _SIZE + _RIGHT, 40 + round(6.2 * max(map(len, (title, *lines)))))
     height = _TOP + _SIZE + _BELOW + 18 * len(lines)
-    parts = [
-        _text(20, 24, title, size=15),
-        f'<g transform="translate({_LEFT},{_TOP})">',
+    inside = [
         *(_plane(places, losses, axis) if is_plane else _curve(places, losses[0], axis)),
         *_below(places, along),
-        f'<rect width="{_SIZE}" height="{_SIZE}" fill="none" stroke="#bbbbbb"/>',
-        "</g>",
+        node("rect", class_="frame", width=_SIZE, height=_SIZE),
     ]
-    parts += [
-        _text(20, _TOP + _SIZE + _BELOW + 18 * number, line) for number, line in enumerate(lines)
-    ]
-    return svg_document(width, height, parts)
+    return write_svg(
+        width,
+        height,
+        [
+            node("text", title, class_="title", x=20, y=24),
+            node("g", *inside, transform=f"translate({_LEFT},{_TOP})"),
+            *(
+                _text(20, _TOP + _SIZE + _BELOW + 18 * number, line)
+                for number, line in enumerate(lines)
+            ),
+        ],
+    )
 
 
-def _curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[str]:
+def _curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_text(4, -8, what)]
     parts += [_text(-6, _y(axis, tick) + 4, f"{tick:.4g}", anchor="end") for tick in axis.ticks()]
-    stretch: list[str] = []
-    for at, loss in zip(_spread(places), losses, strict=True):
+    path, dots, is_broken = "", [], True
+    for place, loss in zip(places, losses, strict=True):
+        x = round(_x(places, place), 1)
         if math.isfinite(loss):
-            stretch.append(f"{at:.1f},{_y(axis, loss):.1f}")
-            continue
-        parts += _polyline(stretch)
-        stretch = []
-        parts.append(svg_cross(round(at, 1), _NOT_FINITE, "not finite"))
-    parts += _polyline(stretch)
-    parts += [
-        f'<circle cx="{at:.1f}" cy="{_y(axis, loss):.1f}" r="2.5" fill="#3465a4">'
-        f"<title>{coord:+.4g}: {loss:.6g}</title></circle>"
-        for at, coord, loss in zip(_spread(places), places, losses, strict=True)
-        if math.isfinite(loss)
-    ]
-    return parts
+            y = round(_y(axis, loss), 1)
+            path += f"{'M' if is_broken else 'L'}{x},{y}"
+            title = node("title", f"{place:+.4g}: {loss:.6g}")
+            dots.append(node("circle", title, cx=x, cy=y, r=2.5, fill="#0072b2"))
+        else:
+            title = node("title", "not finite")
+            dots.append(node("path", title, class_="nan", d=f"M{x - 4},2l8,8m0,-8l-8,8"))
+        is_broken = not math.isfinite(loss)
+    return [*parts, node("path", class_="line", d=path), *dots]
 
 
-def _polyline(points: Sequence[str]) -> list[str]:
-    if not points:
-        return []
-    return [f'<polyline fill="none" stroke="#3465a4" points="{" ".join(points)}"/>']
-
-
-def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[str]:
+def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[Node]:
     size = _SIZE / len(places)
     parts = []
     for up, (row, second) in enumerate(zip(losses, places, strict=True)):
         for right, (loss, first) in enumerate(zip(row, places, strict=True)):
             color = _color(axis.part(loss)) if math.isfinite(loss) else _NOT_FINITE
-            parts.append(
-                f'<rect x="{right * size:.2f}" y="{_SIZE - (up + 1) * size:.2f}" '
-                f'width="{size + 0.3:.2f}" height="{size + 0.3:.2f}" fill="{color}">'
-                f"<title>{first:+.3g}, {second:+.3g}: {loss:.6g}</title></rect>"
-            )
+            title = node("title", f"{first:+.3g}, {second:+.3g}: {loss:.6g}")
+            x, y = round(right * size, 2), round(_SIZE - (up + 1) * size, 2)
+            edge = round(size + 0.3, 2)
+            parts.append(node("rect", title, x=x, y=y, width=edge, height=edge, fill=color))
     middle = _SIZE / 2
-    parts.append(f'<circle cx="{middle}" cy="{middle}" r="4" fill="none" stroke="white"/>')
+    parts.append(node("circle", cx=middle, cy=middle, r=4, fill="none", stroke="white"))
     parts += [
-        _text(-6, _SIZE * (1 - (coord - places[0]) / (places[-1] - places[0])) + 4, f"{coord:.3g}",
-              anchor="end")
-        for coord in (places[0], 0.0, places[-1])
-    ]  # fmt: skip
+        _text(-6, _SIZE - _x(places, place) + 4, f"{place:.3g}", anchor="end")
+        for place in (places[0], 0.0, places[-1])
+    ]
     legend = _SIZE + 14
     for step in range(40):
-        parts.append(
-            f'<rect x="{legend}" y="{_SIZE * (1 - (step + 1) / 40):.1f}" width="14" '
-            f'height="{_SIZE / 40 + 0.3:.1f}" fill="{_color((step + 0.5) / 40)}"/>'
-        )
+        y, high = round(_SIZE * (1 - (step + 1) / 40), 1), _SIZE / 40 + 0.3
+        color = _color((step + 0.5) / 40)
+        parts.append(node("rect", x=legend, y=y, width=14, height=high, fill=color))
     parts += [
         _text(legend + 18, _SIZE * (1 - axis.part(tick)) + 4, f"{tick:.4g}")
         for tick in axis.ticks()
@@ -111,18 +105,16 @@ def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[st
     return parts
 
 
-def _below(places: Sequence[float], along: str) -> list[str]:
+def _below(places: Sequence[float], along: str) -> list[Node]:
     shown = dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
-    span = places[-1] - places[0]
     parts = [
-        _text(_SIZE * (coord - places[0]) / span, _SIZE + 16, f"{coord:.3g}", anchor="middle")
-        for coord in shown
+        _text(_x(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle") for place in shown
     ]
     return [*parts, _text(_SIZE / 2, _SIZE + 32, along, anchor="middle")]
 
 
-def _spread(places: Sequence[float]) -> list[float]:
-    return [_SIZE * (coord - places[0]) / (places[-1] - places[0]) for coord in places]
+def _x(places: Sequence[float], place: float) -> float:
+    return _SIZE * (place - places[0]) / (places[-1] - places[0])
 
 
 def _y(axis: ValueScale, loss: float) -> float:
@@ -136,5 +128,5 @@ def _color(part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
-    return svg_text(round(x, 1), round(y, 1), text, anchor=anchor, size=size)
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> Node:
+    return node("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor)

@@ -1,5 +1,6 @@
 """Builds HTML and SVG as a tree, so that no text can ever become markup."""
 
+from typing import Literal
 from xml.etree import ElementTree
 
 from trainvitals.printable import printable
@@ -23,9 +24,9 @@ def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
     return element
 
 
-def written(root: Node) -> str:
-    """Return the tree as HTML."""
-    return ElementTree.tostring(root, encoding="unicode", method="html")
+def written(root: Node, method: Literal["html", "xml"] = "html") -> str:
+    """Return the tree as HTML or XML."""
+    return ElementTree.tostring(root, encoding="unicode", method=method)
 
 
 def style(text: str) -> Node:

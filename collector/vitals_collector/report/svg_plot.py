@@ -7,6 +7,8 @@ Decisions are letters above their line, so that nothing depends on color.
 from collections import Counter
 from collections.abc import Sequence
 
+from trainvitals.document.page import write_svg
+from trainvitals.document.tree import Node, node
 from trainvitals.printable import printable
 from trainvitals.units import humanize_count
 from trainvitals.views import CellsReply, SeriesReply
@@ -19,7 +21,6 @@ from vitals_collector.report.curves import (
     columns,
     place,
 )
-from vitals_collector.report.postmortem.tree import Node, node
 
 WIDTH, HEIGHT = 880, 170
 _LEFT, _TOP, _RIGHT, _BELOW = 70, 22, 14, 24
@@ -30,12 +31,37 @@ _NAMES = 190
 _NAME_CHARACTERS = 28
 _LETTERS = 24
 """Minimum distance of letters above a curve."""
+_COLUMNS = (
+    "A curve shows the minimum and the maximum of each of its columns, so no spike is hidden."
+)
+_SYMBOLS = "A cross is a non-finite value, gray is a discarded attempt, dashed the limit in force"
 
 
 def draw_curve(
     curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
 ) -> Node:
     """Return the plot of a curve; the steps in ``spans`` are shaded."""
+    size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
+    group = _curve_group(curve, marks, spans, _TOP)
+    return node("svg", group, viewBox=size, role="img", aria_label=caption(curve))
+
+
+def curves_file(title: str, curves: Sequence[PlottedCurve], marks: Sequence[CurveMark]) -> str:
+    """Return an SVG file with one curve below the other."""
+    notes = (_COLUMNS, f"{_SYMBOLS}.", _letters(marks))
+    inside = [node("text", title, class_="title", x=_LEFT, y=20)]
+    inside += [node("text", note, x=_LEFT, y=40 + 16 * at) for at, note in enumerate(notes)]
+    top = 96
+    for curve in curves:
+        inside.append(node("text", caption(curve), x=_LEFT, y=top + 4))
+        inside.append(_curve_group(curve, marks, (), top + _TOP + 6))
+        top += _TOP + HEIGHT + _BELOW + 20
+    return write_svg(_LEFT + WIDTH + _RIGHT, top, inside)
+
+
+def _curve_group(
+    curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]], top: int
+) -> Node:
     span = curve.span
     lineage, discarded, scale = _drawn(curve)
     inside = [
@@ -49,9 +75,18 @@ def draw_curve(
         node("path", class_="line", d=_path(lineage, scale)),
         *_nonfinite([lineage, *discarded]),
     ]
-    picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
-    size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
-    return node("svg", picture, viewBox=size, role="img", aria_label=caption(curve))
+    return node("g", *inside, transform=f"translate({_LEFT},{top})")
+
+
+def legend(marks: Sequence[CurveMark]) -> str:
+    """Return the meaning of everything in the curves of a page."""
+    return f"{_COLUMNS} {_SYMBOLS}, shaded an incident. {_letters(marks)}".strip()
+
+
+def _letters(marks: Sequence[CurveMark]) -> str:
+    kinds = {mark.kind for mark in marks}
+    named = [f"{letter} {label}" for kind, (letter, label) in KINDS.items() if kind in kinds]
+    return f"Letters: {', '.join(named)}. Point at one to read why." if named else ""
 
 
 def caption(curve: PlottedCurve) -> str:

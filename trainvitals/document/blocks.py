@@ -1,0 +1,85 @@
+"""Blocks of a document, independent of its format."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from trainvitals.document.tree import Node
+from trainvitals.printable import printable
+from trainvitals.units import DATE_FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A title; only one has level 1."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """A paragraph; a dim one is less important."""
+
+    text: str
+    is_dim: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """Facts with their names."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLines:
+    """Lines to copy into a terminal."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TableBlock:
+    """Rows of cells below column names."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLines:
+    """Lines drawn with characters."""
+
+    lines: Sequence[str]
+
+
+class ChartBlock(Protocol):
+    """A chart, which draws itself."""
+
+    @property
+    def note(self) -> str:
+        """Explanation that a page shows once, above its first chart; "" for none."""
+        ...
+
+    def to_figure(self) -> Node:
+        """Return the chart as an SVG figure with its caption."""
+        ...
+
+    def to_blocks(self) -> "Sequence[TextBlock]":
+        """Return the chart for a format without images."""
+        ...
+
+
+TextBlock = Heading | Paragraph | KeyFacts | CommandLines | TableBlock | DrawnLines
+Block = TextBlock | ChartBlock
+
+
+def cell_text(value: object) -> str:
+    """Return the text of a table's cell: times in UTC, numbers with six digits."""
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return value.strftime(DATE_FORMAT)
+    return printable(f"{value:.6g}" if isinstance(value, float) else str(value))

@@ -1,0 +1,53 @@
+"""Writes a document as Markdown for a ticket, or as text for a terminal."""
+
+from collections.abc import Callable, Sequence
+
+from trainvitals.document.blocks import (
+    Block,
+    CommandLines,
+    DrawnLines,
+    Heading,
+    KeyFacts,
+    Paragraph,
+    TableBlock,
+    cell_text,
+)
+from trainvitals.printable import escape_markdown, printable
+
+Escape = Callable[[str], str]
+
+
+def write(blocks: Sequence[Block]) -> str:
+    """Return the document as Markdown; external text is escaped."""
+    return "\n\n".join(_text(block, escape_markdown, "**") for block in blocks) + "\n"
+
+
+def write_text(blocks: Sequence[Block]) -> str:
+    """Return the document as text, without escapes."""
+    return "\n\n".join(_text(block, _plain, "") for block in blocks) + "\n"
+
+
+def _plain(text: str) -> str:
+    return printable(text).strip()
+
+
+def _text(block: Block, escape: Escape, strong: str) -> str:
+    match block:
+        case Heading():
+            return f"{'#' * block.level} {escape(block.text)}"
+        case Paragraph():
+            return escape(block.text)
+        case KeyFacts():
+            names = (f"- {strong}{escape(name)}{strong}: " for name, _ in block.pairs)
+            texts = (escape(text) for _, text in block.pairs)
+            return "\n".join(map("".join, zip(names, texts, strict=True)))
+        case CommandLines():
+            return "\n".join(["```sh", *map(printable, block.lines), "```"])
+        case TableBlock():
+            rows = [block.header, *([cell_text(value) for value in row] for row in block.rows)]
+            lines = ["| " + " | ".join(map(escape, row)) + " |" for row in rows]
+            return "\n".join([lines[0], "|" + "---|" * len(block.header), *lines[1:]])
+        case DrawnLines():
+            return "\n".join(["```text", *block.lines, "```"])
+        case _:
+            return "\n\n".join(_text(part, escape, strong) for part in block.to_blocks())

@@ -1,0 +1,127 @@
+"""Writes a document as HTML without scripts, as a page or a part of one; and SVG files."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainvitals.document.blocks import (
+    Block,
+    CommandLines,
+    DrawnLines,
+    Heading,
+    KeyFacts,
+    Paragraph,
+    TableBlock,
+    TextBlock,
+    cell_text,
+)
+from trainvitals.document.tree import Node, node, style, written
+from trainvitals.printable import printable
+
+_STYLES = tuple(Path(__file__).with_name(name) for name in ("page.css", "plot.css"))
+_SHORT, _LONG = 20, 40
+"""Characters up to which a cell is one line, and from which it has a minimum width."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def write(blocks: Sequence[Block]) -> str:
+    """Return the document as a page, light or dark, printable."""
+    titles = [block.text for block in blocks if isinstance(block, Heading)]
+    head = node(
+        "head",
+        node("meta", charset="utf-8"),
+        node("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        node("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        node("title", *titles[:1]),
+        style("".join(file.read_text(encoding="utf-8") for file in _STYLES)),
+    )
+    main = node("main", *_nodes(blocks))
+    return f"<!doctype html>\n{written(node('html', head, node('body', main), lang='en'))}\n"
+
+
+def write_part(blocks: Sequence[Block]) -> str:
+    """Return the document as a part of a page, without a style."""
+    return "".join(f"{written(element)}\n" for element in _nodes(blocks))
+
+
+def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
+    """Return an SVG file on a white background, in the colors of a page in print."""
+    page, plot = (file.read_text(encoding="utf-8") for file in _STYLES)
+    # Only browsers know CSS variables; a file is also opened by other programs.
+    colors = dict(re.findall(r"(--\w+): ([#\w]+);", page.partition("@media print")[2]))
+    sheet = re.sub(r"var\((--\w+)\)", lambda name: colors[name[1]], plot)
+    root = node(
+        "svg",
+        style(f"\n{sheet}"),
+        node("rect", width=width, height=height, fill="white"),
+        *inside,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        font_family="sans-serif",
+    )
+    return written(root, method="xml")
+
+
+def _nodes(blocks: Sequence[Block]) -> list[Node]:
+    nodes: list[Node] = []
+    notes = {""}
+    for block in blocks:
+        note = "" if isinstance(block, TextBlock) else block.note
+        if note not in notes:
+            notes.add(note)
+            nodes.append(node("p", note, class_="dim"))
+        nodes.append(_node(block))
+    return nodes
+
+
+def _node(block: Block) -> Node:
+    match block:
+        case Heading():
+            return node(f"h{block.level}", block.text)
+        case Paragraph():
+            return node("p", block.text, class_="dim" if block.is_dim else None)
+        case KeyFacts():
+            rows = [node("tr", node("th", name), node("td", text)) for name, text in block.pairs]
+            return node("div", node("table", *rows), class_="table")
+        case CommandLines():
+            return node("pre", "\n".join(map(printable, block.lines)))
+        case TableBlock():
+            return _table(block)
+        case DrawnLines():
+            return node("pre", "\n".join(block.lines))
+        case _:
+            return block.to_figure()
+
+
+def _table(block: TableBlock) -> Node:
+    numeric = [
+        any(_is_number(row[at]) for row in block.rows)
+        and all(row[at] in ("", None) or _is_number(row[at]) for row in block.rows)
+        for at in range(len(block.header))
+    ]
+    names = (
+        node("th", name, class_="number" if numeric[at] else None)
+        for at, name in enumerate(block.header)
+    )
+    rows = (
+        node(
+            "tr",
+            *(
+                node("td", text, class_="number" if numeric[at] else _class(text))
+                for at, text in enumerate(map(cell_text, row))
+            ),
+        )
+        for row in block.rows
+    )
+    table = node("table", node("thead", node("tr", *names)), node("tbody", *rows))
+    return node("div", table, class_="table")
+
+
+def _class(text: str) -> str | None:
+    return "long" if len(text) > _LONG else "short" if len(text) <= _SHORT else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
