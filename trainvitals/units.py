@@ -7,6 +7,9 @@ import math
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SUFFIXES = ("seconds", "bytes", "watts", "joules", "celsius", "hertz")
+"""Units at the end of a column's name that ``humanize`` writes after the value. A ratio stays a
+number: 0.0001 is easier to compare than 0.01 %."""
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 
 
@@ -33,6 +36,14 @@ def humanize(value: float | None, unit: str = "") -> str:
     if unit == "tokens":
         return _scaled(value).rstrip()
     return f"{value:.4g}"
+
+
+def split_unit(column: str) -> tuple[str, str]:
+    """Return a column's name without its unit, as text, and the unit of its values."""
+    name, _, unit = column.rpartition("_")
+    if unit not in _SUFFIXES:
+        name, unit = column, ""
+    return name.replace("_", " "), unit
 
 
 def humanize_count(number: int, singular: str, plural: str = "") -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trainvitals.detect.hang import HangConfig, HangFollower
+from trainvitals.detect.hang import FAILED, HangConfig, HangFollower
 from trainvitals.errors import VitalsError
 from trainvitals.io.heartbeat import read_heartbeat
 from trainvitals.records import (
@@ -304,6 +304,8 @@ class HangWatch:
         # Ended: the journal shows whether the exit was clean. Its journal is not closed yet.
         seen.state = "ended" if tail.closed or tail.removed else "gone"
         seen.exit = tail.exit = self._exits.of(pid)
+        if seen.state == "ended" and tail.last.ended == "failed":
+            seen.exit = FAILED
 
 
 def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:

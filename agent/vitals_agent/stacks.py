@@ -40,7 +40,7 @@ _CANNOT: dict[ProcessState, str] = {
     "stopped": "its process is stopped (SIGSTOP)",
     "traced": "its process is stopped by a debugger",
     "gone": "its process is gone",
-    "ended": "it has finished training",
+    "ended": "its process has ended",
 }
 
 

@@ -30,7 +30,7 @@ RIGHT = Statement(
     cause="nonfinite_gradient",
     sentence="Gradients were NaN at step 300. Moved first: gradient norm of layer `2` turned NaN "
     "or infinite at step 300. Then: loss at step 301.",
-    state="Finished at step 399. Resolved: 98 healthy steps since step 301.",
+    state="Finished after step 399. Resolved: 98 healthy steps since step 301.",
     next="Nothing to do.",
 )
 

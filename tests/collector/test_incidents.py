@@ -75,7 +75,7 @@ def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
         "learning rate 0.0003",
         "Largest changes up to step 158: Layers: `h.1`: gradient norm 500 at step 158, 165x its",
         "rank 1 trained on batch 77 of epoch 0: samples 5, 9.",
-        "temperature celsius of gpu:GPU-1 went from 60.2 to 91.",
+        "temperature of gpu:GPU-1 went from 60.2 °C to 91 °C.",
         "Action: rolled back to step 120 (rule: nonfinite)",
     ):
         assert said in story
@@ -93,8 +93,8 @@ def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(stor
     end(store, ranks)
     slow, bad = told(store)
     assert "Moved first: gradient norm of layer `h.1` at step 158" in bad.verdict.cause
-    assert "Ranks: rank 2: data wait seconds 5 at step 154" in "\n".join(bad.story)
-    assert "Moved first: data wait on rank 2 at step 154 (5, usually" in slow.verdict.cause
+    assert "Ranks: rank 2: data wait 5 s at step 154" in "\n".join(bad.story)
+    assert "Moved first: data wait on rank 2 at step 154 (5 s, usually" in slow.verdict.cause
 
 
 def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store):
@@ -170,6 +170,31 @@ def test_odd_records_become_incidents_too_and_nothing_is_made_up(store: Store):
     assert "rank 0: failed: out of memory." in failed.story[0]
     assert all(part.isprintable() for one in found for part in one.story)
     assert len(found) == len({one.incident_id for one in found})
+
+
+@pytest.mark.parametrize(("seconds", "is_root"), [(2.0, True), (-60.0, False)])
+def test_a_wait_for_a_rank_that_failed_follows_from_the_failure(
+    store: Store, seconds: float, is_root: bool
+):
+    ranks = [Writer(f"rank:{rank}") for rank in range(2)]
+    for writer in ranks:
+        ingest(store, writer.steps(range(61), loss=1.0))
+    failed = RunEnded(state="failed", reason="ValueError: no such shard")
+    at = ranks[0].time_of(61)
+    ingest(store, ranks[0].events(failed, step=61, at=at))
+    hang = finding(
+        "hang", 61, level="advisory", rank=0, cause="hang_ended",
+        reason="Rank 0 failed; rank 1 waits for it", value=1.0,
+    )  # fmt: skip
+    found_at = at + int(seconds * 1e9)
+    agent = Writer("node:a")
+    ingest(store, agent.events(hang, step=61, at=found_at))
+    incidents = told(store)
+    assert is_root == (len(incidents) == 1)
+    if is_root:
+        assert "RunFailed at step 61" == incidents[0].title
+        cause = "failed: ValueError: no such shard. Then: Rank 0 failed; rank 1 waits for it"
+        assert cause in incidents[0].verdict.cause
 
 
 def test_a_run_without_trouble_has_none_and_http_says_what_the_store_does(served: Served):

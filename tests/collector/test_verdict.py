@@ -273,7 +273,7 @@ def test_what_is_no_price_is_refused_with_the_way_out(text: str):
         ),
         (
             {"run": run("finished", last_step=542), "last": 543},
-            "Finished at step 542. Unresolved: no healthy step after step 542.",
+            "Finished after step 542. Unresolved: no healthy step after step 542.",
             f"vitals why {RUN} 540",
         ),
         (
@@ -395,7 +395,7 @@ def test_a_run_without_trouble_says_so(store: Store):
     ingest(store, writer.events(RunEnded(state="finished"), step=2))
     told = query(store).ask(VerdictQuestion(run_id=RUN))
     assert () == told.incidents
-    assert "Finished at step 2. No incidents." == told.verdict.state
+    assert "Finished after step 2. No incidents." == told.verdict.state
 
 
 def test_the_commands_can_be_copied_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

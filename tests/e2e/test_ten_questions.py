@@ -191,7 +191,7 @@ def test_what_did_the_gpus_do(asked: Asked):
     assert (94.0, 0.9e9) == during.pop(gpu.gpu)
     assert all(hottest < 64 and slowest == 1.7e9 for hottest, slowest in during.values())
     told = " ".join(asked.told()[1].story)
-    assert f"sm clock hertz of gpu:{gpu.gpu} went from 1.7e+09 to 9e+08" in told
+    assert f"sm clock of gpu:{gpu.gpu} went from 1.7 GHz to 900 MHz" in told
 
 
 def test_what_was_decided_and_why(asked: Asked):

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from trainvitals.detect.hang import HangConfig, HangFollower, WaitHistory, decide, may_end
+from trainvitals.detect.hang import (
+    FAILED,
+    HangConfig,
+    HangFollower,
+    WaitHistory,
+    decide,
+    may_end,
+)
 from trainvitals.records import RankActivity
 
 
@@ -120,6 +127,9 @@ def test_a_job_that_has_ended_is_no_hang():
 def test_a_rank_that_finished_before_the_others_is_named():
     told = verdict(a_rank(0), a_rank(1, 9, process="ended"))
     assert ((1,), "ended", True) == (told.culprits, told.reason, told.pages)
+    assert told.text.startswith("Rank 1 finished training before the others; rank 0 waits for it")
+    failed = verdict(a_rank(0), a_rank(1, 9, process="ended", exit=FAILED))
+    assert failed.text.startswith("Rank 1 failed; rank 0 waits for it")
     last = a_rank(0, is_active=True, still_seconds=120.0)  # saves the model, alone, at the end
     assert verdict(last, a_rank(1, process="ended")) is None
 

@@ -37,6 +37,8 @@ Reason = Literal[
 ]
 
 
+FAILED = "failed"
+"""How a rank ended if its loop raised an error, as ``RankActivity.exit`` has it."""
 _QUEUE_SECONDS = 30.0
 """Work that may be queued on a healthy GPU: 1,024 kernels of 30 ms."""
 
@@ -310,7 +312,7 @@ class _Judge:
         reasons = {
             "gone": f"ended without a word{f' ({first.exit})' if first.exit else ''}",
             "stopped": f"{are} stopped (SIGSTOP){in_place}",
-            "ended": "finished training while the others still wait",
+            "ended": "failed" if first.exit == FAILED else "finished training before the others",
             "debugged": f"{are} in a debugger{in_place}",
             "blocked": f"{are} blocked{_disk(first)}{in_place}",
             "interpreter": f"{are} in native code that holds the Python interpreter"

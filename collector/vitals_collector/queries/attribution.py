@@ -25,6 +25,7 @@ from trainvitals.detect.attribution import (
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected, Finding
+from trainvitals.units import humanize, split_unit
 from trainvitals.views import FindingView
 from vitals_collector.live.live_monitor import watched_onsets
 from vitals_collector.live.step_join import (
@@ -291,8 +292,9 @@ def _numbers(onset: Onset) -> str:
         if onset.usual is None:
             return ""
         return f", from {onset.usual:.4g} to {onset.value:.4g}"
-    usual = "" if onset.usual is None else f", usually {onset.usual:.4g}"
-    return f" ({onset.value:.4g}{usual}; {onset.sigmas:.3g} sigma)"
+    unit = split_unit(onset.series)[1]
+    usual = "" if onset.usual is None else f", usually {humanize(onset.usual, unit)}"
+    return f" ({humanize(onset.value, unit)}{usual}; {onset.sigmas:.3g} sigma)"
 
 
 def _followed(effect: Next) -> str:

@@ -102,13 +102,36 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
         for j in by_attempt.get(item.new_attempt, ()) if item.new_attempt else ():
             if _came_again(item, items[j]):
                 sets.join(i, j)
+        for j in by_attempt[item.attempt] if item.cause in DEATHS else ():
+            if _waits_for_dead(items[j], item):
+                sets.join(i, j)
     groups: dict[int, list[Item]] = {}
     for i, item in enumerate(items):
         groups.setdefault(sets.top(i), []).append(item)
-    clusters = [_root_first(sorted(members, key=_order)) for members in groups.values()]
+    clusters = [
+        _deaths_first(_root_first(sorted(members, key=_order))) for members in groups.values()
+    ]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
     )
+
+
+_DEATH_NOTED_NS = 3_000_000_000
+"""A rank's death may be noted so long after the others were seen to wait for it."""
+
+
+def _waits_for_dead(item: Item, death: Item) -> bool:
+    """Return whether a wait follows from a death; a wait long before may be why it was ended."""
+    is_wait = item.cause == "waiting" or item.cause.startswith("hang_")
+    is_near = abs(item.onset - death.onset) <= FOLLOWING_STEPS
+    return is_wait and is_near and item.time_unix_ns >= death.time_unix_ns - _DEATH_NOTED_NS
+
+
+def _deaths_first(members: list[Item]) -> list[Item]:
+    """Put the waits for a dead rank after its death, which caused them."""
+    deaths = [item for item in members if item.cause in DEATHS]
+    waits = [item for item in members if any(_waits_for_dead(item, death) for death in deaths)]
+    return [item for item in members if item not in waits] + waits
 
 
 _FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")

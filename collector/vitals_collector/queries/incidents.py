@@ -464,7 +464,10 @@ def _attach(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
             is_near = early <= view.time_unix_ns <= late
         else:
             low, high = spans.get(view.attempt, (1, 0))
-            is_near = low - NEAR_STEPS <= view.step <= high + NEAR_STEPS and low <= high
+            # A reading is about one problem, not about others near it.
+            is_reading = view.kind == "StateRead"
+            before, after = (0, FOLLOWING_STEPS) if is_reading else (NEAR_STEPS, NEAR_STEPS)
+            is_near = low - before <= view.step <= high + after and low <= high
         if is_near:
             bundle.events.append(i)
     steps = {(item.attempt, item.last) for item in members} | {

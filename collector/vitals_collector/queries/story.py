@@ -9,7 +9,7 @@ from typing import TypeVar
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.printable import printable
 from trainvitals.records import Finding
-from trainvitals.units import humanize_count
+from trainvitals.units import humanize, humanize_count, split_unit
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -21,6 +21,7 @@ from trainvitals.views import (
 )
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
+from vitals_collector.queries.grouping import DEATHS
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, Moved
 from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
@@ -66,7 +67,8 @@ def title(incident: StoryFacts) -> str:
     """Return the incident in one line: the action, its cause, and the step."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
-    if any(view.finding.kind == "hang" for view in incident.findings):
+    is_hang = any(view.finding.kind == "hang" for view in incident.findings)
+    if is_hang and incident.cause not in DEATHS:
         cause = "hang"  # a wait that became a hang
     for action in _GRAVEST:
         same = [view.decision for view in incident.decisions if view.decision.action == action]
@@ -204,8 +206,7 @@ def _list_of(movers: Sequence[Moved]) -> str:
 
 
 def _name(view: MoverView) -> str:
-    metric = view.metric.replace("_", " ")
-    metric = metric.replace("grad norm", "gradient norm")
+    metric = split_unit(view.metric)[0].replace("grad norm", "gradient norm")
     if view.row == RUN:
         return metric
     row = view.row.replace(":", " ") if _is_of_source(view.row) else f"`{view.row}`"
@@ -213,15 +214,15 @@ def _name(view: MoverView) -> str:
 
 
 def _how(mover: Moved) -> str:
-    view = mover.view
-    usual = "" if view.before is None else f", usually {view.before:.4g}"
+    view, unit = mover.view, split_unit(mover.view.metric)[1]
+    usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
     if view.score >= NONFINITE_SCORE:
         return f"NaN or infinite at step {view.peak_step}{usual}"
     peak = math.nan if view.peak is None else view.peak
     if view.before is not None and view.before > 0.0 and peak > 0.0:
-        usual = f", {peak / view.before:.3g}x its usual {view.before:.4g}"
+        usual = f", {peak / view.before:.3g}x its usual {humanize(view.before, unit)}"
     begun = f", since step {mover.first_step}" if mover.first_step < view.peak_step else ""
-    return f"{peak:.4g} at step {view.peak_step}{usual} ({view.score:.3g} sigma{begun})"
+    return f"{humanize(peak, unit)} at step {view.peak_step}{usual} ({view.score:.3g} sigma{begun})"
 
 
 def _is_of_source(row: str) -> bool:
@@ -261,12 +262,11 @@ def _of_gpu(view: MoverView) -> str:
         began = int(view.peak or 0) & ~int(view.before or 0)
         reasons = "; ".join(description for bit, description in THROTTLES.items() if began & bit)
         return f"{view.row} began to throttle ({reasons})"
-    name = view.metric.replace("_", " ")
-    return f"{name} of {view.row} went from {_plain(view.before)} to {_plain(view.peak)}"
-
-
-def _plain(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.6g}"
+    name, unit = split_unit(view.metric)
+    before, peak = (
+        "unknown" if value is None else humanize(value, unit) for value in (view.before, view.peak)
+    )
+    return f"{name} of {view.row} went from {before} to {peak}"
 
 
 def _state(incident: StoryFacts) -> str:

@@ -30,6 +30,7 @@ from trainvitals.views import (
 )
 from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
+from vitals_collector.queries.grouping import DEATHS
 
 MAX_TIMELINE = 8
 """Maximum number of timeline entries; those in the middle are counted."""
@@ -57,9 +58,9 @@ _CODE = re.compile(r" \[\w+\]$")
 _FOR = re.compile(r" \(for [^()]+\)$")
 _ENDED = {
     "halted": "Halted at step {}",
-    "failed": "Failed at step {}",
-    "interrupted": "Interrupted at step {}",
-    "finished": "Finished at step {}",
+    "failed": "Failed after step {}",
+    "interrupted": "Interrupted after step {}",
+    "finished": "Finished after step {}",
     "lost": "Lost after step {}: no process reports",
 }
 
@@ -225,13 +226,15 @@ def ending(facts: VerdictFacts) -> str:
 def cause(facts: VerdictFacts) -> str:
     """Return the cause, the rank and the steps; if asked for, also the first change."""
     sentences = list(dict.fromkeys(_causes(facts)))
+    # Deaths are in the order of events: the root is first. An alert may be about the error of a
+    # rank that only lost its peer.
+    texts = [_death(e, facts.run.world_size) for e in facts.events if _is_death(e)]
     if not sentences:
-        # Deaths are in the order of events: the root is first. An alert may be about the error of a
-        # rank that only lost its peer.
-        deaths = [_CODE.sub("", e.text) for e in facts.events if _is_death(e)]
-        texts = deaths + [alert.summary for alert in facts.alerts]
+        texts += [alert.summary for alert in facts.alerts]
         texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
-        sentences = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]] or ["Not recorded."]
+    if not sentences or facts.cause in DEATHS:
+        first = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]]
+        sentences = [*first, *sentences] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
     parts = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
     if more > 0:
@@ -302,6 +305,13 @@ def _causes(facts: VerdictFacts) -> list[str]:
 
 def _is_death(event: EventView) -> bool:
     return event.kind == "Note" or (event.kind == "RunEnded" and event.text.startswith("failed"))
+
+
+def _death(event: EventView, world_size: int) -> str:
+    """Return how a run ended; of several ranks, with the rank that failed."""
+    text = _CODE.sub("", event.text)
+    is_of_rank = world_size > 1 and event.kind == "RunEnded" and event.source.startswith("rank:")
+    return f"{event.source.replace(':', ' ')} {text}" if is_of_rank else text
 
 
 def _went_down(restart: Restart) -> str:
