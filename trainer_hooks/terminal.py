@@ -223,7 +223,7 @@ class Terminal:
     def _end_row(self) -> None:
         self.in_row = False
         if self._untold and self._may_print("more"):
-            verb = "would be skipped" if self._mode == "observe" else "skipped"
+            verb = "would have been skipped" if self._mode == "observe" else "skipped"
             text = "vitals: and %s %s, the last one at step %d"
             _LOG.warning(text, _num(self._untold, "more update"), verb, self._last_skip)
             self._untold = 0

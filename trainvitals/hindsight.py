@@ -17,6 +17,12 @@ from trainvitals.detect.outliers import RobustWindow
 from trainvitals.records import Decision
 
 Outcome = Literal["needed", "unneeded", "open"]
+HINDSIGHT_WORDS = {
+    "needed": "would have helped",
+    "unneeded": "not needed",
+    "open": "too early to say",
+}
+"""Displayed outcomes."""
 
 BEFORE = 32
 """Steps before the onset whose median is the earlier level of the loss."""

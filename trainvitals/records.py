@@ -164,31 +164,33 @@ def is_skip(decision: Decision) -> bool:
 _DONE: dict[ActionName, str] = {
     "skip_step": "update skipped",
     "rollback": "rolled back",
-    "halt": "training stopped",
+    "halt": "run halted",
     "accept_level": "new level accepted",
-    "restart": "hung job ended, to be restarted",
+    "restart": "hung job ended, to be restarted by its launcher",
 }
 _NOT_DONE: dict[ActionName, str] = {
-    "skip_step": "update would be skipped",
-    "rollback": "would roll back",
-    "halt": "training would be stopped",
-    "accept_level": "new level would be accepted",
-    "restart": "hung job would be ended",
+    "skip_step": "would have skipped the update",
+    "rollback": "would have rolled back",
+    "halt": "would have halted the run",
+    "accept_level": "would have accepted a new level",
+    "restart": "would have ended the hung job",
 }
+
+
+def action_text(decision: Decision) -> str:
+    """Return the action that was carried out, or would have been, without its reason."""
+    text = (_DONE if decision.acted else _NOT_DONE).get(decision.action, "none")
+    if decision.action == "rollback" and decision.rollback_to_step >= 0:
+        text = f"{text} to step {decision.rollback_to_step}"
+    return text if decision.acted else f"{text} ({decision.mode} mode)"
 
 
 def decision_text(decision: Decision) -> str:
     """Return the action and its reason as one line, without the step."""
-    action_text = (_DONE if decision.acted else _NOT_DONE).get(decision.action, decision.action)
-    reason = decision.reason
-    if not decision.acted:
-        return f"{action_text} ({decision.mode} mode): {reason}"
-    if decision.action == "rollback":
-        step = decision.rollback_to_step
-        action_text = f"{action_text} to step {step}"
-        # The target was stated already, and the checkpoint's name is in `vitals show`.
-        reason = reason.replace(f"; rollback to step {step} ({decision.checkpoint_id})", "")
-    return f"{action_text}: {reason}"
+    # The target was stated already, and the checkpoint's name is in `vitals show`.
+    target = f"; rollback to step {decision.rollback_to_step} ({decision.checkpoint_id})"
+    reason = decision.reason.replace(target, "") if decision.acted else decision.reason
+    return f"{action_text(decision)}: {reason}"
 
 
 # ---------------------------------------------------------------------------------- commands

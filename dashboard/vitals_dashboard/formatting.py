@@ -3,8 +3,11 @@
 import math
 import unicodedata
 
+from trainvitals.units import humanize_count
+
 SECOND_NS = 1_000_000_000
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+count = humanize_count
 
 
 def plain(text: str, limit: int = 120) -> str:
@@ -44,11 +47,6 @@ def rate(value: float | None) -> str:
 def share(ratio: float | None) -> str:
     """Return a ratio in percent; a dash if it is unknown."""
     return "\N{EN DASH}" if ratio is None else f"{100 * ratio:.1f} %"
-
-
-def count(number_of: int, singular: str, plural: str = "") -> str:
-    """Return ``1 point`` or ``1,200 points``."""
-    return f"{number_of:,} {singular if number_of == 1 else plural or singular + 's'}"
 
 
 def age(since_unix_ns: int, now_unix_ns: int) -> str:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainvitals.goodput import BUCKETS
+from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.records import SEVERITY_WORDS, Command
 from trainvitals.units import humanize_seconds
 from trainvitals.views import (
@@ -101,7 +102,7 @@ def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[Ru
 
 def _observed(view: DecisionView) -> str:
     """Describe an action that was not taken, and whether it should have been."""
-    return f"observed, {view.hindsight}" if view.hindsight in ("needed", "unneeded") else "observed"
+    return ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
 
 
 def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:

@@ -74,7 +74,7 @@ def test_a_run_that_ends_with_nan_says_so_wherever_it_is_asked(
     where = ("--collector", served.url, "--token-file", served.settings.data / "tokens.json")
     assert 0 == vitals("postmortem", "diverged", *where)
     told = capsys.readouterr().out
-    assert "| loss, gradient norm | nan, inf |" in told
+    assert "| loss | nan |\n| gradient norm | inf |" in told
     assert "loss nan, grad_norm inf, limit 2" in told
 
 

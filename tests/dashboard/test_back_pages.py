@@ -108,7 +108,7 @@ def test_a_decision_shows_its_evidence_and_the_filters_are_an_address(
     said = shown(app)
     assert "1 of 4 decisions" in said and "1 of 1 would have been needed" in said
     assert "proposed, not carried out. 3 skips in 20 steps" in said
-    assert "rule: rollback.storm" in said and "hindsight: needed" in said
+    assert "rule: rollback.storm" in said and "hindsight: would have helped" in said
     assert "window=range&from=162&to=362" in links(app)["See it on the curves"]
     assert "This dashboard is read-only" in said and "Send: rollback" not in labels(app)
 

@@ -91,14 +91,14 @@ def test_a_halt_names_the_command_that_explains_it(quick, caplog):
     halt, ended, _ = caplog.messages[-3:]
     assert halt.startswith("vitals: step 11")
     step = halt.removeprefix("vitals: step ")[:3]
-    assert ": training stopped: parameters are non-finite on 1 rank" in halt
+    assert ": run halted: parameters are non-finite on 1 rank" in halt
     assert halt.endswith(f"; next: vitals why vitals_runs/{RUN} {step}")
     assert f"vitals: run tiny ({RUN}) was stopped after {int(step) + 1} steps: " in ended
 
 
 def test_observing_says_what_would_have_been_done(quick, caplog):
     trained("observe", spikes=(120, 121, 122), steps=125)
-    assert all("would be" in text for text in caplog.messages[1:-2])
+    assert all("would have" in text for text in caplog.messages[1:-2])
     assert " updates would have been skipped" in caplog.messages[-2]
 
 
@@ -190,7 +190,7 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
         ({"action": "accept_level", "reason": "4 in a row"}, "new level accepted: 4 in a row"),
         (
             {"action": "halt", "acted": False},
-            "training would be stopped (guard mode): loss is nan",
+            "would have halted the run (guard mode): loss is nan",
         ),
         (
             {
@@ -198,7 +198,7 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
                 "acted": False,
                 "reason": "nan; not carried out: the loop had ended",
             },
-            "would roll back (guard mode): nan; not carried out: the loop had ended",
+            "would have rolled back (guard mode): nan; not carried out: the loop had ended",
         ),
         (
             {

@@ -8,9 +8,9 @@ from typing import Annotated, TextIO
 import typer
 
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
+from trainvitals.document.blocks import TableBlock
 from trainvitals.document.incident import verdict_facts
 from trainvitals.errors import UsageError
-from trainvitals.hindsight import tally
 from trainvitals.units import humanize_count
 from trainvitals.views import (
     CheckpointsQuestion,
@@ -34,6 +34,12 @@ from vitals_collector.cli.opening import RunChoice, Server
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
+from vitals_collector.report.run_tables import (
+    checkpoint_table,
+    decision_table,
+    event_table,
+    run_facts,
+)
 
 MAX_EVENTS = 20
 """Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
@@ -102,37 +108,29 @@ def write_run(
         body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
         write_json({**body, "events": events}, to=to)
         return
-    facts = [*_facts(detail, _learning_rates(reader, detail.summary)), *_shadow(ledger)]
+    facts = run_facts(detail, ledger, _learning_rates(reader, detail.summary))
+    facts += _volume(detail.volume)
     facts.append(("series", ", ".join(detail.metrics) if names else _counted(detail.metrics)))
     facts += verdict_rows(verdict)
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
     to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
-    tables: list[Table] = [
-        (
-            ("attempt", "from step", "to step", "reason"),
-            [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts],
-        ),
-        (
-            ("step", "decision", "rule", "rank", "done", "reason"),
-            [_decided(view) for view in ledger],
-        ),
+    attempts = [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts]
+    decided = decision_table(ledger)
+    width = decided.header.index("reason") + 1  # the last column, which is never cut
+    tables = [
+        TableBlock(("attempt", "from step", "to step", "reason"), attempts),
+        TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
         *_waited(findings),
         *_profiled(events),
         *_user_alert_table(episodes(view.finding for view in findings)),
-        (
-            ("checkpoint", "step", "state", "where", "bytes"),
-            [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
-        ),
-        (
-            ("time", "source", "step", "message"),
-            [(format_time(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
-        ),
+        checkpoint_table(saved),
+        event_table(events[-MAX_EVENTS:]),
     ]
-    for header, rows in tables:
+    for table in tables:
         to.write("\n")
-        write_rows(header, rows, Format.TABLE, to=to)
+        write_rows(table.header, table.rows, Format.TABLE, to=to)
 
 
 def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
@@ -147,16 +145,7 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
     ]
 
 
-def _decided(view: DecisionView) -> tuple[object, ...]:
-    decision = view.decision
-    done = "yes" if decision.acted else view.hindsight or "no"
-    return decision.step, decision.action, decision.rule, decision.rank, done, decision.reason
-
-
-Table = tuple[Sequence[str], Sequence[Sequence[object]]]
-
-
-def _waited(findings: Sequence[FindingView]) -> list[Table]:
+def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
     """Return the table of waits for one rank, and of hangs; empty without any."""
     waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
     rows = [
@@ -168,23 +157,23 @@ def _waited(findings: Sequence[FindingView]) -> list[Table]:
         )
         for v in waits[-MAX_EVENTS:]
     ]
-    return [(("time", "step", "paged", "blocking rank"), rows)] if rows else []
+    return [TableBlock(("time", "step", "paged", "blocking rank"), rows)] if rows else []
 
 
-def _profiled(events: Sequence[EventView]) -> list[Table]:
+def _profiled(events: Sequence[EventView]) -> list[TableBlock]:
     """Return the table of traces; empty without any."""
     rows = [(e.source, e.step, e.profile) for e in events if e.profile]
-    return [(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
+    return [TableBlock(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
 
 
-def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[Table]:
+def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
     """Return the table of custom alerts; empty without any."""
     header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
     rows = [
         (a.newest.cause, a.newest.severity, a.first, a.last, a.where, a.newest.reason)
         for a in alerts
     ]
-    return [(header, rows)] if rows else []
+    return [TableBlock(header, rows)] if rows else []
 
 
 def _pictures(
@@ -226,12 +215,6 @@ def _counted(metrics: Sequence[str]) -> str:
     return f"{len(metrics)}; --series lists them" if metrics else ""
 
 
-def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
-    """Return how often observed decisions would have been right."""
-    summary = tally(view.hindsight or None for view in ledger)
-    return [("observed decisions", summary)] if summary else []
-
-
 def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
@@ -261,32 +244,3 @@ def _learning_rates(reader: Reader, run: RunSummary) -> str:
     rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows
     rank0_rows = [row for row in rows if row.source == "rank:0"]
     return learning_rates(rank0_rows[-1].values) if rank0_rows else ""
-
-
-def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
-    summary, info = detail.summary, detail.info
-    lost = sum(source.num_lost_rows for source in detail.sources)
-    return [
-        ("run", summary.run_id),
-        ("name", summary.name),
-        ("project", summary.project),
-        ("user", summary.user),
-        ("tags", ", ".join(summary.tags)),
-        ("state", summary.state),
-        ("health", summary.health),
-        ("missing", ", ".join(summary.missing)),
-        ("mode", summary.mode),
-        ("ranks", summary.world_size),
-        ("started", format_time(summary.started_unix_ns)),
-        ("last seen", format_time(summary.last_seen_unix_ns)),
-        ("last step", summary.last_step),
-        ("loss", summary.loss),
-        ("gradient norm", summary.grad_norm),
-        ("learning rate", rates),
-        ("skips", summary.num_skips),
-        ("rollbacks", summary.num_rollbacks),
-        ("rows lost", lost),
-        *_volume(detail.volume),
-        ("git commit", info.git_commit),
-        ("folder", info.run_dir),
-    ]

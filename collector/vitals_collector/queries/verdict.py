@@ -31,6 +31,7 @@ from trainvitals.views import (
 from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
 from vitals_collector.queries.grouping import DEATHS
+from vitals_collector.queries.stacks import capital
 
 MAX_TIMELINE = 8
 """Maximum number of timeline entries; those in the middle are counted."""
@@ -233,7 +234,7 @@ def cause(facts: VerdictFacts) -> str:
         texts += [alert.summary for alert in facts.alerts]
         texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
     if not sentences or facts.cause in DEATHS:
-        first = [f"{_capital(text.rstrip('.'))}." for text in texts[:1]]
+        first = [f"{capital(text.rstrip('.'))}." for text in texts[:1]]
         sentences = [*first, *sentences] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
     parts = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
@@ -326,14 +327,14 @@ def _sentence(trigger: _Trigger) -> str:
     if ranks:
         whose = f"{_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
     if trigger.name in _NONFINITE:
-        return f"{_capital(f'{whose}{_NONFINITE[trigger.name]}')} {_nonfinite(trigger)} {at}."
+        return f"{capital(f'{whose}{_NONFINITE[trigger.name]}')} {_nonfinite(trigger)} {at}."
     if trigger.name in _OUTLIERS and trigger.values:
         limit = f" (limit {max(trigger.limits):.4g})" if trigger.limits else ""
         reached = f"{_OUTLIERS[trigger.name]} reached {max(trigger.values):.4g}{limit}"
-        return f"{_capital(whose + reached)} {at}."
-    reason = _capital(trigger.reasons[0].rstrip("."))
+        return f"{capital(whose + reached)} {at}."
+    reason = capital(trigger.reasons[0].rstrip("."))
     if trigger.kind in _WAITS:  # the duration at that time: the wait continues
-        reason = _FOR.sub("", _capital(trigger.reasons[-1].rstrip(".")))
+        reason = _FOR.sub("", capital(trigger.reasons[-1].rstrip(".")))
     if trigger.kind == "user_alert":
         reason = f"Your alert {trigger.name}: {trigger.reasons[-1].rstrip('.')}"
     return f"{reason}." if f"step {min(trigger.steps)}" in reason else f"{reason} ({at[3:]})."
@@ -465,7 +466,7 @@ def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
     if not facts.late_seconds:
         return text
     others = humanize_count(max(1, world_size - 1), "other rank")
-    waited = f"{_capital(others)} waited {_duration(facts.late_seconds)} for it."
+    waited = f"{capital(others)} waited {_duration(facts.late_seconds)} for it."
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
@@ -641,7 +642,7 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
             lines.append(_entry(alert.updated_unix_ns, alert.step, text))
     lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
     gone = [event for event in facts.events if event.text.endswith("[rank_gone]")]
-    lines += [_entry(e.time_unix_ns, e.step, _capital(_CODE.sub("", e.text))) for e in gone]
+    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in gone]
     # Every rank reports it; the first one's text represents all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
     lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
@@ -659,13 +660,6 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
 
 def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
     return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_line(text))
-
-
-# --------------------------------------------------------------------------------------- text
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 __all__ = [

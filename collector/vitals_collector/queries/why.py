@@ -7,6 +7,7 @@ from textwrap import fill
 
 from msgspec.structs import replace
 
+from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
 from trainvitals.records import (
@@ -24,8 +25,8 @@ from trainvitals.records import (
     SETTINGS_DIFFER,
     SNAPSHOT_MISSED,
     WITHHELD,
-    ActionName,
     BatchNoted,
+    action_text,
 )
 from trainvitals.views import (
     DecisionView,
@@ -59,31 +60,8 @@ _VERDICT = (
 )
 _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 
-_DONE: dict[ActionName, str] = {
-    "skip_step": "update skipped",
-    "rollback": "rolled back",
-    "halt": "run halted",
-    "accept_level": "new level accepted",
-    "restart": "hung job ended, to be restarted by its launcher",
-    "continue": "none",
-}
-_NOT_DONE: dict[ActionName, str] = {
-    "skip_step": "none (observe mode); would have skipped the update",
-    "rollback": "none (observe mode); would have rolled back",
-    "halt": "none (observe mode); would have halted the run",
-    "accept_level": "none (observe mode); would have accepted a new level",
-    "restart": "none; would have ended the hung job",
-    "continue": "none",
-}
-
 FOLLOWING = 8
 """Number of later steps whose losses show the outcome of a step."""
-
-_HINDSIGHT = {
-    "needed": "Hindsight: it would have helped.",
-    "unneeded": "Hindsight: it was not needed.",
-    "open": "Hindsight: too early to say.",
-}
 
 
 def explain(
@@ -383,14 +361,12 @@ def _user_alert_text(alert: UserAlertEpisode) -> str:
 def decided(view: DecisionView) -> str:
     """Return the decision, its rule, the reason, and the remaining budget."""
     decision = view.decision
-    action_text = (_DONE if decision.acted else _NOT_DONE)[decision.action]
-    if decision.action == "rollback":
-        action_text += f" to step {decision.rollback_to_step}"
-    parts = [f"Action: {action_text} (rule: {decision.rule}): {decision.reason}."]
+    text = action_text(decision)
+    parts = [f"Action: {text} (rule: {decision.rule}): {decision.reason}."]
     if decision.lr_factor != 1.0:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
     if view.hindsight:
-        parts.append(_HINDSIGHT[view.hindsight])
+        parts.append(f"Hindsight: {HINDSIGHT_WORDS[view.hindsight]}.")
     budget_left = decision.budget_left
     if budget_left >= 0 and decision.mode == "heal":  # no other mode uses rollbacks
         num = f"{budget_left} rollback{'' if budget_left == 1 else 's'} left"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from trainvitals.hindsight import tally
+from trainvitals.hindsight import HINDSIGHT_WORDS, tally
 from trainvitals.policy.actions import rule_words
 from trainvitals.views import (
     AnnotationsQuestion,
@@ -171,7 +171,7 @@ def _numbers(view: DecisionView) -> list[str]:
             f"{decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else "",
         ),
         ("checkpoint", formatting.plain(decision.checkpoint_id, 60)),
-        ("hindsight", view.hindsight),
+        ("hindsight", HINDSIGHT_WORDS.get(view.hindsight, "")),
     )
     return [f"{name}: {value}" for name, value in pairs if value]
 

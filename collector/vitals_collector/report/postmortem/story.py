@@ -6,17 +6,22 @@ from itertools import chain
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.document.incident import incident_blocks
-from trainvitals.hindsight import tally
-from trainvitals.policy.actions import rule_words
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
-from trainvitals.views import DecisionView, IncidentView, MoverView
+from trainvitals.views import IncidentView, MoverView
 from vitals_collector.ingest.projections import samples
 from vitals_collector.queries.cost import total
 from vitals_collector.queries.verdict import cost
 from vitals_collector.report.charts import HeatMap, Plot
 from vitals_collector.report.curves import CurveMark, marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
+from vitals_collector.report.run_tables import (
+    checkpoint_table,
+    decision_table,
+    event_table,
+    rank_text,
+    run_facts,
+)
 
 MAX_LINES = 200
 """Maximum number of rows in a table; the number of omitted rows is shown."""
@@ -68,34 +73,9 @@ def _in_short(facts: ReportData) -> str:
 
 
 def _about(facts: ReportData) -> list[Row]:
-    summary, info = facts.detail.summary, facts.detail.info
-    rows: list[Row] = [
-        ("run", summary.run_id),
-        ("name", summary.name),
-        ("project", summary.project),
-        ("user", summary.user),
-        ("tags", ", ".join(summary.tags)),
-        ("state", summary.state),
-        ("health", summary.health),
-        ("mode", summary.mode),
-        ("ranks", summary.world_size),
-        ("started", format_time(summary.started_unix_ns)),
-        ("last seen", format_time(summary.last_seen_unix_ns)),
-        ("last step", summary.last_step),
-        ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
-        ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
-        ("attempts", len(facts.detail.attempts)),
-        ("rows lost in transit", sum(source.num_lost_rows for source in facts.detail.sources)),
-        ("git commit", info.git_commit),
-        ("torch", info.torch_version),
-        ("folder", info.run_dir),
-        ("observed decisions", tally(view.hindsight or None for view in facts.ledger)),
-    ]
-    return [row for row in rows if row[1] != ""]
-
-
-def _pair(*values: float | None) -> str:
-    return ", ".join("not measured" if value is None else f"{value:.6g}" for value in values)
+    rows = run_facts(facts.detail, facts.ledger)
+    named = [(name, "not measured" if value is None else value) for name, value in rows]
+    return [row for row in named if row[1] != ""]
 
 
 def _incidents(facts: ReportData) -> Iterator[Block]:
@@ -173,7 +153,7 @@ def _score(mover: MoverView) -> float | None:
 def _evidence(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Actions and their evidence")
-        yield TableBlock(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
+        yield decision_table(incident.decisions[:MAX_LINES])
         yield from _left_out(len(incident.decisions) - MAX_LINES, "actions")
     if incident.findings:
         yield Heading(3, "Findings")
@@ -181,7 +161,7 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
         yield TableBlock(
             ("step", "level", "finding", "rank", "value", "limit", "reason"),
             [
-                (f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason)
+                (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
                 for f in findings
             ],
         )
@@ -205,13 +185,7 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
 def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
     if incident.events:
         yield Heading(3, "Events")
-        yield TableBlock(
-            ("time", "source", "step", "message"),
-            [
-                (format_time(e.time_unix_ns), e.source, e.step, e.text)
-                for e in incident.events[:MAX_LINES]
-            ],
-        )
+        yield event_table(incident.events[:MAX_LINES])
         yield from _left_out(len(incident.events) - MAX_LINES, "events")
     if incident.data:
         yield Heading(3, "Batches of the bad steps")
@@ -232,47 +206,12 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
         yield from _left_out(len(incident.data) - MAX_LINES, "batches")
 
 
-_DECIDED = ("step", "action", "rule", "rank", "done", "reason", "evidence", "rollbacks left")
-
-
-def _decided(view: DecisionView) -> Row:
-    decision = view.decision
-    done = "yes" if decision.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
-    evidence = [f"{name} {value:.6g}" for name, value in decision.evidence.items()]
-    if decision.rollback_to_step >= 0:
-        evidence.append(f"rollback to step {decision.rollback_to_step} ({decision.checkpoint_id})")
-    budget = decision.budget_left if decision.budget_left >= 0 else None
-    rank = _rank(decision.rank)
-    because = rule_words(decision.rule)
-    return (
-        decision.step,
-        decision.action,
-        because,
-        rank,
-        done,
-        decision.reason,
-        ", ".join(evidence),
-        budget,
-    )
-
-
-_HINDSIGHT = {
-    "needed": "would have helped",
-    "unneeded": "not needed",
-    "open": "too early to say",
-}
-
-
-def _rank(rank: int) -> object:
-    return rank if rank >= 0 else "all"
-
-
 def _decisions(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "All actions")
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
         return
-    yield TableBlock(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
+    yield decision_table(facts.ledger[-MAX_LINES:])
     yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
@@ -307,13 +246,7 @@ def _checkpoints(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Checkpoints")
     yield from _left_out(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
-    yield TableBlock(
-        ("checkpoint", "step", "state", "where", "bytes", "detail"),
-        [
-            (c.checkpoint_id, c.step, c.state, c.where, c.num_bytes, c.detail)
-            for c in facts.checkpoints[-MAX_LINES:]
-        ],
-    )
+    yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
 def _settings(facts: ReportData) -> Iterator[Block]:
