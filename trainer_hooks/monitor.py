@@ -464,8 +464,8 @@ class Monitor(Loop):
             parts.apply(turn.guards, orders)
         parts.settle(orders)
         update_scaler(device.scaler, turn.optimizers, verdict.overflow)
-        with parts.clock.optimizer_time():
-            if self._schedules is not None:
+        if self._schedules is not None:
+            with parts.clock.optimizer_time():
                 self._schedules.stepped(turn.optimizers if turn.number else ())
         self._clearing.clear()
 

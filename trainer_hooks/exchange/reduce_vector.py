@@ -399,8 +399,9 @@ class Reduced:
         self.root = dict(zip(fields.rank0, numbers[layout.root : layout.ranks], strict=True))
         self.sampled = numbers[layout.sampled : layout.size]
         self._sums = _by_field(numbers[layout.ranks : layout.bits], fields.rank)
-        self._bits = _by_field(numbers[layout.bits : layout.own], fields.rank)
-        self._own = _by_field(numbers[layout.own : layout.sampled], fields.exact)
+        if layout.is_shared:
+            self._bits = _by_field(numbers[layout.bits : layout.own], fields.rank)
+            self._own = _by_field(numbers[layout.own : layout.sampled], fields.exact)
 
     @property
     def has_gradients(self) -> bool:
@@ -418,7 +419,10 @@ class Reduced:
     def ranks_where(self, field: str) -> tuple[int, ...]:
         """Return the ranks whose value is not zero."""
         if not self.layout.is_shared:
-            return tuple(r for r, value in enumerate(self._sums[field]) if value != 0.0)
+            values = self._sums[field]
+            if not any(values):
+                return ()  # the usual answer, without a generator
+            return tuple(r for r, value in enumerate(values) if value != 0.0)
         return tuple(
             self.layout.first_of(slot) + i
             for slot, bits in enumerate(self._bits[field])
@@ -455,6 +459,8 @@ class Reduced:
 
 
 def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]]:
+    if len(flat) == len(fields):  # one slot
+        return {field: [value] for field, value in zip(fields, flat, strict=True)}
     return {field: flat[i :: len(fields)] for i, field in enumerate(fields)}
 
 
@@ -688,6 +694,8 @@ def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
 
 def _largest(losses: list[float | None]) -> tuple[float | None, int]:
     """Return the largest loss and its rank; a NaN counts as larger than everything."""
+    if len(losses) == 1 and losses[0] is not None:
+        return losses[0], 0
     pairs = [(x, r) for r, x in enumerate(losses) if x is not None]
     if not pairs:
         return None, -1

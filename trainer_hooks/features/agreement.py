@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 from trainer_hooks.exchange.reduce_vector import Slots, dissenters
+from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted
@@ -20,6 +22,11 @@ class AgreementFeature(StepFeature):
 
     _digest = 0
     _is_reported = False
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self | None:
+        """Return the feature; None for a rank that has no one to disagree with."""
+        return cls(run) if run.ranks.world_size > 1 else None
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the digest of this rank's latest verdict."""

@@ -261,7 +261,8 @@ class BufferShadow:
 
     def settle(self, bad: Tensor) -> None:
         """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
-        self._keep(is_kept=self._put_back(bad))
+        if self._places:
+            self._keep(is_kept=self._put_back(bad))
 
     @torch.no_grad()
     def _put_back(self, bad: Tensor) -> bool:
@@ -413,12 +414,18 @@ class OptimizerGuard:
         if skip_on_host:
             self._mark_stepped()
             return
-        with scaled_rates(self.optimizer, lr_factor):
-            if self.on_device and skip_on_host is None:
-                self._step_with_flag(bad, divisor)
-            else:
-                self.optimizer.step()
+        if lr_factor == 1.0:
+            self._step(bad, skip_on_host, divisor)
+        else:
+            with scaled_rates(self.optimizer, lr_factor):
+                self._step(bad, skip_on_host, divisor)
         self._mark_stepped()
+
+    def _step(self, bad: Tensor, skip_on_host: bool | None, divisor: Tensor | None) -> None:
+        if self.on_device and skip_on_host is None:
+            self._step_with_flag(bad, divisor)
+        else:
+            self.optimizer.step()
 
     def _step_with_flag(self, bad: Tensor, divisor: Tensor | None) -> None:
         """Step with the attributes that a gradient scaler would set.

@@ -176,14 +176,13 @@ class StepClock:
         """Count the time since ``leave`` as optimizer time: the loop needs it in any case."""
         self._optimizer_ns += self.clock.monotonic_ns() - self._left_ns
 
-    @contextmanager
-    def optimizer_time(self) -> Iterator[None]:
+    def optimizer_time(self) -> _OptimizerTime:
         """Count the body as optimizer time, not monitor time: the loop needs it in any case."""
-        begin = self.clock.monotonic_ns()
-        try:
-            yield
-        finally:
-            self._optimizer_ns += self.clock.monotonic_ns() - begin
+        return _OptimizerTime(self)
+
+    def add_optimizer_time(self, nanoseconds: int) -> None:
+        """Add a time that the loop needs in any case."""
+        self._optimizer_ns += nanoseconds
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -272,6 +271,21 @@ class StepClock:
             self.sections.forget()
 
 
+class _OptimizerTime:
+    """Context manager of ``optimizer_time``; a generator would cost each step more."""
+
+    __slots__ = ("_begin", "_of")
+
+    def __init__(self, of: StepClock) -> None:
+        self._of = of
+
+    def __enter__(self) -> None:
+        self._begin = self._of.clock.monotonic_ns()
+
+    def __exit__(self, *_error: object) -> None:
+        self._of.add_optimizer_time(self._of.clock.monotonic_ns() - self._begin)
+
+
 class Utilization:
     """Model FLOPs utilization, by default from 6 FLOPs per parameter and token.
 
@@ -320,13 +334,17 @@ class Utilization:
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
     """Return the learning rate of each group; None for a CUDA tensor: reading it would wait."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    return [None if isinstance(lr, torch.Tensor) and lr.is_cuda else float(lr) for lr in rates]
+    return [None if isinstance(lr, Tensor) and lr.is_cuda else float(lr) for lr in rates]
+
+
+_NUMBERS = (int, float)  # not int | float: a union is built at every use
 
 
 def weight_decay(optimizers: Sequence[Optimizer]) -> float | None:
     """Return the largest weight decay of all groups; None if none is a number."""
-    decays = (group.get("weight_decay") for o in optimizers for group in o.param_groups)
-    return max((float(d) for d in decays if isinstance(d, int | float)), default=None)
+    decays = [group.get("weight_decay") for o in optimizers for group in o.param_groups]
+    numbers = [float(decay) for decay in decays if isinstance(decay, _NUMBERS)]
+    return max(numbers) if numbers else None
 
 
 class DeviceMemory(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class Prepared(NamedTuple):
 class StepLoss(NamedTuple):
     """A step's loss on this rank."""
 
-    loss: Tensor | None = None
+    loss: Tensor | float | None = None
+    """A plain number if the host judges."""
     weight: Tensor | float = 1.0
     weighted: bool = False
     """Whether the weight is a number of tokens."""
@@ -95,6 +96,8 @@ class StepPhases:
         self._settings = GroupSettings(device.optimizers)
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
+        self._lr_factor = 1.0
+        """Factor on the learning rates of this step."""
         self._weight_decay: float | None = None
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
@@ -200,7 +203,12 @@ class StepPhases:
         if taken is None:
             if loss is None:
                 return StepLoss()
-            return StepLoss(self._scalar("loss", loss), self._weight(weight), weight is not None)
+            own: Tensor | float
+            if self._judges_on_host and _is_on_host(loss):
+                own = loss.item()
+            else:
+                own = self._scalar("loss", loss)
+            return StepLoss(own, self._weight(weight), weight is not None)
         total, weights, weighted = taken
         if loss is not None and not self._micro.is_last(loss):
             share = self._weight(weight)
@@ -356,7 +364,10 @@ class StepPhases:
         if device.averages is not None:
             with self._run.faults.fail_open("averages"):
                 device.averages.judged(bad, self.turn.optimizers)
-        return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
+        # The first optimizer's rate is the one that is judged.
+        rate = self._rates[0] if self.turn.is_headline else None
+        self._lr_factor = self._run.judge.lr_factor_at(step, rate)
+        return Orders(bad, skip_on_host, divisor, self._lr_factor)
 
     def _read_verdict(self, verdict: Verdict, bad: Tensor) -> bool:
         """Read the verdict for the decision and the row; return whether it is bad.
@@ -373,11 +384,6 @@ class StepPhases:
     def _host_figures(self, verdict: Verdict) -> list[float]:
         """Return the vector and the figures of a verdict of the host, as they are read back."""
         return [*self._numbers, *map(float, (verdict.bits, verdict.loss, verdict.grad_norm))]
-
-    def _lr_factor(self, step: int) -> float:
-        # The first optimizer's rate is the one that is judged.
-        rate = self._rates[0] if self.turn.is_headline else None
-        return self._run.judge.lr_factor_at(step, rate)
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their time counts as the loop's."""
@@ -405,6 +411,8 @@ class StepPhases:
         """
         if first:
             refuse_max_norm(max_norm)
+        if max_norm is None:
+            return None
         with self._run.faults.fail_open("max_norm"):
             refuse_max_norm(max_norm)
             return None if max_norm == math.inf else max_norm
@@ -439,7 +447,6 @@ class StepPhases:
         known: float | None = None
         if not isinstance(norm, Tensor):
             known = norm
-            norm = torch.tensor(norm, dtype=torch.float64, device=self._device.norms.device)
         elif self._read is not None and norm is verdict.grad_norm:
             known = self._read[-1]
         elif reads_are_free(norm.device):
@@ -448,15 +455,18 @@ class StepPhases:
             limit = self._device.packer.auto_max_norm
             if known is not None and reads_are_free(limit.device) and not known > limit.item():
                 return None
-            divisor = auto_clip_divisor(norm, limit)
+            divisor = auto_clip_divisor(self._on_device(norm), limit)
         elif known is not None and known + 1e-6 <= min(max_norm, SHORT_FROM):
             return None
         else:
-            divisor = clip_divisor(norm, max_norm)
+            divisor = clip_divisor(self._on_device(norm), max_norm)
         if not self._device.engine.reads_verdict:
             return divisor
         scale(prepared.grads, divisor.reciprocal())
         return None
+
+    def _on_device(self, number: Tensor | float) -> Tensor:
+        return torch.as_tensor(number, dtype=torch.float64, device=self._device.norms.device)
 
     def report(
         self,
@@ -537,7 +547,7 @@ class StepPhases:
             learning_rates=self._rates,
             weight_decay=self._weight_decay,
             changes=self._changes,
-            lr_factor=self._lr_factor(step),
+            lr_factor=self._lr_factor,
             max_norm=None if max_norm == "auto" else max_norm,
             clips_automatically=max_norm == "auto",
             tokens=self._tokens_per_step if self.turn.is_headline else None,
@@ -554,6 +564,16 @@ class StepPhases:
             num_batches=None if position is None else position.num_batches,
             turn=self.turn.number,
         )
+
+
+def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
+    """Return whether a loss is an ordinary number in host memory, as most are on the CPU."""
+    return (
+        type(loss) is Tensor
+        and loss.dtype in (torch.float32, torch.float64)
+        and loss.device.type == "cpu"
+        and loss.numel() == 1
+    )
 
 
 def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None:

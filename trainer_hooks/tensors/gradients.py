@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -323,7 +324,8 @@ def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
     """Return the square of each gradient, float64."""
-    flat = torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads]).double()
+    # Flattened in one call: a view of each gradient would take as long as everything else.
+    flat = _flatten_dense_tensors(grads).double()
     return torch.segment_reduce(flat.mul_(flat), "sum", lengths=sizes, unsafe=True)
 
 
@@ -400,17 +402,35 @@ class GradNorms:
         """The parameters that have gradients in the current step."""
         self._where: tuple[list[int], Tensor] | None = None
         self._squares = Squares(self.params)
+        self._everywhere = list(range(len(self.params)))
+        self._is_plain = not any(
+            hasattr(param, "to_local") or param.is_complex() or not param.numel()
+            for param in self.params
+        )
+        """Whether each gradient is usually measured as it is."""
 
     def align(self) -> None:
         """Redistribute the gradients of sharded parameters to their layout; may be a collective."""
-        align_gradients(self._sharded)
+        if self._sharded:
+            align_gradients(self._sharded)
 
-    @torch.no_grad()  # otherwise to_local() builds a graph
     def gradients(self) -> tuple[list[int], list[Tensor]]:
         """Return the positions that have a gradient and those gradients, sparse ones coalesced.
 
         The result is the gradient itself: scaling it in place clips it.
         """
+        if self._is_plain and self.part is ALL:
+            grads: list[Any] = [param.grad for param in self.params]
+            for grad in grads:
+                if type(grad) is not Tensor or grad.is_sparse or grad.requires_grad:
+                    break
+            else:
+                return self._everywhere, grads
+        return self._each_gradient()
+
+    @torch.no_grad()  # otherwise to_local() builds a graph
+    def _each_gradient(self) -> tuple[list[int], list[Tensor]]:
+        """Do the same for gradients of any kind, one after another."""
         where, grads = [], []
         for i, param in enumerate(self.params[self.part], self.part.start or 0):
             grad = param.grad
