@@ -160,6 +160,11 @@ def test_a_step_without_backward_is_not_placed() -> None:
     assert not model._forward_hooks
 
 
+def ns_in_queue() -> int:
+    """Return how long this thread has waited for a core, as the kernel counts it."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
     model = nn.Linear(2, 1)
@@ -168,23 +173,24 @@ def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
     os.sched_setaffinity(0, {min(cores)})
     rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
     try:
-        queued = []
+        counts = []
         for _ in range(2):
-            began = time.monotonic()
             sections.start_step(time.monotonic_ns())
             model(torch.ones(1, 2)).sum().backward()
-            busy_until = time.thread_time() + 0.15
-            while time.thread_time() < busy_until:
+            begin = ns_in_queue()
+            while ns_in_queue() < begin + 50_000_000:
                 pass
+            before = ns_in_queue()
             timeline = sections.pop_timeline()
-            assert timeline is not None
-            queued.append(timeline.run_queue_seconds)
-            wall = time.monotonic() - began
+            counts.append((before, ns_in_queue()))
+        assert timeline is not None and timeline.run_queue_seconds is not None
+        counted_ns = round(timeline.run_queue_seconds * 1e9)
+        (first_before, first_after), (before, after) = counts
+        assert before - first_after <= counted_ns <= after - first_before, "from step to step"
     finally:
         os.sched_setaffinity(0, cores)
         rival.kill()
         rival.wait()
-    assert 0.05 < queued[1] <= wall - 0.15, "all that it did not compute, and the rival did"
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     sections.release()
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 1
