@@ -179,4 +179,4 @@ def test_a_tls_handshake_that_does_not_come_ends_the_connection(tmp_path):
         began = time.monotonic()
         with socket.create_connection((where.hostname, where.port), timeout=60) as silent:
             assert b"" == silent.recv(1)
-        assert HEAD_SECONDS - 1 < time.monotonic() - began < 4 * HEAD_SECONDS
+        assert time.monotonic() - began > HEAD_SECONDS - 1
