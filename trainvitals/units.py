@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
@@ -49,6 +50,13 @@ def split_unit(column: str) -> tuple[str, str]:
 def humanize_count(number: int, singular: str, plural: str = "") -> str:
     """Return ``1 step`` or ``1,024 steps``; the plural is the singular and ``s`` by default."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2``; the number of further ones above ``most``."""
+    shown = ", ".join(map(str, sorted(ranks)[:most]))
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
 def humanize_bytes(value: float) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from trainvitals.units import name_ranks
 from trainvitals.views import IncidentView, StacksQuestion, StacksView
 from vitals_dashboard import formatting, layout, tables
 from vitals_dashboard.source import DataSource
@@ -31,7 +32,9 @@ def draw(source: DataSource, incident: IncidentView) -> None:
         height=260,
     )
     for same in at_one_place(stacks)[:MAX_GROUPS]:
-        with st.expander(formatting.plain(f"Where {names(same)} stood", 120)):
+        with st.expander(
+            formatting.plain(f"Where {name_ranks([view.rank for view in same])} stood", 120)
+        ):
             st.code("\n".join(formatting.plain(call, 300) for call in same[0].calls), language=None)
 
 
@@ -102,9 +105,3 @@ def at_one_place(stacks: Sequence[StacksView]) -> list[list[StacksView]]:
         if view.calls:
             groups.setdefault(view.calls, []).append(view)
     return sorted(groups.values(), key=lambda same: (len(same), same[0].rank))
-
-
-def names(same: Sequence[StacksView]) -> str:
-    """Return ``rank 3``, or ``ranks 0, 1, 2``."""
-    ranks = ", ".join(str(view.rank) for view in same)
-    return f"rank{'' if len(same) == 1 else 's'} {ranks}"

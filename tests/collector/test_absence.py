@@ -382,7 +382,7 @@ def test_ranks_that_never_reported_are_one_word_that_ends_with_the_last_of_them(
     started = [Writer(f"rank:{rank}", world_size=12) for rank in range(12)]
     two.ranks = started
     assert ["AgentLost firing"] == two.pass_time(100, ranks=(0, 1), agents=(0,))
-    assert "rank 2, 3, 4, 5, 6, 7, 8, 9, 10, 11: no report" in two.place.heard.alerts[0].summary
+    assert "ranks 2, 3, 4, 5, 6, 7, 8, 9, 10, 11: no report" in two.place.heard.alerts[0].summary
     assert ["AgentLost firing"] == two.pass_time(20, ranks=(0, 1, 2, 3), agents=(0,))
     everybody = tuple(range(12))
     words = two.pass_time(20, ranks=everybody, agents=(0,))

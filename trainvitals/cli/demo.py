@@ -28,6 +28,7 @@ from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.client import CollectorClient, client_of, collector_on
 from trainvitals.records import Decision
 from trainvitals.testing.faults import FaultPlan
+from trainvitals.units import humanize_count
 from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion
 
 STEPS = 600
@@ -398,7 +399,7 @@ def print_summary(
             missing = f"[red]missing: {want.action}"
             table.add_row(want.fault, str(want.step), rank, missing, want.rule)
             continue
-        cost = f"{decision.cost_steps} step" + ("s" if decision.cost_steps != 1 else "")
+        cost = humanize_count(decision.cost_steps, "step")
         row = (want.fault, str(want.step), rank, decision.action, decision.rule, cost)
         table.add_row(*(*row, decision.reason)[: len(columns)])
     for alarm in extra:

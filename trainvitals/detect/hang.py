@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings
 from trainvitals.records import Finding, HangLimits, Phase, RankActivity
-from trainvitals.units import humanize_seconds
+from trainvitals.units import humanize_seconds, name_ranks
 
 Reason = Literal[
     "stopped",
@@ -255,7 +255,7 @@ class _Judge:
         by_call: dict[str, list[int]] = {}
         for rank, call in sorted(calls.items()):
             by_call.setdefault(call, []).append(rank)
-        who = "; ".join(f"{_named(ranks)} called {call}" for call, ranks in by_call.items())
+        who = "; ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in by_call.items())
         culprits = [rank for rank in self._living if rank.rank in odd]
         where = next((f", in {rank.where}" for rank in culprits if rank.where), "")
         text = f"The ranks disagree on collective {number} of group {group}: {who}{where}"
@@ -305,7 +305,7 @@ class _Judge:
         reason: Reason,
         seconds: float,
     ) -> HangVerdict:
-        names, first = _named([rank.rank for rank in culprits]), culprits[0]
+        names, first = name_ranks([rank.rank for rank in culprits]), culprits[0]
         are, in_place = ("is" if len(culprits) == 1 else "are"), ""
         if first.where and len(culprits) == 1:
             in_place = f" in {first.where}"
@@ -322,7 +322,7 @@ class _Judge:
             "computing": f"{'computes' if len(culprits) == 1 else 'compute'}{in_place}",
         }[reason]
         calls = {call for rank in others if (call := _call_of(rank))}
-        waiting = _named([rank.rank for rank in others])
+        waiting = name_ranks([rank.rank for rank in others])
         wait = "waits" if len(others) == 1 else "wait"
         text = f"{names[0].upper()}{names[1:]} {reasons}; {waiting} {wait} for it"
         if len(calls) == 1:
@@ -428,12 +428,3 @@ def _places(ranks: Sequence[RankActivity]) -> str:
     places = {rank.where for rank in ranks if rank.where}
     at = calls if len(calls) == 1 else places
     return f": all wait in {at.pop()}" if len(at) == 1 else ""
-
-
-_MOST_NAMED = 8
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

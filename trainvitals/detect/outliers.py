@@ -28,7 +28,7 @@ from msgspec import Meta
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
-from trainvitals.units import humanize_count
+from trainvitals.units import humanize_count, name_ranks
 
 SIGMA_PER_MAD = 1.4826
 """Standard deviations per median absolute deviation for normal samples."""
@@ -189,7 +189,7 @@ class NonFiniteDetector(Detector):
         what = f"loss is {record.loss}" if bad_loss else f"gradient norm is {record.grad_norm}"
         if not bad_loss and record.grad_norm is not None and math.isfinite(record.grad_norm):
             what = "gradients are non-finite"
-        where = f" on {_ranks(ranks)}" if ranks else ""
+        where = f" on {name_ranks(ranks)}" if ranks else ""
         if record.overflow and not bad_loss:
             what = f"{what} for more than {MAX_OVERFLOWS} steps in a row at every loss scale"
         return Finding(
@@ -226,18 +226,11 @@ class NonFiniteDetector(Detector):
             level="advisory",
             step=record.step,
             detector=self.name,
-            reason=f"{_ranks(ranks)} could not measure the step",
+            reason=f"{name_ranks(ranks)} could not measure the step",
             rank=ranks[0] if len(ranks) == 1 else -1,
             onset_step=record.step,
             cause="rank_failed",
         )
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 # -------------------------------------------------------------------------------- finite outliers

@@ -21,6 +21,7 @@ from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.redaction import redact_text
+from trainvitals.units import name_ranks
 from trainvitals.views import (
     AckRequest,
     AlertView,
@@ -44,8 +45,6 @@ from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, clean, i
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
-_MAX_NAMED = 8
-"""Ranks that a summary names."""
 MAX_SILENCE_SECONDS = 30 * 86_400.0
 """Longest silence: each has an end, because a silence without one would be forgotten."""
 
@@ -517,7 +516,7 @@ def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> Inbox
     if alert.rank >= 0:
         earlier = () if is_new or entry is None else entry.life.ranks
         ranks = tuple(sorted({*earlier, alert.rank}))
-        alert = replace(alert, summary=f"{alert.summary} (on {_named(ranks)})")
+        alert = replace(alert, summary=f"{alert.summary} (on {name_ranks(ranks)})")
     view = _view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or is_new:
         return _begun(
@@ -529,12 +528,6 @@ def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> Inbox
         acknowledged_by=entry.view.acknowledged_by,
     )
     return InboxAlert(updated_view, replace(entry.life, ranks=ranks))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:_MAX_NAMED]))
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
-    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}{more}"
 
 
 def _resolved(entry: InboxAlert, now: int, ended: int) -> InboxAlert:

@@ -18,7 +18,7 @@ from trainvitals.io.client import CollectorAddress, CollectorClient, client_of
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.printable import printable
-from trainvitals.units import humanize
+from trainvitals.units import humanize, humanize_count
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.cli.opening import RunChoice, Server, as_folder
 from vitals_collector.queries.open import Opened, open_folder
@@ -317,7 +317,7 @@ _STYLES = {"healthy": "green", "critical": "red", "unguarded": "red", "acting": 
 
 
 def _title(summary: RunSummary) -> str:
-    ranks = f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"
+    ranks = humanize_count(summary.world_size, "rank")
     named = f"{summary.name} ({summary.run_id})" if summary.name else summary.run_id
     return (
         f"run {named}: {summary.mode} mode, {ranks}, started {format_time(summary.started_unix_ns)}"
@@ -327,8 +327,8 @@ def _title(summary: RunSummary) -> str:
 def _end(progress: Progress, said: str) -> str:
     summary = progress.summary
     steps = f"after step {progress.step:,}" if progress.step >= 0 else "before its first step"
-    skips = f"{summary.num_skips:,} update{'s' * (summary.num_skips != 1)} skipped"
-    rollbacks = f"{summary.num_rollbacks:,} rollback{'s' * (summary.num_rollbacks != 1)}"
+    skips = f"{humanize_count(summary.num_skips, 'update')} skipped"
+    rollbacks = humanize_count(summary.num_rollbacks, "rollback")
     _, _, reason = said.partition(": ")
     why = f": {reason}" if reason and summary.state != "finished" else ""
     if summary.state == "lost":

@@ -47,6 +47,7 @@ from trainvitals.records import (
     RunEnded,
     TrainingPaused,
 )
+from trainvitals.units import name_ranks
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.deliveries import SqlLedger
@@ -691,8 +692,8 @@ class AlertEngine:
             (
                 "AgentLost",
                 ["unheard ranks"] if parts.never_heard else [],  # one agent reports for many
-                f"{_listed(parts.never_heard)}: no report for more than {seconds:g} s while the "
-                "run continues",
+                f"{name_ranks(parts.never_heard, 16)}: no report for more than {seconds:g} s "
+                "while the run continues",
             ),
         )
         return [
@@ -798,22 +799,13 @@ def assemble(
     return Acting(inbox, engine, dispatcher, lease, receivers)
 
 
-_MOST_NAMED = 16
-"""Ranks that a summary names."""
-
-
 def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
     """Return the alerts of a lasting finding; for a stall, with the ranks that are behind."""
     raised = alerts_for_finding(finding, run_id=run.run_id)
     if finding.kind != "stalled" or not run.behind:
         return raised
-    behind = f"; behind the others: {_listed(run.behind)}"
+    behind = f"; behind the others: {name_ranks(run.behind, 16)}"
     return tuple(msgspec.structs.replace(alert, summary=alert.summary + behind) for alert in raised)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} more" if ranks[_MOST_NAMED:] else ""
-    return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:

@@ -28,6 +28,7 @@ from trainvitals.records import (
     BatchNoted,
     action_text,
 )
+from trainvitals.units import humanize_count, name_ranks
 from trainvitals.views import (
     DecisionView,
     EventView,
@@ -162,8 +163,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
     if len(bad) == 1 and any(row.values.get("culprit_rank") == bad[0] for row in view.rows):
         return []  # already named as the cause
     if bad:
-        named = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
-        named = f"rank {named}" if len(bad) == 1 else f"ranks {named}"
+        named = name_ranks(bad)
         return [f"The local loss was not finite on {len(bad)} of {len(losses)} ranks: {named}."]
     least, most = min(losses.values()), max(losses.values())
     where = max(losses, key=losses.__getitem__)
@@ -179,8 +179,8 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
         return ["Vitals took no action in this run."]
     away = abs(nearest.step - step)
     which = "later" if nearest.step > step else "earlier"
-    away_words = f"{away} step{'' if away == 1 else 's'} {which}"
-    return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {away_words}."]
+    distance = f"{humanize_count(away, 'step')} {which}"
+    return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {distance}."]
 
 
 def _followed(after: SeriesReply | None) -> list[str]:
@@ -369,7 +369,7 @@ def decided(view: DecisionView) -> str:
         parts.append(f"Hindsight: {HINDSIGHT_WORDS[view.hindsight]}.")
     budget_left = decision.budget_left
     if budget_left >= 0 and decision.mode == "heal":  # no other mode uses rollbacks
-        num = f"{budget_left} rollback{'' if budget_left == 1 else 's'} left"
+        num = f"{humanize_count(budget_left, 'rollback')} left"
         parts.append(f"{num}." if budget_left else "Rollback budget used up.")
     return " ".join(parts)
 

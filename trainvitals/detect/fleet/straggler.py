@@ -24,7 +24,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.records import Finding
 from trainvitals.stateful import table
-from trainvitals.units import humanize_seconds
+from trainvitals.units import humanize_seconds, name_ranks
 
 
 class StragglerConfig(Settings, frozen=True, kw_only=True):
@@ -258,7 +258,7 @@ class StragglerWatcher(Watcher):
                 "of the others"
             )
         verb = "is" if len(more) == 1 else "are"
-        others = f"; {_names(more)} {verb} late as well" if more else ""
+        others = f"; {name_ranks(more)} {verb} late as well" if more else ""
         hours = share * num_ranks
         return advisory_finding(
             self.name,
@@ -465,9 +465,3 @@ def _median(values: Sequence[float]) -> float:
 
 def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) - 1 >> 1]
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
