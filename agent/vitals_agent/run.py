@@ -311,10 +311,11 @@ class ServedRun:
         self.node_source.sample(PROCESS_SCHEMA, [row])
         if not tail.last.ended:
             how = f" ({tail.exit})" if tail.exit else ""
+            last = f"; its last step is {tail.last.step}" if tail.last.step >= 0 else ""
             note = Note(
                 code="rank_gone",
                 text=f"rank {who.rank} (pid {who.pid} on {who.node}) ended without a clean exit"
-                f"{how}; its last step is {tail.last.step}",
+                f"{how}{last}",
                 severity="error",
             )
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)

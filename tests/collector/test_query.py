@@ -406,3 +406,26 @@ def test_the_ledger_findings_checkpoints_and_events_come_in_order(store: Store):
     assert "{'a': 1.0, 'b': nan}" == str(
         asked.ask(DecisionsQuestion(run_id=RUN))[0].decision.evidence
     )
+
+
+def test_snapshots_in_memory_are_healthy_only_while_their_process_lives(store: Store):
+    def saved(step: int, where: str) -> CheckpointChanged:
+        name = f"{where}-{step}"
+        return CheckpointChanged(
+            checkpoint_id=name, checkpoint_step=step, state="healthy", where=where
+        )
+
+    def healthy() -> list[str]:
+        views = asked.ask(CheckpointsQuestion(run_id=RUN))
+        return [view.checkpoint_id for view in views if view.state == "healthy"]
+
+    first, asked = Writer(), query(store)
+    ingest(store, first.events(saved(10, "memory"), saved(10, "disk"), step=10))
+    assert {"memory-10", "disk-10"} == set(healthy())
+    second = Writer(started=first.time_of(50))
+    ingest(store, second.events(saved(20, "memory"), step=20))
+    assert ["disk-10", "memory-20"] == healthy()
+    ingest(store, second.events(RunEnded(state="failed", reason="no disk"), step=30))
+    assert ["disk-10"] == healthy()
+    (lost,) = [v for v in asked.ask(CheckpointsQuestion(run_id=RUN)) if v.step == 20]
+    assert ("retired", "its process ended") == (lost.state, lost.detail)

@@ -474,6 +474,21 @@ def test_a_logarithmic_axis_has_labels_however_narrow_it_is(alone: Alone, ends, 
     assert labels == given
 
 
+@pytest.mark.parametrize(
+    ("span_ms", "label"), [(1e3, "08:00:00"), (7.2e6, "08:00"), (1e9, "11-28 08:00")]
+)
+def test_a_time_just_before_a_whole_second_is_labeled_with_that_second(
+    alone: Alone, span_ms, label
+):
+    alone.give(whole([1.0, 2.0]))
+    address = alone.page.evaluate("url => new URL(url, location.origin).href", f"/{MODULE}")
+    given = alone.page.evaluate(
+        "async ([url, at, span]) => (await import(url)).clock(at, [0, span])",
+        [address, 1795852799999.7, span_ms],
+    )
+    assert label == given
+
+
 def test_what_was_rolled_back_of_several_curves_is_one_entry_of_the_legend(alone: Alone):
     names = ("whole", "data")
     curves = [[name, "main", i] for i, name in enumerate(names)]

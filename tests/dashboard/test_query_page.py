@@ -1,4 +1,5 @@
 import io
+import json
 from collections.abc import Callable
 
 import pyarrow.parquet
@@ -52,6 +53,18 @@ def test_a_question_comes_from_the_address_and_its_answer_is_counted(
         asked.from_step, asked.to_step, asked.newest_first, asked.limit, asked.branch,
     )  # fmt: skip
     assert 3 == len(app.dataframe[0].value)
+
+
+def test_a_small_rate_is_shown_with_its_digits(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    rates = (2.1216e-4, None, 3e-5)
+    stub.table = TableReply(
+        columns=("step", "learning_rate"), data=((1, None, 3), rates), num_total=3, num_discarded=0
+    )
+    app = open_page("query", run=samples.run_id(1), table="steps")
+    formats = json.loads(app.dataframe[0].proto.columns)
+    assert "%.9g" == formats["learning_rate"]["type_config"]["format"]
+    assert "format" not in formats["step"].get("type_config", {})
 
 
 def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Open) -> None:

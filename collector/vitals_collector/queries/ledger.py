@@ -186,23 +186,45 @@ def readings_of(connection: Connection, run_id: str, step: int) -> tuple[EventVi
 
 
 def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView, ...]:
-    """Return the latest state of each checkpoint and snapshot, by step."""
+    """Return the latest state of each checkpoint and snapshot, by step.
+
+    Snapshots in memory end with their process, which cannot report that.
+    """
     table = checkpoints.c
     query = select(checkpoints).where(table.run_id == run_id)
     rows = connection.execute(query.order_by(table.step, table.time_unix_ns)).all()
-    return tuple(
-        CheckpointView(
-            checkpoint_id=row.checkpoint_id,
-            step=row.step,
-            attempt=row.attempt,
-            state=row.state,
-            where=row.place,
-            num_bytes=row.num_bytes,
-            detail=row.detail,
-            time_unix_ns=row.time_unix_ns,
+    in_memory_since = _memory_of_rank0(connection, run_id)
+    views = []
+    for row in rows:
+        is_lost = row.place == "memory" and row.time_unix_ns < in_memory_since
+        is_lost = is_lost and row.state not in ("retired", "bad")
+        views.append(
+            CheckpointView(
+                checkpoint_id=row.checkpoint_id,
+                step=row.step,
+                attempt=row.attempt,
+                state="retired" if is_lost else row.state,
+                where=row.place,
+                num_bytes=row.num_bytes,
+                detail="its process ended" if is_lost else row.detail,
+                time_unix_ns=row.time_unix_ns,
+            )
         )
-        for row in rows
+    return tuple(views)
+
+
+def _memory_of_rank0(connection: Connection, run_id: str) -> float:
+    """Return the start of rank 0's process, which reports snapshots; infinite if it has ended."""
+    table = sources.c
+    query = (
+        select(table.started_unix_ns, table.alive, table.ended_state)
+        .where(table.run_id == run_id, table.source == "rank:0")
+        .order_by(table.started_unix_ns.desc())
     )
+    latest = connection.execute(query).first()
+    if latest is None:
+        return 0.0
+    return math.inf if latest.ended_state or latest.alive == 0 else float(latest.started_unix_ns)
 
 
 def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:

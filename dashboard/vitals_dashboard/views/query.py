@@ -1,7 +1,7 @@
 """Questions with filters over runs, steps, ranks, decisions, findings, alerts and events."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -190,7 +190,7 @@ def _answer(request: TableQuestion, reply: TableReply) -> None:
         hide_index=True,
         placeholder="",
         height=min(38 + 35 * num, 620),
-        column_config={name: _config(name) for name in reply.columns},
+        column_config=column_formats(reply),
     )
 
 
@@ -212,7 +212,17 @@ def _shown(name: str, value: Any) -> Any:
     return value
 
 
-def _config(name: str) -> Any:
+def column_formats(reply: TableReply) -> dict[str, Any]:
+    """Return the format of each column: by default Streamlit rounds 0.000212 to 0.0002."""
+    return {
+        name: _format(name, exports.typed(values))
+        for name, values in zip(reply.columns, reply.data, strict=True)
+    }
+
+
+def _format(name: str, values: Sequence[Any]) -> Any:
     if name.endswith("_unix_ns"):
         return st.column_config.DatetimeColumn(format="iso8601")
+    if any(isinstance(value, float) for value in values):
+        return st.column_config.NumberColumn(format="%.9g")
     return st.column_config.Column()

@@ -408,11 +408,11 @@ class Chart {
         // Half of the last place's label stands beyond the axis.
         padding: [lanes.length * LANE + 6, Math.max(12, 3.3 * this.place(this.range()[1]).length), 0, 0],
         scales: {
-          x: { time: axis === "time", range: () => this.range() },
+          x: { time: false, range: () => this.range() },
           y: { distr: this.log ? 3 : 1, range: () => this.heights() },
         },
         axes: [
-          { ...axes, size: 26, gap: 3, space: axis === "time" ? 80 : 50, values: (_, at) => at.map((v) => this.place(v)), incrs: axis === "step" ? WHOLE : undefined },
+          { ...axes, size: 26, gap: 3, space: axis === "time" ? 80 : 50, values: (_, at) => at.map((v) => this.place(v)), incrs: { step: WHOLE, time: CLOCK }[axis] },
           { ...axes, size: axisWidth, gap: 3, ...(this.log ? { splits: logSplits, filter: (_, at) => at } : {}), values: (_, at) => at.map((v) => (v === null ? "" : short(v))) },
         ],
         cursor: {
@@ -672,6 +672,9 @@ class Chart {
 
 // ---------------------------------------------------------------------------------------- parts
 
+// Milliseconds between labels of wall time: multiples are round in UTC, whatever the browser's zone.
+const CLOCK = Object.entries({ 1e3: [1, 2, 5, 10, 15, 30], 6e4: [1, 2, 5, 10, 15, 30], 36e5: [1, 2, 3, 6, 12], 864e5: [1, 2, 5, 10, 30, 100, 300, 1000] })
+  .flatMap(([size, each]) => each.map((n) => n * Number(size)));
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(13).keys()].map((e) => n * 10 ** e)).sort((a, b) => a - b);
 
 function outer(values) {
@@ -764,8 +767,8 @@ function short(value) {
 }
 
 // In UTC, as all sentences are; of more than a day with the date, of more than an hour to the minute.
-function clock(value, [first, last]) {
-  const text = new Date(value).toISOString();
+export function clock(value, [first, last]) {
+  const text = new Date(1000 * Math.round(value / 1000)).toISOString(); // cut, 7:59:59.999 reads as 7:59:59
   const hours = (last - first) / 3.6e6;
   return hours > 24 ? text.slice(5, 16).replace("T", " ") : text.slice(11, hours > 1 ? 16 : 19);
 }
