@@ -213,6 +213,15 @@ def test_the_goals_name_the_worlds_that_miss_them():
     assert all(len(row) == len(grid.columns) for grid in made for row in grid.rows)
 
 
+def test_a_healthy_training_that_diverges_unwatched_is_left_out_with_its_seed_and_clip():
+    diverged = outcome(final=math.nan)
+    watched = outcome(policy="guard", digest="b", halted="no progress", pages=1)
+    others = [outcome(clip=None), outcome(policy="guard", clip=None), outcome(seed=2)]
+    poisoned = outcome("gpt-poison-shuffle10", final=math.inf)
+    results = Results.of([diverged, watched, *others, poisoned])
+    assert [*others, poisoned] == list(results.by_job.values())
+
+
 def test_the_page_keeps_the_part_of_a_bench_that_runs_apart():
     text = page.markdown(page.facts(), {"guard": [], "judgement": [], "parts": []})
     part = page.section_of(text, "judgement")

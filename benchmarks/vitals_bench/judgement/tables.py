@@ -36,8 +36,20 @@ class Results:
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome]) -> Results:
-        """Return the outcomes that came to an end."""
-        return cls({key_of(outcome): outcome for outcome in outcomes if not outcome.error})
+        """Return the outcomes that came to an end.
+
+        A training of the healthy ones is left out with a seed and a clip with which it diverges
+        unwatched: it is not healthy.
+        """
+        ended = {key_of(outcome): outcome for outcome in outcomes if not outcome.error}
+        diverged = {
+            job._replace(policy="none")
+            for job, outcome in ended.items()
+            if job.policy == "none"
+            and WORLDS[job.world].label == "healthy"
+            and not math.isfinite(outcome.final)
+        }
+        return cls({j: o for j, o in ended.items() if j._replace(policy="none") not in diverged})
 
     def watched(self, label: Label | None = None) -> list[Outcome]:
         """Return the runs of worlds of this label that were watched by what acts."""
@@ -147,7 +159,8 @@ COLUMNS = (
 )  # fmt: skip
 NOTES: Mapping[Label, str] = {
     "healthy": "Ratios are of the final loss to that of the unwatched run of the same seed: "
-    "median, geometric mean and worst. Bit for bit: parameters equal to that run's.",
+    "median, geometric mean and worst. Bit for bit: parameters equal to that run's. Seeds with "
+    "which a training diverges unwatched are left out.",
     "poisoned": "Ratios are to the run without the fault; `to the oracle` is the median to the run "
     "that leaves exactly the poisoned batches out. Reported: runs with a finding or decision from "
     "the fault on, and its median delay in steps.",
