@@ -327,7 +327,7 @@ def test_a_part_whose_tensors_are_damaged_is_found_by_the_load_and_set_aside(tra
     trainee = twin()
     store = trainee.store(tmp_path / "copy")
     assert ["verified"] == [ref.state for ref in store.folder.refs()]
-    with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* \(tried 1\)"):
         store.load_newest(store.loadable_refs())
     assert () == store.folder.refs()
     assert 1 == len(list((tmp_path / "copy").glob("bad-*")))

@@ -153,7 +153,7 @@ def test_what_did_not_cure_is_tried_again_once_the_budget_s_window_is_over() -> 
     [
         ({"mode": "guard"}, "mode 'guard' does not roll back"),
         ({"mode": "observe"}, "mode 'observe' does not roll back"),
-        ({"refs": (CheckpointRef(id="late", step=195),)}, "none of 1 checkpoints is healthy"),
+        ({"refs": (CheckpointRef(id="late", step=195),)}, "the only checkpoint is not healthy"),
     ],
 )
 def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
@@ -186,7 +186,7 @@ def test_without_a_usable_checkpoint_heal_halts_and_says_so() -> None:
     refs = (CheckpointRef(id="late", step=195),)
     decision = Run(refs=refs).feed(*STORM)[-1]
     assert ("halt", "no_checkpoint") == (decision.action, decision.rule)
-    assert "none of 1 checkpoints is healthy and at or before step 180" in decision.reason
+    assert "the only checkpoint is not healthy and at or before step 180" in decision.reason
 
 
 def test_a_second_try_goes_further_back_skips_twice_as_much_and_halves_the_rate() -> None:

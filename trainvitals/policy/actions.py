@@ -317,9 +317,11 @@ def choose_checkpoint(
     latest = max(0, onset - margin)
     usable = _healthy(checkpoints, latest)
     if not usable:
+        num = len(checkpoints)
+        none_is = "the only checkpoint is not" if num == 1 else f"none of {num} checkpoints is"
         return None, (
-            f"none of {humanize_count(len(checkpoints), 'checkpoint')} is healthy and at or before "
-            f"step {latest} ({margin} steps before the onset at {onset})"
+            f"{none_is} healthy and at or before step {latest} ({margin} steps before the onset at "
+            f"{onset})"
         )
     older = [ref for ref in usable if below is None or ref.step < below]
     target = older[-1] if older else usable[0]

@@ -268,7 +268,7 @@ class _Trigger:
 
 
 def _causes(facts: VerdictFacts) -> list[str]:
-    """Return a sentence for each cause: those with an action first."""
+    """Return a sentence for each cause: the root first, then those with an action."""
     triggers: dict[str, _Trigger] = {}
 
     def trigger(record: Finding | Decision, name: str) -> _Trigger:
@@ -291,7 +291,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
     ordered = sorted(
         triggers.values(),
         key=lambda each: (
-            not (each.name == "nonfinite_params" == facts.cause),
+            each.name != facts.cause,
             not each.is_acted_on,
             min(each.steps),
         ),

@@ -28,7 +28,6 @@ from trainer_hooks.tensors.finite import bytes_of, is_finite
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
-from trainvitals.units import humanize_count
 
 # ----------------------------------------------------------------------- background jobs
 
@@ -410,8 +409,7 @@ class CheckpointStore:
                 _LOG.warning("vitals: checkpoint %s failed, trying an older one: %s", ref.id, error)
         if refs:
             raise CheckpointError(
-                f"none of {humanize_count(len(refs), 'checkpoint')} in {self.folder.path} can be "
-                "loaded",
+                f"no checkpoint in {self.folder.path} can be loaded (tried {len(refs)})",
                 hint="`vitals checkpoints list` says why; damaged ones are kept there as bad-*. To "
                 "start from step 0, move all checkpoints away",
             )
