@@ -10,7 +10,7 @@ from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from tests.support.queries import query
 from trainvitals.io.capsules import find_capsules, is_capsule, verdict_on
-from trainvitals.records import BatchNoted, RunInfo, RunStarted
+from trainvitals.records import AttemptStarted, BatchNoted, RunInfo, RunStarted
 from trainvitals.views import IncidentsQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.open import open_folder
@@ -21,11 +21,11 @@ COMMAND = f"vitals repro {RUN} {BAD} --entry train.py:build"
 SENTENCE = "Data: sample 3 of 16 makes the batch bad; without it the batch is fine."
 
 
-def parts(file: str = FILE) -> list[bytes]:
+def parts(file: str = FILE, attempt: int = 1) -> list[bytes]:
     writer = Writer("rank:1")
     found = finding(rank=1, onset_step=BAD, cause="nonfinite_loss")
     noted = BatchNoted(epoch=0, first_batch=77, num_batches=1, file=file)
-    at = {"step": BAD, "at": writer.time_of(BAD)}
+    at = {"step": BAD, "attempt": attempt, "at": writer.time_of(BAD)}
     return [
         writer.events(RunStarted(info=RunInfo(name="tiny", world_size=2))),
         writer.events(found, decision(rank=1), noted, **at),
@@ -62,6 +62,15 @@ def test_a_verdict_beside_the_capsule_is_told_everywhere(
         shown = " ".join(capsys.readouterr().out.split())
         assert f"{name} {SENTENCE}" in shown, shown
         assert "vitals repro" in shown
+
+
+def test_a_report_counts_the_attempts_of_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    started = AttemptStarted(id=7, parent=None, fork_step=0, reason="start")
+    leave(tmp_path, *parts(attempt=7), Writer("rank:0").events(started, attempt=7))
+    assert 0 == vitals("postmortem", tmp_path)
+    assert "| rank:1 | 1 | 0 | 77 |" in capsys.readouterr().out
 
 
 def test_a_collector_shows_the_command_and_reads_no_folder_that_a_run_names(

@@ -13,9 +13,12 @@ from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from tests.support.served import Served
 from tests.support.story import story, through_a_folder
+from trainvitals.document.incident import verdict_facts
 from trainvitals.policy.actions import rule_words
 from trainvitals.printable import escape_markdown
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted
+from trainvitals.views import IncidentsQuestion
+from vitals_collector.queries.open import open_folder
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\n&amp;\"' | [x](javascript:1) @all " + "x" * 300
 
@@ -126,6 +129,23 @@ def test_the_maps_of_an_incident_have_the_numbers_that_were_rolled_back(
     assert " | 500 | 158 | yes |" in told.partition("| Gradient norm of each layer |")[2]
     some = "teps 120 to 161 include rollbacks: a cell shows the worst of all attempts"
     assert 3 == told.count(f"S{some}.") == Page(html).text.count(f"; s{some}")
+
+
+def test_every_output_has_every_fact_of_the_verdict(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = tmp_path / "x.html", tmp_path / "x.md"
+    assert 0 == vitals("postmortem", runs, "--html", files[0], "--md", files[1])
+    assert 0 == vitals("show", runs)
+    shown, html, md = capsys.readouterr().out, Page(files[0]).text, files[1].read_text()
+    with open_folder(runs) as opened:
+        (incident,) = opened.reader.ask(IncidentsQuestion(run_id=RUN))
+    facts = verdict_facts(incident.verdict).pairs
+    assert len(facts) > 5
+    for name, text in facts:
+        assert f"{name} {text}" in html
+        assert f"- **{name}**: {escape_markdown(text)}" in md
+        assert text in shown
 
 
 def test_json_has_the_facts_of_the_report(runs: Path, capsys: pytest.CaptureFixture[str]):

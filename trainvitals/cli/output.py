@@ -11,8 +11,8 @@ from typing import TextIO
 
 import msgspec
 
+from trainvitals.document.blocks import cell_text
 from trainvitals.jsonable import to_json
-from trainvitals.printable import printable
 from trainvitals.units import DATE_FORMAT
 
 MAX_CELL = 60
@@ -74,7 +74,7 @@ def write_rows(
         writer.writerows([header, *exact] if with_header else exact)
         to.write(buffer.getvalue())
         return
-    lines = [[_cell(value) for value in row] for row in rows]
+    lines = [[cell_text(value) for value in row] for row in rows]
     lines = [[*map(_short, line[:-1]), *line[-1:]] for line in lines]
     shown = [[name.upper() for name in header], *lines] if with_header else lines
     widths = [max(min_width, max(map(len, column))) for column in zip(*shown, strict=True)]
@@ -114,7 +114,7 @@ def _short(cell: str) -> str:
 
 def _exact(value: object) -> str:
     """Return a CSV cell: numbers in full, and no text that could be evaluated."""
-    cell = float.__repr__(value) if isinstance(value, float) else _cell(value)
+    cell = float.__repr__(value) if isinstance(value, float) else cell_text(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
         return cell
     try:
@@ -122,9 +122,3 @@ def _exact(value: object) -> str:
     except ValueError:
         return f"'{cell}"
     return cell
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return printable(f"{value:.6g}" if isinstance(value, float) else str(value))

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from trainvitals.document.tree import Node
 from trainvitals.printable import printable
 from trainvitals.units import DATE_FORMAT
+
+if TYPE_CHECKING:
+    from trainvitals.document.tree import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class ChartBlock(Protocol):
         """Explanation that a page shows once, above its first chart; "" for none."""
         ...
 
-    def to_figure(self) -> Node:
+    def to_figure(self) -> "Node":
         """Return the chart as an SVG figure with its caption."""
         ...
 

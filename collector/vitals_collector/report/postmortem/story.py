@@ -194,7 +194,7 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
             [
                 (
                     d.source,
-                    d.attempt,
+                    ordinals.get(d.attempt, d.attempt),
                     d.batch.epoch,
                     d.batch.first_batch,
                     samples(d.batch),
