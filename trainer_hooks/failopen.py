@@ -71,7 +71,7 @@ class FailOpen:
         trace: TracebackType | None,
     ) -> bool:
         """Swallow an ``Exception``; let ``KeyboardInterrupt`` and ``SystemExit`` through."""
-        if not isinstance(error, Exception):
+        if error is None or not isinstance(error, Exception):
             return False
         self._faults.count(self._where, error)
         return True

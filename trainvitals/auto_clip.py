@@ -38,10 +38,8 @@ def refuse_max_norm(max_norm: object) -> None:
     Raises:
         UsageError: ``max_norm`` is neither a number above 0 nor "auto".
     """
-    if max_norm is None or (type(max_norm) is float and max_norm > 0):
-        return  # the usual case: to ask an abstract class takes longer than the answer is worth
     is_number = isinstance(max_norm, Real) and float(max_norm) > 0
-    if not is_number and max_norm != "auto":
+    if max_norm is not None and not is_number and max_norm != "auto":
         raise UsageError(
             f'max_norm is {max_norm!r}; it must be a number above 0, or "auto"',
             hint="leave it out to not clip; inf measures and never clips; "

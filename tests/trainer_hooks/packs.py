@@ -1,8 +1,7 @@
 """Reduce vectors as ranks would sum them."""
 
-from dataclasses import fields
-
 import torch
+from msgspec.structs import fields
 
 from trainer_hooks.exchange.reduce_vector import (
     PackLayout,

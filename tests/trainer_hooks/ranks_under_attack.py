@@ -1,7 +1,6 @@
 """What each of two real ranks does in ``test_ranks_attacks``; results go to a file by rank."""
 
 import copy
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,7 +89,7 @@ def failing_fill(rank):
         def fail_once(local, *args, **kwargs):
             if not done:
                 done.append(True)
-                local = dataclasses.replace(local, loss=torch.zeros(3))  # it must be one number
+                local = replace(local, loss=torch.zeros(3))  # it must be one number
             fill(local, *args, **kwargs)
 
         if rank == 1:

@@ -649,8 +649,10 @@ def _culprit(record: StepRecord) -> int:
 
 def _spread(losses: list[float | None]) -> float | None:
     """Return the largest minus the smallest loss; None for one rank, or if a loss is NaN."""
+    if len(losses) < 2:
+        return None
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return max(finite) - min(finite) if len(finite) == len(losses) > 1 else None
+    return max(finite) - min(finite) if len(finite) == len(losses) else None
 
 
 def _updates(samples: Samples) -> dict[str, Value]:

@@ -22,12 +22,15 @@ them into the record for the detectors and the escalation policy.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -188,8 +191,7 @@ class PackLayout:
         return pack[self.ranks : self.bits].view(self.num_slots, len(self.fields.rank))
 
 
-@dataclass(frozen=True, slots=True)
-class RankContribution:
+class RankContribution(msgspec.Struct, frozen=True):
     """One rank's part of the exchange, in addition to the squares of its gradients."""
 
     loss: Tensor | float | None
@@ -200,12 +202,11 @@ class RankContribution:
     num_gradients: int = 0
     failed: bool = False
     norm_before_clip: Tensor | None = None
-    values: Mapping[str, Tensor | float] = field(default_factory=dict)
+    values: Mapping[str, Tensor | float] = MappingProxyType({})
     """Values of the features' slots."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rank0Values:
+class Rank0Values(msgspec.Struct, frozen=True):
     """Rank 0's numbers: the limits in force, and those of the features. None: no limit."""
 
     loss_limit: float | None = None
@@ -215,7 +216,7 @@ class Rank0Values:
     """Number of updates in a row that may be withheld for finite outliers."""
     skips: bool = False
     """Whether an operator skips this update: then every value is above the limits."""
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = MappingProxyType({})
     """Values of the features' slots; a missing one is 0."""
 
     def words(self, fields: VectorFields) -> list[float]:
@@ -228,10 +229,9 @@ class Rank0Values:
         if self.skips:
             limits = (-math.inf, -math.inf, math.inf)
         core, values = (*limits, float(self.clips)), self.values
-        return [
-            *core,
-            *[values.get(name, 0.0) for name in fields.rank0[len(core) :]],
-        ]
+        if not values:
+            return [*core, *[0.0] * (len(fields.rank0) - len(core))]
+        return [*core, *map(values.get, fields.rank0[len(core) :], itertools.repeat(0.0))]
 
 
 class ReduceVector:
@@ -639,8 +639,7 @@ NUM_FIGURES = 4
 """Values behind the vector from which ``Derived`` is made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
+class Derived(msgspec.Struct, frozen=True):
     """Values computed on the device, read back with the vector."""
 
     bits: int

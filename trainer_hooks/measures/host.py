@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,8 +27,7 @@ Elapsed = float | tuple[Any, Any]
 """Seconds, or a pair of CUDA events that are read once the step's numbers are on the host."""
 
 
-@dataclass(slots=True)
-class HostMeasurements:
+class HostMeasurements(msgspec.Struct):
     """Host measurements of one step, kept until the step's reduced numbers come back."""
 
     step: int
@@ -356,10 +355,13 @@ class DeviceMemory(NamedTuple):
     ooms: int | None = None
 
 
+NO_MEMORY = DeviceMemory()
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """Return the allocator's values from one call; separate functions cost as much each."""
     if device.type != "cuda":
-        return DeviceMemory()
+        return NO_MEMORY
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     allocated = stats["allocated_bytes"]["all"]
     return DeviceMemory(

@@ -86,8 +86,9 @@ class RunContext:
         """Remember the latest judged step."""
         record = step.record
         self.last_step, self.judged = step.step, (record, step.reduced)
-        self.checks_parameters = bool(record.nonfinite_ranks) or any(
-            finding.kind == "nonfinite" for finding in judgement.findings
+        findings = judgement.findings
+        self.checks_parameters = bool(record.nonfinite_ranks) or (
+            bool(findings) and any(finding.kind == "nonfinite" for finding in findings)
         )
 
     def warn(self, code: str, text: str, *, step: int) -> None:

@@ -111,6 +111,10 @@ class MicroLosses:
             The sum of the losses times their weights, the sum of the weights, and whether the loop
             gave all weights.
         """
+        if not self:
+            self._ran = self._own_ran = False
+            self.num_given = self.num_windows = 0
+            return None
         # If only some of them ran, the loop abandoned the others before their backward.
         if self._own_ran or any(loss.ran for loss in self._fresh):
             self._fresh = [loss for loss in self._fresh if loss.may_count]

@@ -29,8 +29,8 @@ from trainer_hooks.exchange.reduce_vector import (
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
+    NO_MEMORY,
     Change,
-    DeviceMemory,
     Elapsed,
     GroupSettings,
     HostMeasurements,
@@ -383,7 +383,8 @@ class StepPhases:
 
     def _host_figures(self, verdict: Verdict) -> list[float]:
         """Return the vector and the figures of a verdict of the host, as they are read back."""
-        return [*self._numbers, *map(float, (verdict.bits, verdict.loss, verdict.grad_norm))]
+        bits, loss, norm = verdict.bits, verdict.loss, verdict.grad_norm
+        return [*self._numbers, float(bits), float(loss), float(norm)]
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their time counts as the loop's."""
@@ -411,8 +412,8 @@ class StepPhases:
         """
         if first:
             refuse_max_norm(max_norm)
-        if max_norm is None:
-            return None
+        if max_norm is None or (type(max_norm) is float and 0.0 < max_norm < math.inf):
+            return max_norm
         with self._run.faults.fail_open("max_norm"):
             refuse_max_norm(max_norm)
             return None if max_norm == math.inf else max_norm
@@ -493,7 +494,9 @@ class StepPhases:
             return [*read, math.nan], host_step
         if self._judges_on_host:
             own_numbers = (number for part in own for number in part.tolist())
-            numbers = [*self._host_figures(verdict), self._loss_scale().item(), *own_numbers]
+            scaled = device.engine.loss_scale() is not None
+            scale = self._loss_scale().item() if scaled else math.nan
+            numbers = [*self._host_figures(verdict), scale, *own_numbers]
             return device.readback.push(numbers, host_step)
         figures = (*verdict.derived(), self._loss_scale())
         return device.readback.push(torch.cat((device.packer.pack, *figures, *own)), host_step)
@@ -525,7 +528,7 @@ class StepPhases:
         clock = self._run.clock
         times = self.clock.finish()
         self.clock.step = step + 1
-        memory, estimate = DeviceMemory(), None
+        memory, estimate = NO_MEMORY, None
         with self._run.faults.fail_open("signals"):
             memory = device_memory(self._device.norms.device)
             estimate = self._device.memory.count_step()
@@ -570,8 +573,8 @@ def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
     """Return whether a loss is an ordinary number in host memory, as most are on the CPU."""
     return (
         type(loss) is Tensor
+        and loss.is_cpu
         and loss.dtype in (torch.float32, torch.float64)
-        and loss.device.type == "cpu"
         and loss.numel() == 1
     )
 

@@ -110,7 +110,7 @@ class DetectorSet(Stateful):
             return findings
         # In this order: the level must know whether the loss rose at once. The drift is slowest and
         # must know what the others already reported, so that one rise is reported once.
-        shifted = any(finding.kind == "level_shift" for finding in loss)
+        shifted = bool(loss) and any(finding.kind == "level_shift" for finding in loss)
         level = self._loss_level.update(record, shifted)
         drift = self._loss_drift.update(record, bool(loss or level))
         return findings + level + drift + self._loss_progress.update(record)

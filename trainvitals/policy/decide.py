@@ -134,7 +134,7 @@ def _judge_step(
     record = context.record
     if state.facts.halted:
         return PolicyResult(_recover_observed(state, findings, context))
-    bad = {finding.kind: finding for finding in reversed(findings) if finding.level == "actionable"}
+    bad = {f.kind: f for f in reversed(findings) if f.level == "actionable"} if findings else {}
     if (params := bad.get("nonfinite_params")) is not None:
         return _act_on_nonfinite_params(state, params, context)
     if (nonfinite := bad.get("nonfinite")) is not None:
@@ -150,7 +150,7 @@ def _judge_step(
     if record.skipped:
         state = replace(state, last_unhealthy_step=record.step)
         return _log_device_skip(state, findings, context)
-    if any(finding.kind in _SPIKES for finding in findings):
+    if findings and any(finding.kind in _SPIKES for finding in findings):
         state = note_reported(state, record)
     return _probe_findings(PolicyResult(state), findings, context)
 
@@ -302,6 +302,8 @@ def _probe_findings(
 ) -> PolicyResult:
     """Run the probe for reported findings. Any result ends the hold; damage leads to an action."""
     state, config, step = result.state, context.config, context.record.step
+    if not findings and state.lr_jump is None:
+        return result
     if any(finding.kind == "divergence" for finding in findings):
         # Not a bad step, but no state saved since then is proven healthy by it.
         state = replace(state, last_unhealthy_step=step)
@@ -378,8 +380,9 @@ def is_lr_jump(record: StepRecord, last: float, config: PolicyConfig) -> bool:
 def is_restart(record: StepRecord, state: PolicyState, config: PolicyConfig) -> bool:
     """Return whether the rate jumps to an expected value: scheduled, or already trained with."""
     rate = record.learning_rate or 0.0
-    is_known = record.rate_declared or rate <= _KNOWN * state.rate_to_know
-    return is_known and is_lr_jump(record, state.learning_rate, config)
+    return is_lr_jump(record, state.learning_rate, config) and (
+        record.rate_declared or rate <= _KNOWN * state.rate_to_know
+    )
 
 
 def _report_lr_jump(

@@ -178,10 +178,12 @@ class Judge:
         if record.turn != self._turn:
             self._switch(record.turn)
         optimizer, before = self._current, self._current.policy
-        if self.attempt == 0 and record.attempt:
-            facts = replace(before.facts, attempt=record.attempt)
+        attempt = before.facts.attempt
+        if attempt == 0 and record.attempt:
+            attempt = record.attempt
+            facts = replace(before.facts, attempt=attempt)
             optimizer.policy = replace(before, facts=facts)
-        if record.attempt != self.attempt or before.rolling_back or self.halted:
+        if record.attempt != attempt or before.rolling_back or self.halted:
             return Judgement()
         spikes = optimizer.outliers.update(record)
         detected = optimizer.detectors.update(record)

@@ -508,6 +508,8 @@ def max_row(state: PolicyState, config: PolicyConfig) -> int:
 
 def within_window(times: tuple[int, ...], clock: int, config: PolicyConfig) -> tuple[int, ...]:
     """Return the times of the last ``withheld_window`` steps."""
+    if not times:
+        return times
     horizon = clock - config.withheld_window
     return tuple(time for time in times if time > horizon)
 
