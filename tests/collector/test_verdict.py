@@ -107,9 +107,9 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
     ]  # fmt: skip
     hung = {"onset": 60, "last": 60, "findings": views}
     told = said(run=run(last_step=58, last_seen_unix_ns=190 * second), **hung)
-    assert "Hung in step 60: no step has ended for 90 s." == told.state and told.is_hung
+    assert "Hung in step 60: no step has ended for 1 min 30 s." == told.state and told.is_hung
     assert f"{reason} (step 60)." == told.cause
-    assert "Idle so far: 90 s x 2 ranks." == told.cost
+    assert "Idle so far: 1 min 30 s x 2 ranks." == told.cost
     assert told.next.startswith("Check rank 1 and its node; if it stays hung, end the job")
     assert f"vitals stacks {RUN}" == told.commands[0]
     first = told.timeline[0]
@@ -202,11 +202,11 @@ def test_what_was_only_observed_is_not_told_as_done():
 
 def test_the_cost_has_units_and_leaves_out_what_nobody_measured():
     lost = LostWork(steps=67, batches=100, tokens=68_000, seconds=11.05)
-    assert "Lost work: 67 steps (68k tokens, 11.1 s x 2 ranks); 100 batches dropped." == (
+    assert "Lost work: 67 steps (68 k tokens, 11.1 s x 2 ranks); 100 batches dropped." == (
         said(lost=lost).cost
     )
     lost = LostWork(steps=1, seconds=7_200.0, gpu_hours=16.0, money=40.0)
-    assert "Lost work: 1 step (2 h x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
+    assert "Lost work: 1 step (2 h 0 min x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
         said(lost=lost).cost
     )
     assert "Lost work: 3 steps." == said(lost=LostWork(steps=3)).cost

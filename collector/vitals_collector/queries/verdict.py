@@ -17,7 +17,7 @@ from trainvitals.detect.registry import KINDS
 from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
-from trainvitals.units import humanize_count
+from trainvitals.units import humanize, humanize_count, humanize_seconds
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -187,7 +187,8 @@ def _line(text: str) -> str:
 def state(facts: VerdictFacts) -> str:
     """Return the state of the run, and whether the incident is over."""
     if (hang := _hang(facts)) is not None:
-        return f"Hung in step {hang.step:,}: no step has ended for {_duration(hang.seconds)}."
+        lasted = humanize_seconds(hang.seconds)
+        return f"Hung in step {hang.step:,}: no step has ended for {lasted}."
     return f"{_of_run(facts.run)}. {ending(facts)}"
 
 
@@ -456,26 +457,27 @@ def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
     if not facts.late_seconds:
         return text
     others = humanize_count(max(1, world_size - 1), "other rank")
-    waited = f"{capital(others)} waited {_duration(facts.late_seconds)} for it."
+    waited = f"{capital(others)} waited {humanize_seconds(facts.late_seconds)} for it."
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Return the cost, each value with its unit; unmeasured values are left out."""
+    ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
         rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
-        down = f"{_duration(lost.down_seconds)} x {humanize_count(world_size, 'rank')}"
-        return f"{rest} Down for {down} until the next step."
+        down = humanize_seconds(lost.down_seconds)
+        return f"{rest} Down for {down} x {ranks} until the next step."
     if idle_seconds:
-        idle = f"Idle so far: {_duration(idle_seconds)} x {humanize_count(world_size, 'rank')}."
+        idle = f"Idle so far: {humanize_seconds(idle_seconds)} x {ranks}."
         return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
     if not lost.steps:
         return "Lost work: none."
     details = []
     if lost.tokens:
-        details.append(f"{_short(lost.tokens)} tokens")
+        details.append(f"{humanize(lost.tokens, 'tokens')} tokens")
     if lost.seconds is not None:
-        details.append(f"{_duration(lost.seconds)} x {humanize_count(world_size, 'rank')}")
+        details.append(f"{humanize_seconds(lost.seconds)} x {ranks}")
     if lost.gpu_hours is not None:
         details.append(f"{lost.gpu_hours:.2g} GPU-hours")
     if lost.money is not None and lost.gpu_hours:
@@ -486,20 +488,6 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
         f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
     )
     return f"{text}{dropped}."
-
-
-def _short(number: int) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((3_600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 # -------------------------------------------------------------------------------------- before
