@@ -33,6 +33,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.cost import price_in
+from vitals_collector.queries.user_alerts import episodes
 from vitals_collector.queries.verdict import (
     MAX_TIMELINE,
     Precedent,
@@ -468,3 +469,13 @@ def test_a_straggler_costs_what_the_others_waited_and_few_healthy_steps_resolve_
     )  # fmt: skip
     assert "1 other rank waited 30 s for it." == told.cost
     assert told.state.endswith("Last bad step 542, with 7 healthy steps after it.")
+
+
+def test_a_custom_alert_that_several_ranks_repeat_is_one_sentence():
+    fields = {"kind": "user_alert", "level": "advisory", "detector": "x", "cause": "low"}
+    raised = [
+        Finding(**fields, step=step, rank=rank, onset_step=9, severity="notify", reason="loss < 1")
+        for step, rank in ((9, 2), (10, 0))
+    ]
+    texts = [episode.text for episode in episodes(raised)]
+    assert ["Your alert (notify) on ranks 0, 2 at steps 9 to 10: loss < 1."] == texts
