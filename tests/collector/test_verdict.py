@@ -123,7 +123,7 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
 @pytest.mark.parametrize(
     ("findings", "expected"),
     [
-        ((nan(9, 1), nan(9, 3)), "Ranks 1 and 3: loss was NaN at step 9."),
+        ((nan(9, 1), nan(9, 3)), "Ranks 1, 3: loss was NaN at step 9."),
         ((nan(9, -1), nan(12, -1)), "Loss was NaN at 2 steps from 9 to 12."),
         ((nan(9, -1), nan(9, 1)), "Loss was NaN at step 9."),
         (

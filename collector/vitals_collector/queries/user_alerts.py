@@ -34,7 +34,7 @@ class UserAlertEpisode:
     @property
     def text(self) -> str:
         """Sentence about the alert."""
-        where = f" on {name_ranks(sorted(self.ranks))}" if self.ranks else ""
+        where = f" on {name_ranks(self.ranks)}" if self.ranks else ""
         until = f"s {self.first} to {self.last}" if self.last > self.first else f" {self.first}"
         severity, reason = self.newest.severity, self.newest.reason
         return f"Your alert ({severity}){where} at step{until}: {reason}."

@@ -17,7 +17,7 @@ from trainvitals.detect.registry import KINDS
 from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
-from trainvitals.units import humanize, humanize_count, humanize_seconds
+from trainvitals.units import humanize, humanize_count, humanize_seconds, name_ranks
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -38,7 +38,6 @@ MAX_CAUSES = 3
 """Maximum number of causes shown for an incident; further ones are counted."""
 SETTLED_STEPS = 10
 """Healthy steps after which an incident counts as resolved."""
-_MAX_RANKS = 4
 MAX_NAMED = 3
 """Maximum number of other runs named; further ones are counted."""
 
@@ -316,7 +315,7 @@ def _sentence(trigger: _Trigger) -> str:
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
     whose = ""
     if ranks:
-        whose = f"{_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
+        whose = f"{name_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
     if trigger.name in _NONFINITE:
         return f"{capital(f'{whose}{_NONFINITE[trigger.name]}')} {_nonfinite(trigger)} {at}."
     if trigger.name in _OUTLIERS and trigger.values:
@@ -354,15 +353,6 @@ def _steps(steps: Iterable[int]) -> str:
     if len(ordered) == last - first + 1:
         return f"at steps {first:,} to {last:,}"
     return f"at {len(ordered):,} steps from {first:,} to {last:,}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
-    more = len(ranks) - len(names)
-    if len(ranks) == 1:
-        return f"rank {names[0]}"
-    names, last = (names, f"{more} more") if more else (names[:-1], names[-1])
-    return f"ranks {', '.join(names)} and {last}"
 
 
 # -------------------------------------------------------------------------------------- action
@@ -569,7 +559,7 @@ def _while_open(
         return text, (why, report)
     machine = _machine(facts.findings)
     if (hang := _hang(facts)) is not None:
-        whose = f"{_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
+        whose = f"{name_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
         return f"{text} VITALS_RUN_ID={run.run_id}.", (f"vitals stacks {run.run_id}", why, report)
     if machine:
@@ -586,7 +576,7 @@ def _machine(findings: Sequence[FindingView]) -> str:
         and (kind := KINDS.get(view.finding.kind)) is not None
         and kind.subject == "machine"
     }
-    return f"{_ranks(sorted(ranks))} and its node" if ranks else ""
+    return f"{name_ranks(ranks)} and its node" if ranks else ""
 
 
 # ------------------------------------------------------------------------------------ timeline
