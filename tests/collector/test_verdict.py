@@ -25,6 +25,7 @@ from trainvitals.records import (
 from trainvitals.views import (
     AlertView,
     DecisionView,
+    EventView,
     FindingView,
     LostWork,
     RunSummary,
@@ -115,7 +116,13 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
     assert f"vitals stacks {RUN}" == told.commands[0]
     first = told.timeline[0]
     assert ("Last progress", 60, 100 * second) == (first.text, first.step, first.time_unix_ns)
-    gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), **hung)
+    text = "the wait is over, after 40 s [wait_over]"
+    over = EventView(
+        time_unix_ns=140 * second, source="node:a", step=60, attempt=1, kind="Note", text=text
+    )
+    gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), events=(over,), **hung)
+    assert "The wait is over, after 40 s" == gone_on.timeline[-1].text
+    assert f"{reason} (step 60)." == gone_on.cause
     assert "Running at step 75. Open: last bad step 60." == gone_on.state and not gone_on.is_hung
     assert "Lost work: none." == gone_on.cost
 

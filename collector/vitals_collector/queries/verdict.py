@@ -301,8 +301,15 @@ def _causes(facts: VerdictFacts) -> list[str]:
     return sentences
 
 
+def is_about_wait(event: EventView) -> bool:
+    """Return whether a wait ended by itself, or its job may not be restarted."""
+    return event.text.endswith(("[wait_over]", "[restart_budget]"))
+
+
 def _is_death(event: EventView) -> bool:
-    return event.kind == "Note" or (event.kind == "RunEnded" and event.text.startswith("failed"))
+    if event.kind == "RunEnded":
+        return event.text.startswith("failed")
+    return event.kind == "Note" and not is_about_wait(event)
 
 
 def _went_down(restart: Restart) -> str:
@@ -609,8 +616,8 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_entry(alert.updated_unix_ns, alert.step, text))
     lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
-    gone = [event for event in facts.events if event.text.endswith("[rank_gone]")]
-    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in gone]
+    notes = [e for e in facts.events if e.text.endswith("[rank_gone]") or is_about_wait(e)]
+    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in notes]
     # Every rank reports it; the first one's text represents all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
     lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
@@ -632,5 +639,5 @@ def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
 
 __all__ = [
     *("Precedent", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
-    *("of_healthy", "state", "timeline", "verdict"),
+    *("is_about_wait", "of_healthy", "state", "timeline", "verdict"),
 ]
