@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
@@ -52,7 +52,7 @@ def humanize_count(number: int, singular: str, plural: str = "") -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+def name_ranks(ranks: Collection[int], most: int = 8) -> str:
     """Return ``rank 3`` or ``ranks 0, 2``; the number of further ones above ``most``."""
     shown = ", ".join(map(str, sorted(ranks)[:most]))
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""

@@ -23,8 +23,6 @@ def draw(source: DataSource, incident: IncidentView) -> None:
         {view.finding.step for view in waits},
     )
     st.markdown("### Waits between ranks")
-    for line in timeline_lines(incident):
-        st.text(formatting.plain(line, 400))
     layout.table(
         rank_rows(stacks, {view.finding.rank for view in waits}),
         "No stacks were taken: only ranks on nodes with an agent provide them.",
@@ -42,41 +40,6 @@ def of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksVie
     """Return the latest stacks of each rank in these waits, by rank."""
     incident_stacks = (view for view in stacks if view.step in steps and not view.command_number)
     return [view for _, view in sorted({view.rank: view for view in incident_stacks}.items())]
-
-
-def timeline_lines(incident: IncidentView) -> list[str]:
-    """Return observations and actions by time: one line each, repeated facts once."""
-    lines = [
-        (
-            view.time_unix_ns,
-            f"{'Paged: ' if view.finding.kind == 'hang' else ''}{view.finding.reason}",
-        )
-        for view in incident.findings
-        if view.finding.kind in ("waiting", "hang")
-    ]
-    lines += [
-        (view.time_unix_ns, "Vitals ended the job, to be restarted.")
-        for view in incident.decisions
-        if view.decision.action == "restart" and view.decision.acted
-    ]
-    lines += [
-        (event.time_unix_ns, event.text.rpartition(" [")[0])
-        for event in incident.events
-        if event.text.endswith(("[wait_over]", "[restart_budget]", "[rank_gone]"))
-    ]
-    first = min(
-        (v for v in incident.findings if v.finding.kind == "waiting"),
-        default=None,
-        key=lambda view: view.time_unix_ns,
-    )
-    if first is not None and first.finding.value is not None:
-        began = first.time_unix_ns - int(first.finding.value * 1e9)
-        lines.append((began, f"The last progress, in step {first.finding.step:,}."))
-    shown = []
-    for time, text in sorted(lines):
-        at = tables.to_datetime(time)
-        shown.append(f"{'' if at is None else f'{at:%H:%M:%S}  '}{text}")
-    return shown
 
 
 def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.Row]:

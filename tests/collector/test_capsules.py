@@ -57,7 +57,7 @@ def test_a_verdict_beside_the_capsule_is_told_everywhere(
     played(tmp_path)
     assert [SENTENCE] == [sentence for sentence, _ in told(tmp_path)]
     assert [SENTENCE] == [sentence for sentence, _ in told(tmp_path / RUN)]
-    for command, name in (("show", "played again"), ("postmortem", "- **Played again**:")):
+    for command, name in (("show", "repro"), ("postmortem", "- **Repro**:")):
         assert 0 == vitals(command, tmp_path)
         shown = " ".join(capsys.readouterr().out.split())
         assert f"{name} {SENTENCE}" in shown, shown

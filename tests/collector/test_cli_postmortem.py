@@ -142,6 +142,8 @@ def test_every_output_has_every_fact_of_the_verdict(
         (incident,) = opened.reader.ask(IncidentsQuestion(run_id=RUN))
     facts = verdict_facts(incident.verdict).pairs
     assert len(facts) > 5
+    first, second = incident.verdict.commands
+    assert f"<pre>{first}\n{second}</pre>" in files[0].read_text()
     for name, text in facts:
         assert f"{name} {text}" in html
         assert f"- **{name}**: {escape_markdown(text)}" in md

@@ -18,7 +18,13 @@ from trainvitals.records import (
     RunEnded,
     StacksTaken,
 )
-from trainvitals.views import EventsQuestion, RunQuestion, StacksQuestion, StacksView
+from trainvitals.views import (
+    EventsQuestion,
+    IncidentsQuestion,
+    RunQuestion,
+    StacksQuestion,
+    StacksView,
+)
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.stacks import standing, stood
 from vitals_collector.storage.store import Store
@@ -140,6 +146,22 @@ def test_a_rank_that_is_lost_afterwards_does_not_hide_who_hung(job: Job):
     (lost,) = [alert for alert in job.place.alerts() if alert.name == "RunLost"]
     assert lost.summary.startswith("Rank 1 is stopped (SIGSTOP)")
     assert "rank 0" in lost.summary
+
+
+def test_the_timeline_of_an_incident_has_the_end_of_a_wait(job: Job):
+    agent = Writer("node:node-a")
+    finding = Finding(
+        kind="hang", level="advisory", step=5, detector="hang", rank=1, cause="hang_stopped",
+        reason="Rank 1 is stopped (SIGSTOP); rank 0 waits for it (for 6 s)",
+    )  # fmt: skip
+    job.place.send(agent.events(FindingRaised(finding=finding), step=5))
+    over = Note(code="wait_over", text="The wait is over, after 9.0 s.")
+    job.place.send(agent.events(over, step=5))
+    query = Query(job.place.store, clock=job.place.clock)
+    (incident,) = query.ask(IncidentsQuestion(run_id=job.ranks[0].identity.run_id))
+    texts = [entry.text for entry in incident.verdict.timeline]
+    assert "The wait is over, after 9.0 s." in texts
+    assert incident.verdict.cause.startswith("Rank 1 is stopped (SIGSTOP)")
 
 
 def test_stacks_are_a_line_of_the_runs_events(job: Job):

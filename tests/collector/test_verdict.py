@@ -25,6 +25,7 @@ from trainvitals.records import (
 from trainvitals.views import (
     AlertView,
     DecisionView,
+    EventView,
     FindingView,
     LostWork,
     RunSummary,
@@ -33,6 +34,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.cost import price_in
+from vitals_collector.queries.user_alerts import episodes
 from vitals_collector.queries.verdict import (
     MAX_TIMELINE,
     Precedent,
@@ -107,14 +109,20 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
     ]  # fmt: skip
     hung = {"onset": 60, "last": 60, "findings": views}
     told = said(run=run(last_step=58, last_seen_unix_ns=190 * second), **hung)
-    assert "Hung in step 60: no step has ended for 90 s." == told.state and told.is_hung
+    assert "Hung in step 60: no step has ended for 1 min 30 s." == told.state and told.is_hung
     assert f"{reason} (step 60)." == told.cause
-    assert "Idle so far: 90 s x 2 ranks." == told.cost
+    assert "Idle so far: 1 min 30 s x 2 ranks." == told.cost
     assert told.next.startswith("Check rank 1 and its node; if it stays hung, end the job")
     assert f"vitals stacks {RUN}" == told.commands[0]
     first = told.timeline[0]
     assert ("Last progress", 60, 100 * second) == (first.text, first.step, first.time_unix_ns)
-    gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), **hung)
+    text = "the wait is over, after 40 s [wait_over]"
+    over = EventView(
+        time_unix_ns=140 * second, source="node:a", step=60, attempt=1, kind="Note", text=text
+    )
+    gone_on = said(run=run(last_step=75, last_seen_unix_ns=190 * second), events=(over,), **hung)
+    assert "The wait is over, after 40 s" == gone_on.timeline[-1].text
+    assert f"{reason} (step 60)." == gone_on.cause
     assert "Running at step 75. Open: last bad step 60." == gone_on.state and not gone_on.is_hung
     assert "Lost work: none." == gone_on.cost
 
@@ -122,7 +130,7 @@ def test_a_hang_is_told_once_with_how_long_it_lasts_what_it_costs_and_what_to_do
 @pytest.mark.parametrize(
     ("findings", "expected"),
     [
-        ((nan(9, 1), nan(9, 3)), "Ranks 1 and 3: loss was NaN at step 9."),
+        ((nan(9, 1), nan(9, 3)), "Ranks 1, 3: loss was NaN at step 9."),
         ((nan(9, -1), nan(12, -1)), "Loss was NaN at 2 steps from 9 to 12."),
         ((nan(9, -1), nan(9, 1)), "Loss was NaN at step 9."),
         (
@@ -202,11 +210,11 @@ def test_what_was_only_observed_is_not_told_as_done():
 
 def test_the_cost_has_units_and_leaves_out_what_nobody_measured():
     lost = LostWork(steps=67, batches=100, tokens=68_000, seconds=11.05)
-    assert "Lost work: 67 steps (68k tokens, 11.1 s x 2 ranks); 100 batches dropped." == (
+    assert "Lost work: 67 steps (68 k tokens, 11.1 s x 2 ranks); 100 batches dropped." == (
         said(lost=lost).cost
     )
     lost = LostWork(steps=1, seconds=7_200.0, gpu_hours=16.0, money=40.0)
-    assert "Lost work: 1 step (2 h x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
+    assert "Lost work: 1 step (2 h 0 min x 2 ranks, 16 GPU-hours, 40.00 at 2.5 a GPU-hour)." == (
         said(lost=lost).cost
     )
     assert "Lost work: 3 steps." == said(lost=LostWork(steps=3)).cost
@@ -468,3 +476,13 @@ def test_a_straggler_costs_what_the_others_waited_and_few_healthy_steps_resolve_
     )  # fmt: skip
     assert "1 other rank waited 30 s for it." == told.cost
     assert told.state.endswith("Last bad step 542, with 7 healthy steps after it.")
+
+
+def test_a_custom_alert_that_several_ranks_repeat_is_one_sentence():
+    fields = {"kind": "user_alert", "level": "advisory", "detector": "x", "cause": "low"}
+    raised = [
+        Finding(**fields, step=step, rank=rank, onset_step=9, severity="notify", reason="loss < 1")
+        for step, rank in ((9, 2), (10, 0))
+    ]
+    texts = [episode.text for episode in episodes(raised)]
+    assert ["Your alert (notify) on ranks 0, 2 at steps 9 to 10: loss < 1."] == texts

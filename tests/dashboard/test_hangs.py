@@ -9,9 +9,9 @@ from tests.dashboard.look_back import INCIDENT, RANKS, with_look_back
 from tests.dashboard.samples import NOW_NS
 from tests.dashboard.stub import Stub
 from tests.support.pages import Open, shown
-from trainvitals.records import Decision, Finding
-from trainvitals.views import DecisionView, EventView, FindingView, StacksView
-from vitals_dashboard import hangs, stragglers
+from trainvitals.records import Finding
+from trainvitals.views import FindingView, StacksView
+from vitals_dashboard import stragglers
 
 HANG_STEP = 240
 SECOND = 10**9
@@ -40,27 +40,14 @@ def finding(kind: str, seconds: float, after: int) -> FindingView:
     return FindingView(run_id=samples.run_id(1), time_unix_ns=NOW_NS + after * SECOND, finding=told)
 
 
-def hung(*, is_ended: bool = False):
+def hung():
     """A run of which rank 1 held the others up, as one incident."""
     sample = with_look_back(samples.sample_run())
     (incident,) = sample.incidents
-    ended = Decision(
-        ledger_seq=9, action="restart", step=HANG_STEP, decided_at_step=HANG_STEP, attempt=1,
-        reason="it hung", rule="hang", cause="hang_blocked", rank=1, budget_left=2,
-    )  # fmt: skip
-    decision = DecisionView(
-        run_id=samples.run_id(1), time_unix_ns=NOW_NS + 65 * SECOND, decision=ended
-    )
-    over = EventView(
-        time_unix_ns=NOW_NS + 70 * SECOND, source="node:node-b", step=HANG_STEP, attempt=1,
-        kind="Note", text="The wait is over, after 70 s. [wait_over]",
-    )  # fmt: skip
     sample.incidents = [
         msgspec.structs.replace(
             incident,
             findings=(finding("waiting", 3.0, 0), finding("hang", 6.0, 3)),
-            decisions=(decision,) if is_ended else (),
-            events=(over,),
         )
     ]
     sample.stacks = [
@@ -70,17 +57,13 @@ def hung(*, is_ended: bool = False):
     return sample
 
 
-def test_a_hang_is_told_by_time_with_who_was_where_and_the_stacks_folded_out(
+def test_a_hang_is_told_with_who_was_where_and_the_stacks_folded_out(
     stub: Stub, open_page: Open
 ) -> None:
-    stub.add(hung(is_ended=True))
+    stub.add(hung())
     app = open_page("incident", incident=INCIDENT)
     said = shown(app)
     assert "Waits between ranks" in said
-    order = ["The last progress, in step 240.", "Rank 1 is blocked", "Paged: Rank 1 is blocked"]
-    order += ["Vitals ended the job, to be restarted.", "The wait is over, after 70 s."]
-    places = [said.index(words) for words in order]
-    assert sorted(places) == places
     (ranks,) = [t.value for t in app.dataframe if "Stood in" in t.value]
     assert ["waits", "waited for", "waits", "waits"] == list(ranks[""])
     assert ["group 0 #99: all_reduce(4096)"] == list(ranks["Last collective it began"][:1])
@@ -93,13 +76,6 @@ def test_a_hang_is_told_by_time_with_who_was_where_and_the_stacks_folded_out(
 def test_an_incident_without_a_wait_says_nothing_of_one(stub: Stub, open_page: Open) -> None:
     stub.add(with_look_back(samples.sample_run()))
     assert "Who waited" not in shown(open_page("incident", incident=INCIDENT))
-
-
-def test_the_last_progress_is_reckoned_back_from_the_first_wait() -> None:
-    (incident,) = hung().incidents
-    lines = hangs.timeline_lines(incident)
-    assert "The last progress, in step 240." == lines[0].split("  ")[1]
-    assert 4 == len(lines)
 
 
 @pytest.mark.parametrize("metric", ["steps.gradient_wait_seconds", "steps.communication_seconds"])

@@ -27,7 +27,7 @@ def verdict_facts(verdict: VerdictView) -> KeyFacts:
         ("Cost", verdict.cost),
         ("Before", verdict.before),
         ("Next", verdict.next),
-        ("Played again", verdict.played),
+        ("Repro", verdict.played),
     )
     return KeyFacts([(name, text) for name, text in pairs if text])
 

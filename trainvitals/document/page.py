@@ -85,12 +85,12 @@ def _node(block: Block) -> Node:
         case KeyFacts():
             rows = [node("tr", node("th", name), node("td", text)) for name, text in block.pairs]
             return node("div", node("table", *rows), class_="table")
-        case CommandLines():
-            return node("pre", "\n".join(map(printable, block.lines)))
+        case CommandLines() | DrawnLines():
+            pre = node("pre")
+            pre.text = "\n".join(map(printable, block.lines))  # `node` makes a line break a space
+            return pre
         case TableBlock():
             return _table(block)
-        case DrawnLines():
-            return node("pre", "\n".join(block.lines))
         case _:
             return block.to_figure()
 

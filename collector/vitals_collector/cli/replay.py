@@ -15,13 +15,14 @@ import typer
 from trainvitals.cli.options import Dir, ReportFormat
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
-from trainvitals.errors import StorageError, UsageError
+from trainvitals.errors import UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
 from trainvitals.io.rundir import holds_runs
 from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.plugins import load_plugin
 from trainvitals.printable import printable
 from trainvitals.units import humanize_count
+from vitals_collector.cli.writing import write_file
 
 if TYPE_CHECKING:
     from trainvitals.judged_log import JudgedStep
@@ -342,10 +343,7 @@ def _draw(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
     from vitals_collector.report.svg_plot import curves_file
 
     drawn = curves_file(title, judged_curves(judged_steps), judged_marks(judged_steps))
-    try:
-        plot.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{plot} cannot be written: {error.strerror}") from error
+    write_file(plot, drawn.encode(), force=True)
 
 
 def _say(text: str) -> None:

@@ -58,7 +58,13 @@ from vitals_collector.queries.ledger import (
     run_row,
 )
 from vitals_collector.queries.series import attempt_rows
-from vitals_collector.queries.verdict import Precedent, VerdictFacts, of_healthy, verdict
+from vitals_collector.queries.verdict import (
+    Precedent,
+    VerdictFacts,
+    is_about_wait,
+    of_healthy,
+    verdict,
+)
 from vitals_collector.queries.why import with_kept_samples
 from vitals_collector.storage.schema import decisions, events, findings, runs
 from vitals_collector.storage.store import ReadSnapshot
@@ -404,7 +410,7 @@ def _said(row: Row[Any]) -> Said | None:
     view = event_view(row)
     if row.kind == "Note":
         note = _note(row.body)
-        if note.severity == "info":
+        if note.severity == "info" and note.code != "wait_over":
             return None
         return Said(view, note.severity, note.code if note.severity == "error" else "")
     if row.kind == "RunEnded":
@@ -622,7 +628,9 @@ class _Incidents:
             events=tuple(
                 records.events[i].view
                 for i in bundle.events
-                if records.events[i].code or records.events[i].view.kind == "RunEnded"
+                if records.events[i].code
+                or records.events[i].view.kind == "RunEnded"
+                or is_about_wait(records.events[i].view)
             ),
             lost=lost,
             late_seconds=late,

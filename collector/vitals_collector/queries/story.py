@@ -23,7 +23,7 @@ from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.grouping import DEATHS
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, Moved
-from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
+from vitals_collector.queries.user_alerts import episodes
 
 _T = TypeVar("_T")
 
@@ -104,7 +104,7 @@ def _began(incident: StoryFacts) -> str:
     when = _moment(incident.started_unix_ns)
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = episodes(view.finding for view in incident.findings)
-    sentences += [_of_user(alert) for alert in _few(alerts)]
+    sentences += [alert.text for alert in _few(alerts)]
     sentences += _others(alerts, "custom alert")
     findings = _findings([view for view in incident.findings if not view.finding.severity])
     sentences += _few(findings)
@@ -119,12 +119,6 @@ def _began(incident: StoryFacts) -> str:
             f"Alert {alert.title}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
         ]
     return " ".join(sentences)
-
-
-def _of_user(alert: UserAlertEpisode) -> str:
-    where = f" on rank {alert.where}" if alert.ranks else ""
-    until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
-    return f"Your alert{where} at step{until}: {alert.newest.reason}."
 
 
 def _findings(views: Sequence[FindingView]) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from trainvitals.detect.user_alerts import RENEW_STEPS
 from trainvitals.records import Finding
+from trainvitals.units import name_ranks
 
 
 @dataclass(slots=True)
@@ -29,6 +30,14 @@ class UserAlertEpisode:
     def where(self) -> str:
         """Ranks that raised it, as text; empty if it concerns the run."""
         return ", ".join(map(str, sorted(self.ranks)))
+
+    @property
+    def text(self) -> str:
+        """Sentence about the alert."""
+        where = f" on {name_ranks(self.ranks)}" if self.ranks else ""
+        until = f"s {self.first} to {self.last}" if self.last > self.first else f" {self.first}"
+        severity, reason = self.newest.severity, self.newest.reason
+        return f"Your alert ({severity}){where} at step{until}: {reason}."
 
 
 def episodes(findings: Iterable[Finding]) -> list[UserAlertEpisode]:

@@ -17,7 +17,7 @@ from trainvitals.detect.registry import KINDS
 from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
-from trainvitals.units import humanize_count
+from trainvitals.units import humanize, humanize_count, humanize_seconds, name_ranks
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -39,7 +39,6 @@ MAX_CAUSES = 3
 """Maximum number of causes shown for an incident; further ones are counted."""
 SETTLED_STEPS = 10
 """Healthy steps after which an incident counts as resolved."""
-_MAX_RANKS = 4
 MAX_NAMED = 3
 """Maximum number of other runs named; further ones are counted."""
 
@@ -188,7 +187,8 @@ def _line(text: str) -> str:
 def state(facts: VerdictFacts) -> str:
     """Return the state of the run, and whether the incident is over."""
     if (hang := _hang(facts)) is not None:
-        return f"Hung in step {hang.step:,}: no step has ended for {_duration(hang.seconds)}."
+        lasted = humanize_seconds(hang.seconds)
+        return f"Hung in step {hang.step:,}: no step has ended for {lasted}."
     return f"{_of_run(facts.run)}. {ending(facts)}"
 
 
@@ -304,8 +304,15 @@ def _causes(facts: VerdictFacts) -> list[str]:
     return sentences
 
 
+def is_about_wait(event: EventView) -> bool:
+    """Return whether a wait ended by itself, or its job may not be restarted."""
+    return event.text.endswith(("[wait_over]", "[restart_budget]"))
+
+
 def _is_death(event: EventView) -> bool:
-    return event.kind == "Note" or (event.kind == "RunEnded" and event.text.startswith("failed"))
+    if event.kind == "RunEnded":
+        return event.text.startswith("failed")
+    return event.kind == "Note" and not is_about_wait(event)
 
 
 def _death(event: EventView, world_size: int) -> str:
@@ -325,7 +332,7 @@ def _sentence(trigger: _Trigger) -> str:
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
     whose = ""
     if ranks:
-        whose = f"{_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
+        whose = f"{name_ranks(ranks)}: " if len(ranks) > 1 else f"rank {ranks[0]}'s "
     if trigger.name in _NONFINITE:
         return f"{capital(f'{whose}{_NONFINITE[trigger.name]}')} {_nonfinite(trigger)} {at}."
     if trigger.name in _OUTLIERS and trigger.values:
@@ -363,15 +370,6 @@ def _steps(steps: Iterable[int]) -> str:
     if len(ordered) == last - first + 1:
         return f"at steps {first:,} to {last:,}"
     return f"at {len(ordered):,} steps from {first:,} to {last:,}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
-    more = len(ranks) - len(names)
-    if len(ranks) == 1:
-        return f"rank {names[0]}"
-    names, last = (names, f"{more} more") if more else (names[:-1], names[-1])
-    return f"ranks {', '.join(names)} and {last}"
 
 
 # -------------------------------------------------------------------------------------- action
@@ -466,26 +464,27 @@ def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
     if not facts.late_seconds:
         return text
     others = humanize_count(max(1, world_size - 1), "other rank")
-    waited = f"{capital(others)} waited {_duration(facts.late_seconds)} for it."
+    waited = f"{capital(others)} waited {humanize_seconds(facts.late_seconds)} for it."
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Return the cost, each value with its unit; unmeasured values are left out."""
+    ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
         rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
-        down = f"{_duration(lost.down_seconds)} x {humanize_count(world_size, 'rank')}"
-        return f"{rest} Down for {down} until the next step."
+        down = humanize_seconds(lost.down_seconds)
+        return f"{rest} Down for {down} x {ranks} until the next step."
     if idle_seconds:
-        idle = f"Idle so far: {_duration(idle_seconds)} x {humanize_count(world_size, 'rank')}."
+        idle = f"Idle so far: {humanize_seconds(idle_seconds)} x {ranks}."
         return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
     if not lost.steps:
         return "Lost work: none."
     details = []
     if lost.tokens:
-        details.append(f"{_short(lost.tokens)} tokens")
+        details.append(f"{humanize(lost.tokens, 'tokens')} tokens")
     if lost.seconds is not None:
-        details.append(f"{_duration(lost.seconds)} x {humanize_count(world_size, 'rank')}")
+        details.append(f"{humanize_seconds(lost.seconds)} x {ranks}")
     if lost.gpu_hours is not None:
         details.append(f"{lost.gpu_hours:.2g} GPU-hours")
     if lost.money is not None and lost.gpu_hours:
@@ -496,20 +495,6 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
         f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
     )
     return f"{text}{dropped}."
-
-
-def _short(number: int) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((3_600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 # -------------------------------------------------------------------------------------- before
@@ -591,7 +576,7 @@ def _while_open(
         return text, (why, report)
     machine = _machine(facts.findings)
     if (hang := _hang(facts)) is not None:
-        whose = f"{_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
+        whose = f"{name_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
         return f"{text} VITALS_RUN_ID={run.run_id}.", (f"vitals stacks {run.run_id}", why, report)
     if machine:
@@ -608,7 +593,7 @@ def _machine(findings: Sequence[FindingView]) -> str:
         and (kind := KINDS.get(view.finding.kind)) is not None
         and kind.subject == "machine"
     }
-    return f"{_ranks(sorted(ranks))} and its node" if ranks else ""
+    return f"{name_ranks(ranks)} and its node" if ranks else ""
 
 
 # ------------------------------------------------------------------------------------ timeline
@@ -641,8 +626,8 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_entry(alert.updated_unix_ns, alert.step, text))
     lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
-    gone = [event for event in facts.events if event.text.endswith("[rank_gone]")]
-    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in gone]
+    notes = [e for e in facts.events if e.text.endswith("[rank_gone]") or is_about_wait(e)]
+    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in notes]
     # Every rank reports it; the first one's text represents all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
     lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
@@ -664,5 +649,5 @@ def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
 
 __all__ = [
     *("Precedent", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
-    *("of_healthy", "state", "timeline", "verdict"),
+    *("is_about_wait", "of_healthy", "state", "timeline", "verdict"),
 ]

@@ -94,7 +94,7 @@ def explain(
     # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
     parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
-    own_alerts = [_user_alert_text(a) for a in alerts if a.onset <= view.step <= a.last]
+    own_alerts = [a.text for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
@@ -349,13 +349,6 @@ def _found(view: FindingView) -> str:
     finding = view.finding
     level_note = " (advisory)" if finding.level == "advisory" else ""
     return f"Finding{level_note}: {finding.reason}."
-
-
-def _user_alert_text(alert: UserAlertEpisode) -> str:
-    finding = alert.newest
-    where = f" on rank {alert.where}" if alert.ranks else ""
-    until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
-    return f"Your alert ({finding.severity}){where} at step{until}: {finding.reason}."
 
 
 def decided(view: DecisionView) -> str:
