@@ -434,7 +434,8 @@ class StepLog:
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
             extra["optimizer_seconds"] = measured.optimizer_seconds
-            extra |= measured.section_columns()
+            if measured.timeline is not None:
+                extra |= measured.section_columns()
             if samples is not None:
                 extra["rank_grad_norm"] = samples.own_grad_norm
                 extra["reduction_error"] = samples.reduction_error

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,8 +253,9 @@ class ReduceVector:
         self._rest = self.pack[layout.num_params :]
         self.norm = 0.0
         """Norm of the gradients, after ``measure_norm``."""
-        self._here = self.pack.numpy() if device.type == "cpu" else None
+        self._here = self.pack.numpy().data if device.type == "cpu" else None
         """The vector itself, if the host can write to it."""
+        self._words_here = struct.Struct(f"{layout.size - layout.num_params}d")
         pinned = device.type == "cuda"
         # Three host buffers in rotation: copies of the last steps may still be in flight.
         self._host = [
@@ -300,27 +302,28 @@ class ReduceVector:
 
     def fill_on_host(self, local: RankContribution, root: Rank0Values | None) -> None:
         """Do the same as ``fill`` on the only rank, if the vector is on the host: no tensors."""
-        position, words = self._position, self._here
-        assert words is not None, "the vector is in host memory"
-        words[self.layout.num_params :] = 0.0
+        position, base = self._position, self.layout.num_params
+        words = [0.0] * (self.layout.size - base)
         if root is not None:
-            words[self.layout.root : self.layout.ranks] = root.words(self.layout.fields)
-        words[position["failed"]] = local.failed
-        words[position["num_gradients"]] = local.num_gradients
-        if local.overflow is not None:
-            words[position["overflow"]] = local.overflow.item()
+            words[: len(self.layout.fields.rank0)] = root.words(self.layout.fields)
         for name, value in local.values.items():
-            words[position[name]] = _plain(value)
-        if local.failed:
-            return
-        if local.loss is not None:
-            words[position["weight"]] = weight = _plain(local.weight)
-            words[position["weighted_loss"]] = _plain(local.loss) * weight
-        if local.norm_before_clip is not None:
-            words[position["norm_before_clip"]] = local.norm_before_clip.item()
-        if local.nonfinite_params is not None:
-            words[position["nonfinite_params"]] = local.nonfinite_params.item()
-        words[position["bad_squares"]] = not math.isfinite(self.measure_norm())
+            words[position[name] - base] = _plain(value)
+        words[position["failed"] - base] = local.failed
+        words[position["num_gradients"] - base] = local.num_gradients
+        if local.overflow is not None:
+            words[position["overflow"] - base] = local.overflow.item()
+        if not local.failed:
+            if local.loss is not None:
+                words[position["weight"] - base] = weight = _plain(local.weight)
+                words[position["weighted_loss"] - base] = _plain(local.loss) * weight
+            if local.norm_before_clip is not None:
+                words[position["norm_before_clip"] - base] = local.norm_before_clip.item()
+            if local.nonfinite_params is not None:
+                words[position["nonfinite_params"] - base] = local.nonfinite_params.item()
+            words[position["bad_squares"] - base] = not math.isfinite(self.measure_norm())
+        # Through struct: writing one number through numpy or torch takes a call for each.
+        assert self._here is not None, "the vector is in host memory"
+        self._words_here.pack_into(self._here, 8 * base, *words)
 
     @torch.no_grad()
     def _fill_tensors(self, local: RankContribution, tensors: Mapping[str, Tensor]) -> None:

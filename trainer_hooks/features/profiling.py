@@ -358,6 +358,11 @@ class ProfilingFeature(StepFeature):
         note = Note(code="profile_written", text=text)
         self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
 
+    @property
+    def idle_hooks(self) -> tuple[str, ...]:
+        """Without automatic profiles, the run orders none."""
+        return () if self.slowdowns is not None else ("own_command",)
+
     def on_row_written(self, step: ReturnedStep) -> None:
         """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured

@@ -18,6 +18,11 @@ class SigtermFeature(StepFeature):
     is_stopping = False
     """Whether any rank received SIGTERM: known on all ranks at the same step."""
 
+    @property
+    def idle_hooks(self) -> tuple[str, ...]:
+        """Without checkpoints, each rank ends by itself."""
+        return () if self._run.recovery is not None else ("on_reduced",)
+
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return whether this rank received SIGTERM, even if it could not measure the step."""
         return {"terminating": float(self.is_received)}

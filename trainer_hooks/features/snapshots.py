@@ -62,6 +62,13 @@ class SnapshotsFeature(StepFeature):
                 state_check = StateCheck(run.given.model, run.given.optimizers)
         return cls(run, run.recovery, state_check)
 
+    @property
+    def idle_hooks(self) -> tuple[str, ...]:
+        """Without snapshots, the hooks that only send and use them."""
+        if self._recovery is not None:
+            return ()
+        return ("rank0_values", "before_update", "on_reduced", "on_step_done")
+
     # ------------------------------------------------------------------------ before a step
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:

@@ -333,7 +333,11 @@ class Utilization:
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
     """Return the learning rate of each group; None for a CUDA tensor: reading it would wait."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    return [None if isinstance(lr, Tensor) and lr.is_cuda else float(lr) for lr in rates]
+    return [lr if type(lr) is float else _plain_rate(lr) for lr in rates]
+
+
+def _plain_rate(rate: Any) -> float | None:
+    return None if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
 
 
 _NUMBERS = (int, float)  # not int | float: a union is built at every use

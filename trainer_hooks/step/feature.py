@@ -8,9 +8,9 @@ lists them; no module of this package names one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,8 +45,7 @@ class OutgoingStep(NamedTuple):
     """Whether a scheduler given to ``watch`` has set the first rate."""
 
 
-@dataclass(slots=True)
-class ReturnedStep:
+class ReturnedStep(msgspec.Struct):
     """A step whose summed numbers have reached the host."""
 
     reduced: Reduced
@@ -61,11 +60,11 @@ class ReturnedStep:
     """Sampled signals; None in most steps."""
     optimizer: str
     """Name of the optimizer that was stepped alone; empty: all optimizers."""
-    columns: Mapping[str, Value] = field(default_factory=dict)
+    columns: Mapping[str, Value] = {}
     """Columns of this rank's row in addition to the record, once it is written."""
     command: Proposal | None = None
     """Manual command that is judged with the step."""
-    unavailable_commands: Mapping[str, str] = field(default_factory=dict)
+    unavailable_commands: Mapping[str, str] = {}
     """Commands that the loop cannot carry out, with the reasons."""
     differing_ranks: tuple[int, ...] = ()
     """Ranks that differ where they must be equal."""
@@ -79,11 +78,16 @@ class ReturnedStep:
     """Reads the probe; None if it is off."""
     evaluation: float | None = None
     """Ratio of a validation loss to the previous one; None without an evaluation."""
-    step: int = field(init=False)
-    attempt: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.step, self.attempt = self.measured.step, self.measured.attempt
+    @property
+    def step(self) -> int:
+        """Index of the step."""
+        return self.measured.step
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of the step."""
+        return self.measured.attempt
 
 
 class StepFeature:
@@ -113,6 +117,11 @@ class StepFeature:
     def make(cls, run: RunContext) -> Self | None:
         """Return the feature of a run; None if the run does not use it. Collective."""
         return cls(run)
+
+    @property
+    def idle_hooks(self) -> tuple[str, ...]:
+        """Names of overridden hooks that have nothing to do in this run, so no step calls them."""
+        return ()
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return values for ``slots.rank0``; called on rank 0 only, before the exchange."""
@@ -250,7 +259,7 @@ class StepFeatures:
         return tuple(
             getattr(feature, hook)
             for feature in self._features
-            if getattr(type(feature), hook) is not default
+            if getattr(type(feature), hook) is not default and hook not in feature.idle_hooks
         )
 
     def __iter__(self) -> Iterator[StepFeature]:

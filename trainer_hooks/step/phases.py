@@ -7,7 +7,7 @@ handles the step from ``lag`` steps ago (``trainer_hooks.step.run``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -621,7 +621,7 @@ def refuse_probe(has_loss: bool) -> None:
         )
 
 
-def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
+def refuse_at_step(loss: object, joinables: Sequence[Any]) -> None:
     """Refuse, before the ranks' exchange, setups that are only visible once the loop runs.
 
     Raises:
@@ -633,7 +633,7 @@ def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
             f"monitor.step() was given the function {name} as the loss; it takes no closure",
             hint="run forward and backward first: loss.backward(); monitor.step(loss)",
         )
-    if any(joinable._join_config.enable for joinable in joinables):
+    if joinables and any(joinable._join_config.enable for joinable in joinables):
         raise UsageError(
             "the loop runs within Join (DDP.join), where ranks may run out of data at different "
             "times: the others would wait forever for their part of the verdict",
