@@ -348,8 +348,8 @@ def _finite(max_norm: MaxNorm | None) -> MaxNorm | None:
 def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
     """Return weak references to the gradients, so that they are not kept alive."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+    return [_return_none if grad is None else weakref.ref(grad) for grad in grads]
 
 
-def _nothing() -> None:
+def _return_none() -> None:
     return None

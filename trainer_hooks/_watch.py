@@ -45,7 +45,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, 
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
 from trainer_hooks.recovery.state import TrainingState
-from trainer_hooks.repro.capsule import Surroundings
+from trainer_hooks.repro.capsule import CapsuleContext
 from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
@@ -251,7 +251,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
         if ranks.rank == 0:
             run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
-            run.terminal.started(_resumed(restored))
+            run.terminal.started(_resume_notice(restored))
         for code, text in device.warnings:
             run.warn(code, text, step=run.first_step)
         if arguments.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -276,7 +276,7 @@ def _emitter(
         num_groups=sum(len(o.param_groups) for o in device.optimizers),
         layers=Layers(
             device.norms.names,
-            () if device.sampler is None else device.sampler.activation_names,
+            () if device.sampler is None else device.sampler.measured_modules,
             tuple(turn.part for turn in device.turns),
         ),
     )
@@ -369,7 +369,7 @@ def _run_context(
         features=features,
         times=StepClock(clock),
         attempt=place.attempt,
-        surroundings=Surroundings(given.model, given.optimizers, device.scaler),
+        surroundings=CapsuleContext(given.model, given.optimizers, device.scaler),
     )
     features.build(run)
     return run
@@ -425,7 +425,7 @@ def _restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
     return None if earlier is None else RestartCheck(earlier)
 
 
-def _resumed(restored: Restored | None) -> str:
+def _resume_notice(restored: Restored | None) -> str:
     return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
 
 

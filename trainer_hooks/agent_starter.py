@@ -181,7 +181,7 @@ class NodeAgent:
             has_ended, exit_code = _ended(self.pid)
             if not has_ended:
                 return
-            why = f"the node's agent (pid {self.pid}) {_how(exit_code)}"
+            why = f"the node's agent (pid {self.pid}) {_describe_exit(exit_code)}"
             self.pid = None
             self._ended_on_request = exit_code in _EXITS_ON_REQUEST
             if self._ended_on_request:
@@ -236,7 +236,7 @@ def _ended(pid: int) -> tuple[bool, int | None]:
     return ended_pid != 0, os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
-def _how(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:

@@ -70,11 +70,11 @@ class Arguments:
 
     def tokens(self) -> int | None:
         """Return the tokens per step as a number; raise if invalid."""
-        return _tokens(self.tokens_per_step)
+        return _validate_tokens_per_step(self.tokens_per_step)
 
     def hyperparameters(self) -> Mapping[str, object]:
         """Return the configuration as a mapping; raise if invalid."""
-        return _mapping(self.config)
+        return _config_mapping(self.config)
 
     def declared_schedule(self) -> DeclaredSchedule | None:
         """Return the declared schedule that learning rates are compared with; None without one.
@@ -119,7 +119,7 @@ class Arguments:
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            mode = _mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
+            mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind
 
         modes, scaled, checkpoint_settings, ends, kinds = zip(
@@ -281,7 +281,7 @@ def _check_words(arguments: Arguments) -> None:
         )
 
 
-def _mode(
+def _effective_mode(
     mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
 ) -> Mode:
     override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
@@ -319,7 +319,7 @@ def _check_torch() -> None:
         )
 
 
-def _tokens(value: float | None) -> int | None:
+def _validate_tokens_per_step(value: float | None) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
@@ -330,7 +330,7 @@ def _tokens(value: float | None) -> int | None:
     return int(value)
 
 
-def _mapping(config: object) -> Mapping[str, object]:
+def _config_mapping(config: object) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
     if config is None:

@@ -515,7 +515,7 @@ class Monitor(Loop):
         self._run.features.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:
-            self._device.sampler.forget()
+            self._device.sampler.discard_copies()
         if self._device.averages is not None:
             self._device.averages.rolled_back()
         self._parts.forget_row()

@@ -62,16 +62,16 @@ class NullMonitor:
             yield from loader
             if self._scheduler_every == "epoch" and self.step_index > first:
                 self._ends_epochs = True
-                self._schedule()
+                self._step_schedulers()
 
     def end_epoch(self) -> None:
         """Step schedulers that count epochs; ``batches`` does it if it is used."""
         if self._scheduler_every == "step" and self._schedulers:
             raise every_update()
         if not self._ends_epochs:
-            self._schedule()
+            self._step_schedulers()
 
-    def _schedule(self, optimizers: Sequence[Optimizer] = ()) -> None:
+    def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
         for scheduler in self._schedulers:
             if not optimizers or any(optimizer_of(scheduler) is o for o in optimizers):
                 scheduler.step()
@@ -150,7 +150,7 @@ class NullMonitor:
             if ema.averages_any(stepped_params):
                 ema.update()
         if self._scheduler_every == "step":
-            self._schedule(() if optimizer is None else stepped)
+            self._step_schedulers(() if optimizer is None else stepped)
         self.step_index += 1
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 

@@ -168,15 +168,15 @@ class Terminal:
 
     def ended(self, state: str, num_steps: int) -> None:
         """Print how the run ended, and its skips and rollbacks."""
-        steps = _num(num_steps, "step")
-        summary = self._summary() + self._resumed
+        steps = _format_count(num_steps, "step")
+        summary = self._guard_summary() + self._resumed
         _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, summary)
         if self.num_unguarded:
             _LOG.warning(
                 "vitals: NOT GUARDED: %s of %s could not be measured, so nothing checked "
                 "whether their updates would damage the model",
                 f"{self.num_unguarded:,}",
-                _num(num_steps, "step"),
+                _format_count(num_steps, "step"),
             )
         if self._last_hidden >= 0:
             _LOG.warning(
@@ -225,7 +225,7 @@ class Terminal:
         if self._untold and self._may_print("more"):
             verb = "would have been skipped" if self._mode == "observe" else "skipped"
             text = "vitals: and %s %s, the last one at step %d"
-            _LOG.warning(text, _num(self._untold, "more update"), verb, self._last_skip)
+            _LOG.warning(text, _format_count(self._untold, "more update"), verb, self._last_skip)
             self._untold = 0
 
     def _describe(self, decision: Decision) -> str:
@@ -234,20 +234,23 @@ class Terminal:
             text = f"{text}; next: vitals why {self._path} {decision.step}"
         return text
 
-    def _summary(self) -> str:
+    def _guard_summary(self) -> str:
         counts = self._counts
         if self._mode == "observe":
             skips, rollbacks = counts["skip_step", False], counts["rollback", False]
-            guarded = f"{_num(skips, 'update')} would have been skipped"
+            guarded = f"{_format_count(skips, 'update')} would have been skipped"
             if rollbacks:
-                guarded = f"{guarded}, {_num(rollbacks, 'rollback')} made"
+                guarded = f"{guarded}, {_format_count(rollbacks, 'rollback')} made"
             return guarded
         skips, rollbacks = counts["skip_step", True], counts["rollback", True]
-        lost = f" ({_num(self._lost_steps, 'step')} lost)" if rollbacks else ""
-        return f"{_num(skips, 'update')} skipped, {_num(rollbacks, 'rollback')}{lost}"
+        lost = f" ({_format_count(self._lost_steps, 'step')} lost)" if rollbacks else ""
+        return (
+            f"{_format_count(skips, 'update')} skipped, "
+            f"{_format_count(rollbacks, 'rollback')}{lost}"
+        )
 
 
-def _num(count: int, what: str) -> str:
+def _format_count(count: int, what: str) -> str:
     return (f"{count:,}" if count else "no") + f" {what}" + ("" if count == 1 else "s")
 
 

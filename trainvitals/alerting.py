@@ -582,23 +582,25 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
     if decision.mode == "observe":
         if decision.action not in ("rollback", "halt"):
             return ()
-        return (_raise("TroubleObserved", run_id, f"would {decision.action}: {reason}", step),)
+        return (
+            _build_alert("TroubleObserved", run_id, f"would {decision.action}: {reason}", step),
+        )
     if not decision.acted:
         return ()  # it waits for approval, which a finding reports, or the loop had ended
     if decision.action == "halt":
-        return (_raise("TrainingHalted", run_id, reason, step),)
+        return (_build_alert("TrainingHalted", run_id, reason, step),)
     if decision.action == "restart":
-        return (_raise("HungJobEnded", run_id, reason, step, decision.cause),)
+        return (_build_alert("HungJobEnded", run_id, reason, step, decision.cause),)
     if decision.action == "accept_level":
-        return (_raise("LevelShiftAccepted", run_id, reason, step, decision.cause),)
+        return (_build_alert("LevelShiftAccepted", run_id, reason, step, decision.cause),)
     if decision.action == "skip_step":
-        return (_raise("StepSkipped", run_id, reason, step, decision.cause),)
-    raised = [_raise("TrainingRolledBack", run_id, reason, step, decision.cause)]
+        return (_build_alert("StepSkipped", run_id, reason, step, decision.cause),)
+    raised = [_build_alert("TrainingRolledBack", run_id, reason, step, decision.cause)]
     if decision.rule == "lr_jump":
-        raised.append(_raise("LearningRateHeld", run_id, reason, step))
+        raised.append(_build_alert("LearningRateHeld", run_id, reason, step))
     if decision.budget_left == 0:
         low = f"Rollback budget used up; the last one: {reason}"
-        raised.append(_raise("RollbackBudgetLow", run_id, low, step))
+        raised.append(_build_alert("RollbackBudgetLow", run_id, low, step))
     return tuple(raised)
 
 
@@ -630,7 +632,7 @@ def alerts_for_finding(
     if not name:
         return ()
     label = finding.kind if KINDS[finding.kind].has_one_alert else cause
-    alert = _raise(name, run_id, finding.reason, finding.step, label)
+    alert = _build_alert(name, run_id, finding.reason, finding.step, label)
     if finding.severity:
         alert = msgspec.structs.replace(alert, severity=finding.severity, rank=finding.rank)
     if loss_kind != "minimize" and KINDS[finding.kind].is_of_the_level:
@@ -643,11 +645,11 @@ def alerts_for_run_state(
 ) -> tuple[Alert, ...]:
     """Return the alerts that hold while a run is in ``state``; the others of the run's are over."""
     if state == "lost":
-        return (_raise("RunLost", run_id, reason or "the run stopped reporting", step),)
+        return (_build_alert("RunLost", run_id, reason or "the run stopped reporting", step),)
     if state == "halted":
-        return (_raise("TrainingHalted", run_id, reason or "the run halted", step),)
+        return (_build_alert("TrainingHalted", run_id, reason or "the run halted", step),)
     if state == "failed":
-        return (_raise("RunFailed", run_id, reason or "the run ended with an error", step),)
+        return (_build_alert("RunFailed", run_id, reason or "the run ended with an error", step),)
     return ()
 
 
@@ -664,15 +666,15 @@ def alerts_for_absence(
         what: the problem of each of them.
     """
     shown, rest = parts[:_MOST_PARTS], parts[_MOST_PARTS:]
-    raised = [_raise(name, run_id, f"{part}: {what}", step, part) for part in shown]
+    raised = [_build_alert(name, run_id, f"{part}: {what}", step, part) for part in shown]
     if rest:
-        raised.append(_raise(name, run_id, f"{len(rest)} more: {what}", step, "others"))
+        raised.append(_build_alert(name, run_id, f"{len(rest)} more: {what}", step, "others"))
     return tuple(raised)
 
 
 def alert_for_cap(run_id: str, summary: str = "") -> Alert:
     """Return the alert for a run above its cap with nothing left to delete."""
-    return _raise("RunOverCap", run_id, summary, -1)
+    return _build_alert("RunOverCap", run_id, summary, -1)
 
 
 def point_is_over(
@@ -688,7 +690,7 @@ def point_is_over(
     return last_step >= max(raised_step, last_unhealthy_step) + healthy_steps
 
 
-def _raise(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
+def _build_alert(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
     spec = ALERTS_BY_NAME[name]
     labels = {"run": run_id} | ({"cause": cause} if cause else {})
     return Alert(

@@ -61,7 +61,7 @@ class Series:
             MissingDependencyError: pandas is not installed.
         """
         columns = {"step": self.step, "time": self.time, "attempt": self.attempt}
-        return _pandas().DataFrame(columns | {"value": self.value})
+        return _import_pandas().DataFrame(columns | {"value": self.value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Cells:
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with the rows as its index and the steps as its columns."""
-        return _pandas().DataFrame(self.value, index=self.rows, columns=self.step)
+        return _import_pandas().DataFrame(self.value, index=self.rows, columns=self.step)
 
 
 class Table(Mapping[str, npt.NDArray[Any]]):
@@ -99,7 +99,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
 
     def __init__(self, reply: TableReply) -> None:
         pairs = zip(reply.columns, reply.data, strict=True)
-        self._columns = {name: _column(values) for name, values in pairs}
+        self._columns = {name: _column_array(values) for name, values in pairs}
         self.num_total = reply.num_total
         """Number of rows that met the conditions; more than here if ``limit`` cut them."""
 
@@ -118,7 +118,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
 
     def to_pandas(self) -> Any:
         """Return the table as a ``DataFrame``."""
-        return _pandas().DataFrame(self._columns)
+        return _import_pandas().DataFrame(self._columns)
 
 
 def drawn(reply: SeriesReply) -> Series:
@@ -145,16 +145,16 @@ def drawn(reply: SeriesReply) -> Series:
 def whole(replies: Sequence[CurveReply]) -> Series:
     """Return the points of consecutive parts of one series; at least one part is needed."""
     first = replies[0]
-    step = _joined([reply.step for reply in replies], "<i8")
+    step = _concat_arrays([reply.step for reply in replies], "<i8")
     return Series(
         metric=first.metric,
         source=first.source,
         unit=first.unit,
         branch=first.branch,
         step=step,
-        time_unix_ns=_joined([reply.time_unix_ns for reply in replies], "<i8"),
-        attempt=_joined([reply.attempt for reply in replies], "<i8"),
-        value=_joined([reply.value for reply in replies], "<f8"),
+        time_unix_ns=_concat_arrays([reply.time_unix_ns for reply in replies], "<i8"),
+        attempt=_concat_arrays([reply.attempt for reply in replies], "<i8"),
+        value=_concat_arrays([reply.value for reply in replies], "<f8"),
         num_total=len(step),
     )
 
@@ -179,11 +179,11 @@ def cells(reply: CellsReply) -> Cells:
     )
 
 
-def _joined(parts: Sequence[bytes], kind: str) -> npt.NDArray[Any]:
+def _concat_arrays(parts: Sequence[bytes], kind: str) -> npt.NDArray[Any]:
     return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=kind)
 
 
-def _column(values: Sequence[str | float | int | bool | None]) -> npt.NDArray[Any]:
+def _column_array(values: Sequence[str | float | int | bool | None]) -> npt.NDArray[Any]:
     kinds = {type(value) for value in values}
     if kinds == {int}:
         return np.array(values, dtype=np.int64)
@@ -196,7 +196,7 @@ def _column(values: Sequence[str | float | int | bool | None]) -> npt.NDArray[An
     return np.array(values, dtype=object)
 
 
-def _pandas() -> Any:
+def _import_pandas() -> Any:
     try:
         return importlib.import_module("pandas")
     except ModuleNotFoundError:

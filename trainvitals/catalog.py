@@ -52,7 +52,7 @@ TURN_METRICS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
 ``skipped/NAME`` exists for each of them."""
 
 
-def _host(
+def _host_metric(
     scope: Scope,
     column: str,
     unit: str,
@@ -79,41 +79,47 @@ def _host(
 
 def _count(scope: Scope, column: str, text: str) -> MetricSpec:
     """Return a counter of events."""
-    return _host(scope, column, "", text, kind="counter", dtype="i8")
+    return _host_metric(scope, column, "", text, kind="counter", dtype="i8")
 
 
 def _pressure(what: str, text: str) -> MetricSpec:
     """Return a counter of the kernel's pressure stall information."""
-    return _host("node", f"pressure_{what}_seconds", "seconds", text, kind="counter")
+    return _host_metric("node", f"pressure_{what}_seconds", "seconds", text, kind="counter")
 
 
 GPU_METRICS: tuple[MetricSpec, ...] = (
-    _host("gpu", "utilization_ratio", "ratio", "Share of the time a kernel was running."),
-    _host(
+    _host_metric("gpu", "utilization_ratio", "ratio", "Share of the time a kernel was running."),
+    _host_metric(
         "gpu",
         "memory_utilization_ratio",
         "ratio",
         "Share of the time device memory was read or written.",
     ),
-    _host(
+    _host_metric(
         "gpu",
         "memory_used_bytes",
         "bytes",
         "Device memory in use, without what the driver reserves.",
     ),
-    _host("gpu", "memory_total_bytes", "bytes", "Total device memory."),
-    _host("gpu", "memory_reserved_bytes", "bytes", "Device memory reserved by the driver."),
-    _host("gpu", "temperature_celsius", "celsius", "Core temperature."),
-    _host("gpu", "memory_temperature_celsius", "celsius", "Temperature of the device memory."),
-    _host("gpu", "power_watts", "watts", "Power draw."),
-    _host("gpu", "power_limit_watts", "watts", "Enforced power limit."),
-    _host("gpu", "energy_joules", "joules", "Energy used since the driver loaded.", kind="counter"),
-    _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
-    _host("gpu", "memory_clock_hertz", "hertz", "Clock of the device memory."),
-    _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
+    _host_metric("gpu", "memory_total_bytes", "bytes", "Total device memory."),
+    _host_metric("gpu", "memory_reserved_bytes", "bytes", "Device memory reserved by the driver."),
+    _host_metric("gpu", "temperature_celsius", "celsius", "Core temperature."),
+    _host_metric(
+        "gpu", "memory_temperature_celsius", "celsius", "Temperature of the device memory."
+    ),
+    _host_metric("gpu", "power_watts", "watts", "Power draw."),
+    _host_metric("gpu", "power_limit_watts", "watts", "Enforced power limit."),
+    _host_metric(
+        "gpu", "energy_joules", "joules", "Energy used since the driver loaded.", kind="counter"
+    ),
+    _host_metric("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
+    _host_metric("gpu", "memory_clock_hertz", "hertz", "Clock of the device memory."),
+    _host_metric(
+        "gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"
+    ),
     _count("gpu", "ecc_corrected_errors", "Corrected memory errors since the driver loaded."),
     _count("gpu", "ecc_uncorrected_errors", "Uncorrected memory errors since the driver loaded."),
-    _host(
+    _host_metric(
         "gpu",
         "last_xid",
         "",
@@ -122,45 +128,55 @@ GPU_METRICS: tuple[MetricSpec, ...] = (
     ),
     _count("gpu", "remapped_rows_corrected", "Memory rows remapped after corrected errors."),
     _count("gpu", "remapped_rows_uncorrected", "Memory rows remapped after uncorrected errors."),
-    _host(
+    _host_metric(
         "gpu",
         "row_remap_pending",
         "",
         "1 while a memory row waits for a GPU reset to be remapped.",
         dtype="i8",
     ),
-    _host("gpu", "row_remap_failed", "", "1 if remapping a memory row failed.", dtype="i8"),
-    _host(
+    _host_metric("gpu", "row_remap_failed", "", "1 if remapping a memory row failed.", dtype="i8"),
+    _host_metric(
         "gpu",
         "pcie_receive_bytes_per_second",
         "bytes",
         "PCIe receive rate, measured over 20 ms of the sample.",
     ),
-    _host(
+    _host_metric(
         "gpu",
         "pcie_transmit_bytes_per_second",
         "bytes",
         "PCIe transmit rate, measured over 20 ms of the sample.",
     ),
     _count("gpu", "pcie_replays", "PCIe packets that were resent."),
-    _host("gpu", "nvlink_receive_bytes", "bytes", "Bytes received, all NVLinks.", kind="counter"),
-    _host("gpu", "nvlink_transmit_bytes", "bytes", "Bytes sent, all NVLinks.", kind="counter"),
+    _host_metric(
+        "gpu", "nvlink_receive_bytes", "bytes", "Bytes received, all NVLinks.", kind="counter"
+    ),
+    _host_metric(
+        "gpu", "nvlink_transmit_bytes", "bytes", "Bytes sent, all NVLinks.", kind="counter"
+    ),
     _count("gpu", "nvlink_crc_errors", "Flow-control CRC errors, all NVLinks."),
     _count("gpu", "nvlink_replay_errors", "Retried transmissions, all NVLinks."),
     _count("gpu", "nvlink_recovery_errors", "Link recoveries after an error, all NVLinks."),
 )
 
 NODE_METRICS: tuple[MetricSpec, ...] = (
-    _host("node", "cpu_ratio", "ratio", "Share of all CPU cores in use."),
-    _host("node", "load1", "", "Load average over one minute."),
-    _host("node", "memory_used_bytes", "bytes", "Memory in use, without caches."),
-    _host("node", "memory_total_bytes", "bytes", "Total memory."),
-    _host("node", "swap_used_bytes", "bytes", "Swap in use."),
-    _host("node", "shm_free_bytes", "bytes", "Free space in the journals' folder (shared memory)."),
-    _host("node", "disk_read_bytes", "bytes", "Bytes read from local disks.", kind="counter"),
-    _host("node", "disk_write_bytes", "bytes", "Bytes written to local disks.", kind="counter"),
-    _host("node", "network_receive_bytes", "bytes", "Bytes received.", kind="counter"),
-    _host("node", "network_transmit_bytes", "bytes", "Bytes sent.", kind="counter"),
+    _host_metric("node", "cpu_ratio", "ratio", "Share of all CPU cores in use."),
+    _host_metric("node", "load1", "", "Load average over one minute."),
+    _host_metric("node", "memory_used_bytes", "bytes", "Memory in use, without caches."),
+    _host_metric("node", "memory_total_bytes", "bytes", "Total memory."),
+    _host_metric("node", "swap_used_bytes", "bytes", "Swap in use."),
+    _host_metric(
+        "node", "shm_free_bytes", "bytes", "Free space in the journals' folder (shared memory)."
+    ),
+    _host_metric(
+        "node", "disk_read_bytes", "bytes", "Bytes read from local disks.", kind="counter"
+    ),
+    _host_metric(
+        "node", "disk_write_bytes", "bytes", "Bytes written to local disks.", kind="counter"
+    ),
+    _host_metric("node", "network_receive_bytes", "bytes", "Bytes received.", kind="counter"),
+    _host_metric("node", "network_transmit_bytes", "bytes", "Bytes sent.", kind="counter"),
     _count("node", "network_receive_errors", "Received packets that were damaged or dropped."),
     _count("node", "network_transmit_errors", "Packets that failed to send or were dropped."),
     _pressure("cpu_waiting", "Time in which some task waited for a processor."),
@@ -171,19 +187,23 @@ NODE_METRICS: tuple[MetricSpec, ...] = (
 )
 
 PROCESS_METRICS: tuple[MetricSpec, ...] = (
-    _host("process", "alive", "", "1 while the rank's process exists.", dtype="i8"),
-    _host(
+    _host_metric("process", "alive", "", "1 while the rank's process exists.", dtype="i8"),
+    _host_metric(
         "process",
         "cpu_seconds",
         "seconds",
         "CPU time of the rank, user and system.",
         kind="counter",
     ),
-    _host("process", "resident_memory_bytes", "bytes", "Resident memory of the rank."),
-    _host("process", "threads", "", "Threads of the rank.", dtype="i8"),
-    _host("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
-    _host("process", "io_read_bytes", "bytes", "Bytes the rank read from disks.", kind="counter"),
-    _host("process", "io_write_bytes", "bytes", "Bytes the rank wrote to disks.", kind="counter"),
+    _host_metric("process", "resident_memory_bytes", "bytes", "Resident memory of the rank."),
+    _host_metric("process", "threads", "", "Threads of the rank.", dtype="i8"),
+    _host_metric("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
+    _host_metric(
+        "process", "io_read_bytes", "bytes", "Bytes the rank read from disks.", kind="counter"
+    ),
+    _host_metric(
+        "process", "io_write_bytes", "bytes", "Bytes the rank wrote to disks.", kind="counter"
+    ),
     _count("process", "major_page_faults", "Memory pages of the rank that were read from disk."),
     _count("process", "voluntary_context_switches", "Times the rank gave up its CPU core to wait."),
     _count(
@@ -194,17 +214,21 @@ PROCESS_METRICS: tuple[MetricSpec, ...] = (
 )
 
 
-def _samples(stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, ...]) -> Schema:
+def _sample_schema(
+    stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, ...]
+) -> Schema:
     return Schema(stream, ROW_COLUMNS + keys + tuple(Column(m.column, m.dtype) for m in metrics))
 
 
-GPU_SCHEMA = _samples("gpu", (), GPU_METRICS)
-NODE_SCHEMA = _samples("node", (), NODE_METRICS)
-PROCESS_SCHEMA = _samples("process", (Column("rank", "i8"), Column("pid", "i8")), PROCESS_METRICS)
+GPU_SCHEMA = _sample_schema("gpu", (), GPU_METRICS)
+NODE_SCHEMA = _sample_schema("node", (), NODE_METRICS)
+PROCESS_SCHEMA = _sample_schema(
+    "process", (Column("rank", "i8"), Column("pid", "i8")), PROCESS_METRICS
+)
 """Node and process rows carry step -1 and attempt 0: they are ordered by time, not by step."""
 
 
-def _plain(
+def _metric_without_stream(
     name: str,
     scope: Scope,
     text: str,
@@ -217,28 +241,30 @@ def _plain(
 
 
 EXPOSED_METRICS: tuple[MetricSpec, ...] = (
-    _plain("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
-    _plain("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
-    _plain(
+    _metric_without_stream("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
+    _metric_without_stream("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
+    _metric_without_stream(
         "train_skipped_steps_total",
         "run",
         "Updates skipped, apart from the steps of rollbacks and halts.",
         labels=("run", "reason"),
     ),
-    _plain("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
-    _plain(
+    _metric_without_stream(
+        "train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")
+    ),
+    _metric_without_stream(
         "train_lost_steps_total",
         "run",
         "Lost work: steps that were skipped or that a rollback discarded.",
         labels=("run",),
     ),
-    _plain(
+    _metric_without_stream(
         "train_dropped_batches_total",
         "run",
         "Batches that rollbacks skipped: the model has not seen them.",
         labels=("run",),
     ),
-    _plain(
+    _metric_without_stream(
         "train_goodput_seconds_total",
         "run",
         "Wall time by its use. A step that is discarded later keeps its first bucket, and is also "
@@ -247,139 +273,145 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         unit="seconds",
         labels=("run", "bucket"),
     ),
-    _plain(
+    _metric_without_stream(
         "train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.", labels=("run",)
     ),
-    _plain(
+    _metric_without_stream(
         "train_run_state",
         "run",
         "1 for the run's current state.",
         kind="gauge",
         labels=("run", "state"),
     ),
-    _plain(
+    _metric_without_stream(
         "train_run_info",
         "run",
         "Attributes of a run; the value is 1.",
         kind="info",
         labels=("run", "name", "project", "mode"),
     ),
-    _plain(
+    _metric_without_stream(
         "train_swallowed_errors_total",
         "hooks",
         "Internal errors of Vitals that were contained; training continued.",
         labels=("run", "where"),
     ),
-    _plain(
+    _metric_without_stream(
         "agent_cycle_age_seconds",
         "agent",
         "Time since the agent last finished a cycle.",
         kind="gauge",
         unit="seconds",
     ),
-    _plain("agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"),
-    _plain(
+    _metric_without_stream(
+        "agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"
+    ),
+    _metric_without_stream(
         "agent_memory_spools",
         "agent",
         "Runs whose spool is in memory because their disk is full.",
         kind="gauge",
     ),
-    _plain("agent_spooled_rows_total", "agent", "Rows written to the spool."),
-    _plain("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
-    _plain(
+    _metric_without_stream("agent_spooled_rows_total", "agent", "Rows written to the spool."),
+    _metric_without_stream("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
+    _metric_without_stream(
         "agent_dropped_rows_total",
         "agent",
         "Rows lost before the spool, or dropped from it when it was full.",
     ),
-    _plain(
+    _metric_without_stream(
         "agent_corrupt_rows_total",
         "agent",
         "Rows or batches set aside because of a checksum mismatch.",
     ),
-    _plain("agent_ship_errors_total", "agent", "Failed attempts to reach the collector."),
-    _plain("agent_commands_total", "agent", "Commands delivered to mailboxes."),
-    _plain(
+    _metric_without_stream(
+        "agent_ship_errors_total", "agent", "Failed attempts to reach the collector."
+    ),
+    _metric_without_stream("agent_commands_total", "agent", "Commands delivered to mailboxes."),
+    _metric_without_stream(
         "agent_part_failures_total",
         "agent",
         "Failures contained in one part of the agent; the other parts kept running.",
         labels=("part",),
     ),
-    _plain("collector_ingested_rows_total", "collector", "New rows stored."),
-    _plain(
+    _metric_without_stream("collector_ingested_rows_total", "collector", "New rows stored."),
+    _metric_without_stream(
         "collector_duplicate_rows_total", "collector", "Duplicate rows received and not stored."
     ),
-    _plain(
+    _metric_without_stream(
         "collector_lost_rows_total",
         "collector",
         "Rows that never arrived or that cannot be read from a spool.",
         labels=(),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_damaged_stretches_total",
         "collector",
         "Damaged sections of spools in followed folders that were skipped.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_damaged_batches_total",
         "collector",
         "Stored batches or columns with a checksum mismatch; they are left out.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_unmerged_rows_total",
         "collector",
         "Per-rank rows that arrived after their step was merged, or never: the detectors ran "
         "without them.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_rows_left_to_store_total",
         "collector",
         "Rows that did not fit in memory; the detectors read them from the store.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_dropped_samples_total",
         "collector",
         "GPU samples that the detectors did not see because their node's rows did not arrive.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_thinned_rows_total",
         "collector",
         "Rows removed by thinning because they were old (age) or their run was above its cap "
         "(size).",
         labels=("stream", "reason"),
     ),
-    _plain("collector_removed_runs_total", "collector", "Runs removed.", labels=("reason",)),
-    _plain(
+    _metric_without_stream(
+        "collector_removed_runs_total", "collector", "Runs removed.", labels=("reason",)
+    ),
+    _metric_without_stream(
         "collector_forgotten_rows_total",
         "collector",
         "Rows of removed runs that were acknowledged but not stored.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_runs_over_cap",
         "collector",
         "Runs above their cap that cannot be thinned further.",
         kind="gauge",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_rejected_batches_total", "collector", "Batches rejected.", labels=("reason",)
     ),
-    _plain(
+    _metric_without_stream(
         "collector_refused_requests_total",
         "collector",
         "Requests refused for want of a right (401, 403), by error code.",
         labels=("reason",),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_deferred_bodies_total",
         "collector",
         "Request bodies deferred for lack of memory; the agent sends them again.",
     ),
-    _plain(
+    _metric_without_stream(
         "collector_part_failures_total",
         "collector",
         "Failures contained in one part of the collector; it retries.",
         labels=("part",),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_alert_firing",
         "collector",
         "1 while the alert fires, 0 for a day after it resolved, and while it is silenced. The "
@@ -387,25 +419,27 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         kind="gauge",
         labels=("run", "alert", "severity", "cause"),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_alerts_total",
         "collector",
         "Alerts that started firing.",
         labels=("alert", "severity"),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_notifications_total",
         "collector",
         "Notifications by outcome.",
         labels=("notifier", "outcome"),
     ),
-    _plain(
+    _metric_without_stream(
         "collector_remote_writes_total",
         "collector",
         "Pushes of run metrics by remote write, by outcome.",
         labels=("outcome",),
     ),
-    _plain("collector_commands_total", "collector", "Commands by status.", labels=("status",)),
+    _metric_without_stream(
+        "collector_commands_total", "collector", "Commands by status.", labels=("status",)
+    ),
 )
 
 CATALOG: tuple[MetricSpec, ...] = (

@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = _plain(field_value)
             if value is not field_value:
                 msgspec.structs.force_setattr(self, key, value)
-            if not _fits(value, kind):
+            if not _is_convertible(value, kind):
                 raise self.refusal(key, _expected(value, inspect.type_info(kind)))
         for smaller, larger in (pair for keys in self.ascending for pair in pairwise(keys)):
             least = getattr(self, smaller)
@@ -93,7 +93,7 @@ def _plain(value: object) -> object:
     return value
 
 
-def _fits(value: object, kind: object) -> bool:
+def _is_convertible(value: object, kind: object) -> bool:
     try:
         msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -155,7 +155,9 @@ def load_settings(
         _from_file(path, sections, given_by_section)
     _from_environ(environ, sections, given_by_section)
     _from_arguments(arguments or {}, sections, given_by_section)
-    return {name: _build(name, cls, given_by_section[name]) for name, cls in sections.items()}
+    return {
+        name: _build_section(name, cls, given_by_section[name]) for name, cls in sections.items()
+    }
 
 
 def _from_file(
@@ -223,7 +225,9 @@ def _from_arguments(
             given_by_section[section][key] = _Given(value=value, source=f"argument {option}")
 
 
-def _build(section: str, cls: type[Settings], given_values: Mapping[str, _Given]) -> Settings:
+def _build_section(
+    section: str, cls: type[Settings], given_values: Mapping[str, _Given]
+) -> Settings:
     allowed = kinds(cls)
     for key in given_values.keys() & cls.removed.keys():
         _LOG.warning(
@@ -259,7 +263,7 @@ def _convert(name: str, kind: object, item: _Given) -> object:
         return msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
         raise ConfigError(
-            f"{name} = {item.value!r} ({item.source}): it must be {_described(info)}",
+            f"{name} = {item.value!r} ({item.source}): it must be {_describe_type(info)}",
             hint=f"correct it in: {item.source}",
         ) from None
 
@@ -291,7 +295,7 @@ def _expected(value: object, info: inspect.Type) -> str:
     """Return a description of the expected value: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
-    return ", ".join(_bounds(info) if is_one else ()) or _described(info)
+    return ", ".join(_bounds(info) if is_one else ()) or _describe_type(info)
 
 
 _WORDS: dict[type[inspect.Type], str] = {
@@ -303,14 +307,14 @@ _WORDS: dict[type[inspect.Type], str] = {
 }
 
 
-def _described(info: inspect.Type) -> str:
+def _describe_type(info: inspect.Type) -> str:
     if isinstance(info, inspect.UnionType):
         options = sorted(info.types, key=lambda option: isinstance(option, inspect.NoneType))
-        return " or ".join(_described(option) for option in options)
+        return " or ".join(_describe_type(option) for option in options)
     if isinstance(info, inspect.LiteralType):
         return "one of " + ", ".join(str(choice) for choice in info.values)
     if isinstance(info, inspect.VarTupleType):
-        return f"a list, each {_described(info.item_type)}"
+        return f"a list, each {_describe_type(info.item_type)}"
     if isinstance(info, inspect.CustomType):
         return "a path" if info.cls is Path else f"a {info.cls.__name__}"
     if isinstance(info, inspect.StructType):

@@ -39,9 +39,9 @@ class Stopper(Stateful):
 
     def __init__(self, config: EarlyStopping) -> None:
         self._config = config
-        self._forget()
+        self._reset_best()
 
-    def _forget(self) -> None:
+    def _reset_best(self) -> None:
         self.best: float | None = None
         """Best value so far; None before the first finite value."""
         self.best_step = -1
@@ -99,7 +99,7 @@ class Stopper(Stateful):
 
         Patience and delta are the current settings: a higher patience continues the training.
         """
-        self._forget()
+        self._reset_best()
         ours = {"metric": self._config.metric, "mode": self._config.mode}
         if not state or {key: state.get(key) for key in ours} != ours:
             return

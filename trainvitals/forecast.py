@@ -272,8 +272,8 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
         other_tokens: of the other run.
         other_loss: of the other run.
     """
-    at, values = _finite(tokens, loss)
-    other_at, other_values = _finite(other_tokens, other_loss)
+    at, values = _finite_pairs(tokens, loss)
+    other_at, other_values = _finite_pairs(other_tokens, other_loss)
     if min(len(at), len(other_at)) < _MIN_PACE_ROWS:
         return f"{_MIN_PACE_ROWS} steps of each run are needed"
     now = float(at[-1])
@@ -311,7 +311,7 @@ def _error_of(window: Floats) -> float:
     return 1.2533 * spread / float(np.sqrt(len(window)))
 
 
-def _finite(at: Floats, values: Floats) -> tuple[Floats, Floats]:
+def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]
 

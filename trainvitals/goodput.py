@@ -189,7 +189,7 @@ def goodput(
         pauses: pauses by commands, without overlap.
     """
     bounds = np.searchsorted(steps.launch, np.arange(len(launches) + 1))
-    line = _timeline(launches, steps, bounds)
+    line = _build_timeline(launches, steps, bounds)
     hung = _merged(hangs)
     usual = _usual(steps, bounds)
     taken = _Intervals(line.intervals)
@@ -218,7 +218,7 @@ class _Timeline(NamedTuple):
     """From the end before, of a step or a start, to each step's end."""
 
 
-def _timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _Timeline:
+def _build_timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _Timeline:
     ends = steps.end_unix_ns.copy()
     intervals = np.diff(ends, prepend=ends[:1])
     ordered: list[Launch] = []
@@ -295,7 +295,7 @@ def _filled(seconds: Floats) -> Floats:
     return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
 
 
-def _ns(seconds: Floats) -> Ints:
+def _to_nanoseconds(seconds: Floats) -> Ints:
     return np.rint(_filled(seconds) * 1e9).astype(np.int64)
 
 
@@ -345,11 +345,11 @@ def _hand_out(
     taken.assign("halted", paused)
     taken.assign("hang", hung)
     # Rows in between were lost, or a clock was set: the step's own duration counts.
-    outside_steps = intervals - _ns(steps.seconds) - paused
+    outside_steps = intervals - _to_nanoseconds(steps.seconds) - paused
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.assign("unknown", np.where(is_known & (outside_steps > slack), outside_steps, 0))
     # A step with an unknown start gets a usual step and its measured times.
-    data_wait, saved, evaluated, waited = (_ns(seconds) for seconds in _aside(steps))
+    data_wait, saved, evaluated, waited = (_to_nanoseconds(seconds) for seconds in _aside(steps))
     computed = taken.left - data_wait - saved - evaluated - waited
     excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
     index = np.arange(len(steps)) - first[steps.launch]
@@ -360,7 +360,7 @@ def _hand_out(
     taken.assign("evaluation", evaluated)
     taken.rest("skipped", steps.is_skipped)
     taken.assign("data_wait", data_wait)
-    least = _ns(steps.least_wait)
+    least = _to_nanoseconds(steps.least_wait)
     taken.assign("straggler_wait", waited - least)
     taken.assign("exchange", least)
     is_first = (index < _FIRST_STEPS) & (own_usual >= 0)

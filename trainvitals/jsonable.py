@@ -36,10 +36,10 @@ def jsonable(body: Any) -> Any:
     if isinstance(body, float):
         return body if math.isfinite(body) else word_of(body)
     if isinstance(body, msgspec.Struct):
-        changed = _changed({name: getattr(body, name) for name in _with_numbers(type(body))})
+        changed = _changed_fields({name: getattr(body, name) for name in _with_numbers(type(body))})
         return msgspec.structs.replace(body, **changed) if changed else body
     if isinstance(body, dict):
-        changed = _changed(body)
+        changed = _changed_fields(body)
         return body | changed if changed else body
     # The columns of curves are long, and their queries leave nothing in them to be replaced.
     if isinstance(body, list | tuple) and body and not isinstance(body[0], _PLAIN):
@@ -76,7 +76,7 @@ def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
             return False
 
 
-def _changed(fields: dict[Any, Any]) -> dict[Any, Any]:
+def _changed_fields(fields: dict[Any, Any]) -> dict[Any, Any]:
     pairs = ((name, value, jsonable(value)) for name, value in fields.items())
     return {name: new for name, value, new in pairs if new is not value}
 

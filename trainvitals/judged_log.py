@@ -157,28 +157,28 @@ def overflows_of(log: Sequence[LoggedStep]) -> frozenset[int]:
     start = 0
     while start < len(log):
         end = start
-        while end < len(log) and _overflows(log[end]):
+        while end < len(log) and _is_overflow(log[end]):
             end += 1
         most = MAX_OVERFLOWS if start else MAX_FIRST_OVERFLOWS
         ends_soon = start < end < len(log) and end - start <= most
-        if ends_soon and (not has_scale or _falls(log[max(0, start - 1) : end + 1])):
+        if ends_soon and (not has_scale or _has_falling_scale(log[max(0, start - 1) : end + 1])):
             places.update(range(start, end))
         start = end + 1
     return frozenset(places)
 
 
-def _overflows(logged: LoggedStep) -> bool:
+def _is_overflow(logged: LoggedStep) -> bool:
     norm, loss = logged.grad_norm, logged.loss
     is_norm_lost = norm is not None and not math.isfinite(norm)
     return is_norm_lost and loss is not None and math.isfinite(loss)
 
 
-def _falls(stretch: Sequence[LoggedStep]) -> bool:
+def _has_falling_scale(stretch: Sequence[LoggedStep]) -> bool:
     scales = [logged.loss_scale for logged in stretch if logged.loss_scale is not None]
     return len(scales) > 1 and scales[-1] < scales[0]
 
 
-def could_be_ruled_out(decision: Decision) -> bool:
+def is_prevented_by_healthy_probe(decision: Decision) -> bool:
     """Return whether a probe that found the state healthy would have prevented the action.
 
     A log has no probe, so an action that needs the probe to find damage is never simulated.
@@ -236,7 +236,7 @@ def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any
             for f in judged.judgement.findings
         ]
         if (decision := judged.judgement.decision) is not None:
-            needs = {"could_be_ruled_out_by_probe": could_be_ruled_out(decision)}
+            needs = {"could_be_ruled_out_by_probe": is_prevented_by_healthy_probe(decision)}
             decisions.append({"row": judged.row, **msgspec.to_builtins(decision), **needs})
     return {"findings": findings, "questions": questions, "decisions": decisions}
 
@@ -278,7 +278,7 @@ class _Player:
         """Complete each record when it is due, and judge it when its numbers would be read."""
         for index, logged in enumerate(self._log):
             if index == 0:
-                self._begin()
+                self._add_initial_checkpoint()
             if index in self._cadence.restarts:
                 yield from self._judge_waiting()
                 self._go_back(index)
@@ -286,9 +286,9 @@ class _Player:
                 yield from self._judge_waiting()
                 self._judge.rebaseline(EXPECTED_STEPS)
             while self._waiting and self._is_read(*self._waiting[0], logged):
-                yield self._take(*self._waiting.popleft())
+                yield self._judge_record(*self._waiting.popleft())
             record = StepRecord(
-                step=self._clock(index),
+                step=self._clock_at_index(index),
                 attempt=self._attempt,
                 loss=logged.loss,
                 grad_norm=logged.grad_norm,
@@ -303,7 +303,7 @@ class _Player:
             )
             self._waiting.append((index, record))
             while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):
-                yield self._take(*self._waiting.popleft())
+                yield self._judge_record(*self._waiting.popleft())
         yield from self._judge_waiting()
 
     def _is_announced(self, step: int) -> bool:
@@ -313,10 +313,10 @@ class _Player:
             self._expected.pop()
         return len(self._expected) < num_left
 
-    def _clock(self, index: int) -> int:
+    def _clock_at_index(self, index: int) -> int:
         return index if self._cadence.counts_records else self._log[index].step
 
-    def _logged(self, clock: int) -> int:
+    def _logged_step(self, clock: int) -> int:
         return self._step_of(clock) if self._cadence.counts_records else clock
 
     def _is_read(self, index: int, record: StepRecord, now: LoggedStep) -> bool:
@@ -325,9 +325,9 @@ class _Player:
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
         while self._waiting:
-            yield self._take(*self._waiting.popleft())
+            yield self._judge_record(*self._waiting.popleft())
 
-    def _take(self, index: int, record: StepRecord) -> JudgedStep:
+    def _judge_record(self, index: int, record: StepRecord) -> JudgedStep:
         if record.attempt != self._attempt:
             record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
         self._save(index, record.step)
@@ -380,8 +380,8 @@ class _Player:
 
     # ------------------------------------------------------------------------- checkpoints
 
-    def _begin(self) -> None:
-        first = self._clock(0)
+    def _add_initial_checkpoint(self) -> None:
+        first = self._clock_at_index(0)
         oldest = max(0, first - self._config.ladder.margin)
         self._checkpoints.append(CheckpointRef(id="before-the-log", step=oldest))
         self._next_checkpoint = first + self._every
@@ -411,7 +411,7 @@ class _Player:
 
     def _go_back(self, index: int) -> None:
         """Continue as a run that was resumed at an earlier step; a halted one by an operator."""
-        step, clock = self._log[index].step, self._clock(index)
+        step, clock = self._log[index].step, self._clock_at_index(index)
         self._num_starts += 1
         self._states = [saved_state for saved_state in self._states if saved_state[0] <= step]
         state = self._states[-1][1] if self._states else None
@@ -420,7 +420,7 @@ class _Player:
         self._judge = Judge(self._config, self._mode, facts=facts)
         self._judge.rolled_back(detector_state=state, attempt=self._attempt)
         self._candidates.clear()
-        saved_state = [ref for ref in self._checkpoints if self._logged(ref.step) <= step]
+        saved_state = [ref for ref in self._checkpoints if self._logged_step(ref.step) <= step]
         self._checkpoints = saved_state or [CheckpointRef(id="before-the-log", step=max(0, clock))]
         self._next_checkpoint = clock + self._every
 
@@ -434,23 +434,23 @@ class _Player:
 
     def _as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
-        findings = tuple(self._finding(finding) for finding in judgement.findings)
+        findings = tuple(self._finding_as_logged(finding) for finding in judgement.findings)
         decision = judgement.decision
         readings = tuple(
             replace(read, onset_step=self._step_of(read.onset_step)) for read in judgement.readings
         )
         return judgement._replace(
             findings=findings,
-            decision=None if decision is None else self._decision(decision),
+            decision=None if decision is None else self._decision_as_logged(decision),
             readings=readings,
         )
 
-    def _finding(self, finding: Finding) -> Finding:
+    def _finding_as_logged(self, finding: Finding) -> Finding:
         return replace(
             finding, step=self._step_of(finding.step), onset_step=self._step_of(finding.onset_step)
         )
 
-    def _decision(self, decision: Decision) -> Decision:
+    def _decision_as_logged(self, decision: Decision) -> Decision:
         return replace(
             decision,
             step=self._step_of(decision.step),
@@ -474,9 +474,9 @@ __all__ = [
     "JudgedStep",
     "LoggedStep",
     "cadence_of",
-    "could_be_ruled_out",
     "describe_query",
     "document",
+    "is_prevented_by_healthy_probe",
     "judge_history",
     "overflows_of",
 ]  # fmt: skip

@@ -23,11 +23,11 @@ REDACTED = "***"
 """Replacement of a secret."""
 
 
-def _set(names: str) -> frozenset[str]:
+def _word_set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_SECRET = _set(
+_SECRET = _word_set(
     """
     secret secrets password passwords passwd passphrase pwd credential credentials cred
     creds cookie cookies dsn authorization jwt apikey apikeys apitoken authtoken accesstoken
@@ -35,7 +35,7 @@ _SECRET = _set(
     """
 )
 """Parts of a name that mark a secret in any position."""
-_ISSUERS = _set(
+_ISSUERS = _word_set(
     """
     access account admin anthropic api app application auth aws azure bearer bot client
     comet consumer control csrf deploy deployment encryption gcp gh git github gitlab google
@@ -45,7 +45,7 @@ _ISSUERS = _set(
     """
 )
 """Before ``token`` or ``key`` they mark a secret."""
-_TRAINING = _set(
+_TRAINING = _word_set(
     """
     additional answer audio begin bos class cls decoder document drop end eos extra fim
     first dist distillation fill forced global image img infill label last mask max mean
@@ -153,7 +153,7 @@ def redact_text(text: str) -> str:
     """Return the text with ``***`` instead of what looks like a secret."""
     if not may_hold_secret(text.encode("utf-8", "replace")):
         return text
-    return _PAIR.sub(_without_value, _LIST.sub(_without_parts, _SHAPES.sub(_shape, text)))
+    return _PAIR.sub(_without_value, _LIST.sub(_without_parts, _SHAPES.sub(_redact_match, text)))
 
 
 def _one_of(name: str) -> str:
@@ -174,7 +174,7 @@ def _without_parts(match: re.Match[str]) -> str:
     return match["begin"] + re.sub(r"[^\s,'\"]+", hide, match["parts"]) + "]"
 
 
-def _shape(match: re.Match[str]) -> str:
+def _redact_match(match: re.Match[str]) -> str:
     return f"Bearer {REDACTED}" if match[0][:6].lower() == "bearer" else REDACTED
 
 
@@ -207,23 +207,23 @@ def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
     If reading a value fails, such as a missing one of OmegaConf, the error's name is used.
     """
     if isinstance(value, Mapping):
-        return ((str(key), _had(value.__getitem__, key)) for key in _keys(value))
+        return ((str(key), _safe_get(value.__getitem__, key)) for key in _safe_keys(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return ((name, _had(value.__getattribute__, name)) for name in names)
+        return ((name, _safe_get(value.__getattribute__, name)) for name in names)
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return iter(vars(value).items())
     return None
 
 
-def _keys(value: Mapping[object, object]) -> list[object]:
+def _safe_keys(value: Mapping[object, object]) -> list[object]:
     try:
         return list(value)
     except Exception:  # noqa: BLE001 - a stranger's mapping may raise anything
         return []
 
 
-def _had(get: Callable[[Any], object], key: object) -> object:
+def _safe_get(get: Callable[[Any], object], key: object) -> object:
     try:
         return get(key)
     except Exception as error:  # noqa: BLE001 - as above
@@ -267,12 +267,12 @@ class _Walk:
         listed = list(islice(cast("Iterable[object]", value), self._num_left))
         if one_of:
             listed = [REDACTED if _is_secret_part(one_of, part) else part for part in listed]
-        parts = self._parts(listed, depth)
+        parts = self._redact_list(listed, depth)
         if isinstance(value, tuple):
             return tuple(parts)
         return set(parts) if isinstance(value, Set) else parts
 
-    def _parts(self, values: list[object], depth: int) -> list[object]:
+    def _redact_list(self, values: list[object], depth: int) -> list[object]:
         parts: list[object] = []
         option = ""
         for value in values:

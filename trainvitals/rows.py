@@ -106,7 +106,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return np.dtype(head + valid + body)
 
     @cached_property
-    def _body(self) -> str:
+    def _struct_format(self) -> str:
         codes = {"f8": "d", "i8": "q"}
         columns = "".join(codes.get(c.kind) or f"{c.size}s" for c in self.columns)
         return f"Iq{self.num_validity_words}Q{columns}"
@@ -127,7 +127,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     def unpack(self, row: bytes | memoryview) -> dict[str, Value]:
         """Return the row's valid columns by name. Does not verify the checksum."""
-        parts = struct.unpack_from(f"<{self._body}", row, 4)
+        parts = struct.unpack_from(f"<{self._struct_format}", row, 4)
         validity_words = parts[2 : 2 + self.num_validity_words]
         values = parts[2 + self.num_validity_words :]
         return {
@@ -150,7 +150,7 @@ class _Packer:
         blanks: dict[str, Value] = {"f8": 0.0, "i8": 0}
         self._blank = [blanks.get(c.kind, b"") for c in schema.columns]
         self._num_words = schema.num_validity_words
-        self._pack = struct.Struct(f"<{schema._body}").pack
+        self._pack = struct.Struct(f"<{schema._struct_format}").pack
         self._gaps = self._gaps_of(self._blank)
 
     def pack(self, seq: int, values: Sequence[Value]) -> bytes:

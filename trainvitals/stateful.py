@@ -71,7 +71,7 @@ class StatefulRow:
         """Return the state as JSON types."""
         cls = self.__class__
         # Numbers go past the call: thousands of layers are saved after each batch of rows.
-        return [v if v.__class__ in _PLAIN else _saved(v, True) for v in cls._values(self)]
+        return [v if v.__class__ in _PLAIN else _to_plain_state(v, True) for v in cls._values(self)]
 
     def restore(self, state: Sequence[Any]) -> None:
         """Continue as the object that returned ``state``."""
@@ -95,11 +95,13 @@ class StateKey(NamedTuple):
     def save(self, owner: Stateful, flags_are_numbers: bool) -> Any:
         """Return the value to save for the key."""
         if self.is_row:
-            return [_saved(getattr(owner, name), flags_are_numbers) for name in self.attributes]
+            return [
+                _to_plain_state(getattr(owner, name), flags_are_numbers) for name in self.attributes
+            ]
         value = getattr(owner, self.attributes[0])
         if self.num_keys:
             return [_table_row(key, part, self.num_keys) for key, part in value.items()]
-        return f"{value:x}" if self.base == 16 else _saved(value, flags_are_numbers)
+        return f"{value:x}" if self.base == 16 else _to_plain_state(value, flags_are_numbers)
 
     def load(self, owner: Stateful, saved: Any) -> None:
         """Set the attributes from the saved value."""
@@ -116,7 +118,7 @@ class StateKey(NamedTuple):
         num = self.num_keys
         key = row[0] if num == 1 else tuple(row[:num])
         if self.make is None:
-            return key, tuple(map(_copied, row[num:]))
+            return key, tuple(map(_copy_saved, row[num:]))
         value = self.make(owner)
         value.restore(row[num:])
         return key, value
@@ -150,7 +152,7 @@ def _table_row(key: Any, value: Any, num_keys: int) -> list[Any]:
     return [*keys, *(value.state() if isinstance(value, StatefulRow) else value)]
 
 
-def _saved(value: Any, flags_are_numbers: bool) -> Any:
+def _to_plain_state(value: Any, flags_are_numbers: bool) -> Any:
     if value.__class__ in _PLAIN:
         return value
     if isinstance(value, StatefulRow):
@@ -162,13 +164,13 @@ def _saved(value: Any, flags_are_numbers: bool) -> Any:
     if isinstance(value, set):
         return sorted(value)
     if isinstance(value, dict):
-        return {key: _saved(part, flags_are_numbers) for key, part in value.items()}
+        return {key: _to_plain_state(part, flags_are_numbers) for key, part in value.items()}
     if not isinstance(value, list | tuple | deque):
         return value
     if not value or value[0].__class__ in _PLAIN:
         # a list of one type: checking hundreds of numbers one by one would be slow
         return list(value)
-    return [_saved(part, flags_are_numbers) for part in value]
+    return [_to_plain_state(part, flags_are_numbers) for part in value]
 
 
 def _restored(present: Any, saved: Any) -> Any:
@@ -186,18 +188,18 @@ def _restored(present: Any, saved: Any) -> Any:
             _restored(part, saved_part) for part, saved_part in zip(present, saved, strict=True)
         ]
     if isinstance(present, deque):
-        return deque(map(_copied, saved), present.maxlen)
+        return deque(map(_copy_saved, saved), present.maxlen)
     if isinstance(present, list | tuple | set):
-        return type(present)(map(_copied, saved))
+        return type(present)(map(_copy_saved, saved))
     if isinstance(present, bool | int | float) and saved is not None:
         return type(present)(saved)
-    return _copied(saved)
+    return _copy_saved(saved)
 
 
 def _restored_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping; in one of parts, those missing in the state stay unchanged."""
     if not any(isinstance(part, Stateful) for part in present.values()):
-        return {key: _copied(value) for key, value in saved.items()}
+        return {key: _copy_saved(value) for key, value in saved.items()}
     for key, part in present.items():
         if key in saved:
             part.load_state_dict(saved[key])
@@ -208,13 +210,13 @@ _PARTS = (bool, deque, Stateful, StatefulRow)
 """Item types of fixed-length lists; other lists are restored as they were saved."""
 
 
-def _copied(saved: Any) -> Any:
+def _copy_saved(saved: Any) -> Any:
     if isinstance(saved, str):
         raise ValueError(
             f"{saved!r} is not a number"
         )  # a damaged state fails here, not while training
     if isinstance(saved, list | tuple):
-        return [_copied(part) for part in saved]
+        return [_copy_saved(part) for part in saved]
     if isinstance(saved, dict):
-        return {key: _copied(part) for key, part in saved.items()}
+        return {key: _copy_saved(part) for key, part in saved.items()}
     return saved

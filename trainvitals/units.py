@@ -29,13 +29,13 @@ def humanize(value: float | None, unit: str = "") -> str:
     if unit == "watts":
         return f"{value:.4g} W"
     if unit == "joules":
-        return f"{_scaled(value)}J"
+        return f"{_format_scaled(value)}J"
     if unit == "celsius":
         return f"{value:.3g} °C"
     if unit == "hertz":
-        return f"{_scaled(value)}Hz"
+        return f"{_format_scaled(value)}Hz"
     if unit == "tokens":
-        return _scaled(value).rstrip()
+        return _format_scaled(value).rstrip()
     return f"{value:.4g}"
 
 
@@ -83,7 +83,7 @@ def humanize_seconds(value: float) -> str:
     return f"{sign}{whole // 60} min {whole % 60} s"
 
 
-def _scaled(value: float) -> str:
+def _format_scaled(value: float) -> str:
     size, index = float(value), 0
     while abs(size) >= 1000 and index < len(_DECIMAL) - 1:
         size, index = size / 1000, index + 1

@@ -625,10 +625,10 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             issued_unix_ns=now_unix_ns,
             expires_unix_ns=now_unix_ns + int(self.ttl_seconds * 1e9),
             checkpoint_id=self.checkpoint_id,
-            argument=self._argument(),
+            argument=self._numeric_argument(),
         )
 
-    def _argument(self) -> float:
+    def _numeric_argument(self) -> float:
         if self.action == "profile" and self.argument:
             return Profiled(int(self.argument), self.rank).argument
         return float(self.argument or 0.0)

@@ -244,13 +244,13 @@ class Agent:
             self._server = MetricsServer(
                 self, host=self.config.host, port=self.config.port, token=self._token
             )
-            self._publish(self._server.url)
+            self._publish_agent_info(self._server.url)
         except BaseException:
             self.stop()
             raise
         log.info("serving dir=%s node=%s", self.config.vitals_dir, self.config.node)
 
-    def _publish(self, url: str) -> None:
+    def _publish_agent_info(self, url: str) -> None:
         self._facts = replace(self._facts, metrics_url=url)
         self._info = AgentInfo(
             pid=os.getpid(),
@@ -293,7 +293,7 @@ class Agent:
         self.io_loop.find_collector(now)
         self.run_once(now)
         self.io_loop.serve_runs(now)
-        self._retire(now)
+        self._retire_idle_runs(now)
 
     def run_once(self, now: float) -> None:
         """Run the local parts once; they wait for no network and no driver."""
@@ -307,7 +307,7 @@ class Agent:
                 self._leftovers_checked_at = now
                 self._was_away = False
                 self._serve_ended_runs()
-            self._discover()
+            self._follow_discovered_journals()
         runs = list(self.runs.values())
         for run in runs:
             with self.faults.contained("spool"):
@@ -326,7 +326,7 @@ class Agent:
             with self.faults.contained("tailer"):
                 run.sweep()
                 run.check_foreign_nodes(now)
-        self._retire(now)
+        self._retire_idle_runs(now)
         served_refs = [run for run in runs if self.config.run_id in ("", run.run_id)]
         self.has_served = self.has_served or any(run.tails for run in served_refs)
         self._cycled_at_ns = self._clock.time_ns()
@@ -354,7 +354,7 @@ class Agent:
     def report_unspooled_rows(self) -> int:
         """Report rows that never reached a spool; return their number. They stay in memory."""
         total = 0
-        for ref in self._journals():
+        for ref in self._find_journals():
             with self.faults.contained("tailer"):
                 run = self.runs.get(ref.run_id)
                 num_unsent = num_left(ref.directory, run.synced(ref.directory) if run else {})
@@ -371,8 +371,8 @@ class Agent:
 
     # ------------------------------------------------------------------------- which runs
 
-    def _discover(self) -> None:
-        for ref in self._journals():
+    def _follow_discovered_journals(self) -> None:
+        for ref in self._find_journals():
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
                 run = self.runs.get(ref.run_id)
@@ -380,7 +380,7 @@ class Agent:
                 if run is not None:
                     run.follow(ref.directory)
 
-    def _journals(self) -> Iterable[JournalRef]:
+    def _find_journals(self) -> Iterable[JournalRef]:
         # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
         of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
@@ -497,7 +497,7 @@ class Agent:
             self._state_dir.return_to_disk()
             assert self._server is not None and self._info is not None
             self._state_dir.load_or_create_token(self._token)
-            self._publish(self._server.url)
+            self._publish_agent_info(self._server.url)
 
     def _check_disk_of(self, run: ServedRun) -> None:
         num_dropped = run.spool.dropped_rows
@@ -607,7 +607,7 @@ class Agent:
         is_in_memory = bytes_in(state_dir.memory_path / "spool") > 0
         return is_in_memory or self.config.node in run_dir.spool_dirs()
 
-    def _retire(self, now: float) -> None:
+    def _retire_idle_runs(self, now: float) -> None:
         for run_id, run in list(self.runs.items()):
             if run.active or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)

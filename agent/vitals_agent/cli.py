@@ -134,7 +134,7 @@ def agent(
 
     if child:
         close_inherited()
-    host, port = _address(listen)
+    host, port = _parse_host_port(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
     endpoint, scrape_token, notice = _endpoint(collector, token_file, run_id, child=child)
     keeps_history = endpoint is None or not collector
@@ -234,7 +234,7 @@ def _endpoint(
         return None, "", f"nothing is shipped: {error.text}"
 
 
-def _address(listen: str) -> tuple[str, int]:
+def _parse_host_port(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(

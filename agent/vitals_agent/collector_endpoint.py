@@ -97,11 +97,11 @@ class AgentClient(CollectorClient):
         connection = self._connection
         was_open = connection.sock is not None
         try:
-            return _ask(connection, method, target, content, headers)
+            return _send_request(connection, method, target, content, headers)
         except (ConnectionError, ssl.SSLEOFError, http.client.BadStatusLine):
             if not was_open:
                 raise
-        return _ask(connection, method, target, content, headers)
+        return _send_request(connection, method, target, content, headers)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -114,7 +114,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = connect_unix(self._path, self.timeout)
 
 
-def _ask(
+def _send_request(
     connection: http.client.HTTPConnection,
     method: str,
     target: str,
@@ -184,13 +184,15 @@ class CollectorEndpoint:
 
     def ingest(self, raw: bytes) -> IngestReply:
         """Send one batch to the collector, which stores it."""
-        return self._call(lambda client: client.ingest(raw))
+        return self._call_collector(lambda client: client.ingest(raw))
 
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
         """Send batches in one request; return one reply per batch."""
-        return self._call(lambda client: client.ingest_all(raws, asks=asks, writer_key=writer_key))
+        return self._call_collector(
+            lambda client: client.ingest_all(raws, asks=asks, writer_key=writer_key)
+        )
 
     def send_ahead(self, raws: Sequence[bytes], writer_key: str = "") -> None:
         """Resend batches early, on a separate connection that waits for nothing.
@@ -209,11 +211,11 @@ class CollectorEndpoint:
 
     def ask(self, question: Question[T]) -> T:
         """Return the collector's answer."""
-        return self._call(lambda client: client.ask(question))
+        return self._call_collector(lambda client: client.ask(question))
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
         """Report that a command is in the mailbox."""
-        self._call(lambda client: client.mark_delivered(run_id, number, incarnation))
+        self._call_collector(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def drop(self) -> None:
         """Close the connections, and search for the collector again."""
@@ -233,7 +235,7 @@ class CollectorEndpoint:
             self._ahead[1].close()
             self._ahead = None
 
-    def _call(self, call: Callable[[CollectorClient], T]) -> T:
+    def _call_collector(self, call: Callable[[CollectorClient], T]) -> T:
         client = self._client
         if client is None:
             raise TransportError(
@@ -308,9 +310,9 @@ def finder(
             parse_url(url)
         first = zlib.crc32(run_id.encode()) % len(urls)
         turns = itertools.cycle([*urls[first:], *urls[:first]])
-        return lambda: CollectorAddress(url=next(turns), tokens=_tokens(token_file))
+        return lambda: CollectorAddress(url=next(turns), tokens=_load_tokens(token_file))
     return lambda: collector_on(data, token_file or "")
 
 
-def _tokens(path: Path | None) -> CollectorTokens:
+def _load_tokens(path: Path | None) -> CollectorTokens:
     return read_tokens(path) if path is not None else CollectorTokens()

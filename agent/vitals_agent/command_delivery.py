@@ -97,7 +97,7 @@ class CommandDelivery:
         desk = self._desks.setdefault(run.run_id, _Desk())
         if now - desk.polled_at >= (POLL_SECONDS if is_here else ELSEWHERE_SECONDS):
             desk.polled_at = now
-            self._collect(run, desk, now, reachable=reachable)
+            self._collect_commands(run, desk, now, reachable=reachable)
         if not is_here:
             desk.waiting.clear()  # they are for rank 0, whose agent has them as well
             return
@@ -108,13 +108,15 @@ class CommandDelivery:
             desk.in_mailbox = None
         while desk.waiting and desk.in_mailbox is None:
             command, must_be_signed = desk.waiting.popleft()
-            self._deliver(run, desk, command, now, must_be_signed=must_be_signed)
+            self._deliver_command(run, desk, command, now, must_be_signed=must_be_signed)
 
     def forget(self, run_id: str) -> None:
         """Discard the state of a run after its release."""
         self._desks.pop(run_id, None)
 
-    def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
+    def _collect_commands(
+        self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool
+    ) -> None:
         # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
@@ -155,12 +157,14 @@ class CommandDelivery:
                 verify_order(command, self._keys)
                 check_order(command, run.run_id, now_ns)
         except VitalsError as error:
-            self._refused(run, desk, command, error)
+            self._record_refusal(run, desk, command, error)
             return
         self.num_delivered += 1
         run.stacks_wanted.append(command.number)
 
-    def _refused(self, run: ServedRun, desk: _Desk, command: Command, error: VitalsError) -> None:
+    def _record_refusal(
+        self, run: ServedRun, desk: _Desk, command: Command, error: VitalsError
+    ) -> None:
         if len(desk.refused) >= _MAX_REFUSED:
             desk.refused.clear()
         desk.refused[command.number] = command
@@ -168,7 +172,7 @@ class CommandDelivery:
         text = f"command {command.number} ({command.action}) was not delivered: {error.text}"
         run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
 
-    def _deliver(
+    def _deliver_command(
         self, run: ServedRun, desk: _Desk, command: Command, now: float, *, must_be_signed: bool
     ) -> None:
         if command.number <= desk.newest:
@@ -176,7 +180,7 @@ class CommandDelivery:
         path = run.folder / "mailbox"
         if not path.exists():
             text = f"{path} is missing: rank 0 started without room for it, and reads no commands"
-            self._refused(run, desk, command, StorageError(text))
+            self._record_refusal(run, desk, command, StorageError(text))
             return
         with Mailbox.open(path) as mailbox:
             already_there = mailbox.number() == command.number
@@ -197,7 +201,7 @@ class CommandDelivery:
                     mailbox.put(signed)
                     self.num_delivered += 1
             except VitalsError as error:
-                self._refused(run, desk, command, error)
+                self._record_refusal(run, desk, command, error)
                 return
         desk.newest = command.number
         desk.in_mailbox = signed

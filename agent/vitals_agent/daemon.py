@@ -287,7 +287,7 @@ def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]
     for ref in discover(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():
             continue
-        who = _writer(ref.directory)
+        who = _journal_identity_or_none(ref.directory)
         if who is not None:
             ranks.setdefault(ref.run_dir, []).append(who)
     ended = {
@@ -301,7 +301,7 @@ def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]
     return [AgentStateDir(folder, base) for folder in sorted(folders)]
 
 
-def _writer(directory: Path) -> Identity | None:
+def _journal_identity_or_none(directory: Path) -> Identity | None:
     try:
         return journal_identity(directory)
     except VitalsError:

@@ -92,7 +92,7 @@ class MetricsServer:
     def __init__(self, exposed: Exposed, *, host: str, port: int, token: str) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(exposed))
-        handler = _handler(exposed, registry, token)
+        handler = _build_handler_class(exposed, registry, token)
         try:
             self._server = ThreadingHTTPServer((host, port), handler)
         except (OSError, OverflowError) as error:
@@ -124,7 +124,7 @@ class MetricsServer:
         self._thread.join()
 
 
-def _handler(
+def _build_handler_class(
     exposed: Exposed, registry: CollectorRegistry, token: str
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
@@ -146,7 +146,7 @@ def _handler(
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: a scrape every few seconds needs no log line."""
 
-        def _metrics(self) -> None:
+        def _send_metrics(self) -> None:
             authorization = self.headers.get("Authorization", "").encode(errors="replace")
             if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
                 text = b"give the token in read.token of the agent's folder as a bearer token\n"
@@ -155,14 +155,14 @@ def _handler(
             encoder, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, content_type, encoder(registry))
 
-        def _healthz(self) -> None:
+        def _send_health(self) -> None:
             health = exposed.health()
             body = {"status": "ok" if health.ok else "stalled", **health.details}
             self._answer(
                 200 if health.ok else 503, "application/json", json.dumps(body).encode() + b"\n"
             )
 
-        def _answer(
+        def _write_response(
             self, status: int, kind: str, body: bytes, headers: Mapping[str, str] | None = None
         ) -> None:
             self.send_response(status)

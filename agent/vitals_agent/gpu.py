@@ -86,7 +86,7 @@ class GpuSampler:
         if self.absent:
             return GpuReport()
         if self._devices is None:
-            self._devices = self._open()
+            self._devices = self._open_devices()
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
             self._add_instances(self._devices)
         self._round += 1
@@ -139,7 +139,7 @@ class GpuSampler:
 
     # --------------------------------------------------------------------------- finding GPUs
 
-    def _open(self) -> dict[str, _Device]:
+    def _open_devices(self) -> dict[str, _Device]:
         if self._nvml is None:
             try:
                 import pynvml
@@ -152,7 +152,7 @@ class GpuSampler:
         try:
             nvml.nvmlInit()
             for index in range(nvml.nvmlDeviceGetCount()):
-                self._add(devices, index)
+                self._add_device(devices, index)
         except nvml.NVMLError as error:
             self._note_absent(f"NVML is not available: {error}")
             return {}
@@ -167,12 +167,12 @@ class GpuSampler:
         note = Note(code="no_gpu", text=f"no GPU samples: {why}")
         self.notes = (*self.notes, note)
 
-    def _add(self, devices: dict[str, _Device], index: int) -> None:
+    def _add_device(self, devices: dict[str, _Device], index: int) -> None:
         nvml = self._nvml
         self.asking = f"number {index}"
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            uuid = _decode_text(nvml.nvmlDeviceGetUUID(handle))
         except nvml.NVMLError as error:
             # It failed before the agent started: without its UUID it has no source.
             text = f"GPU {index} does not give its UUID: {error}"
@@ -187,7 +187,7 @@ class GpuSampler:
             instances = []
             for handle in self._instances_of(devices[parent].handle):
                 try:
-                    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+                    uuid = _decode_text(nvml.nvmlDeviceGetUUID(handle))
                 except nvml.NVMLError:
                     continue  # removed between the two calls
                 instances.append(uuid)
@@ -199,7 +199,7 @@ class GpuSampler:
                     "known, for the GPU everything except utilization"
                 )
                 note = Note(code="gpu_mig", text=text)
-                self.notes = (*(n for n in self.notes if not _about(n, parent)), note)
+                self.notes = (*(n for n in self.notes if not _is_mig_note(n, parent)), note)
 
     def _instances_of(self, handle: Any) -> Iterator[Any]:
         nvml = self._nvml
@@ -241,9 +241,9 @@ class GpuSampler:
             yield device.last_xid
 
 
-def _about(note: Note, uuid: str) -> bool:
+def _is_mig_note(note: Note, uuid: str) -> bool:
     return note.code == "gpu_mig" and note.text.startswith(f"GPU {uuid} ")
 
 
-def _text(value: str | bytes) -> str:
+def _decode_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

@@ -139,7 +139,7 @@ class HangWatch:
             is_waiting = still >= self._follower.config.show_seconds
         else:
             if not self._job.is_ending:  # an end that we caused is not reported
-                self._say(ranks, world_size)
+                self._report_findings(ranks, world_size)
             is_waiting = self._follower.verdict is not None
         with self._run.faults.contained("restart"):
             self._end_hung_job(ranks, tails, world_size, now)
@@ -167,7 +167,7 @@ class HangWatch:
 
     # ----------------------------------------------------------------------------- reports
 
-    def _say(self, ranks: list[RankActivity], world_size: int) -> None:
+    def _report_findings(self, ranks: list[RankActivity], world_size: int) -> None:
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.say

@@ -47,8 +47,8 @@ class HostSampler:
             "memory_total_bytes": float(memory.total),
             "swap_used_bytes": float(self._system.swap_memory().used),
             "shm_free_bytes": self._free_bytes(),
-            **self._disks(),
-            **self._network(),
+            **self._disk_counters(),
+            **self._network_counters(),
             **self._pressures(),
         }
 
@@ -72,7 +72,7 @@ class HostSampler:
             return None  # no run has made the directory yet
         return float(stat.f_bavail * stat.f_frsize)
 
-    def _disks(self) -> dict[str, Value]:
+    def _disk_counters(self) -> dict[str, Value]:
         counters = self._system.disk_io_counters(nowrap=False)
         if counters is None:  # a machine without a disk of its own
             return {}
@@ -81,7 +81,7 @@ class HostSampler:
             "disk_write_bytes": float(counters.write_bytes),
         }
 
-    def _network(self) -> dict[str, Value]:
+    def _network_counters(self) -> dict[str, Value]:
         counters = self._system.net_io_counters(nowrap=False)
         if counters is None:  # a namespace without any interface
             return {}

@@ -64,13 +64,13 @@ class IoLoop:
             try:
                 if self.can_ship:
                     with self._faults.contained("shipper"):
-                        self._ship(run, now)
+                        self._ship_spool(run, now)
                 with self._faults.contained("relay"):
                     self._relay.relay(run, now, reachable=bool(self.can_ship))
             finally:
                 self._serving = ""
         for run_id in set(self._served) - set(self._runs()):
-            self._forget(run_id)
+            self._drop_run(run_id)
 
     def leave(self, run_id: str, remove: Callable[[], None]) -> bool:
         """Stop serving a run; return False if it is being served at the moment."""
@@ -92,18 +92,18 @@ class IoLoop:
             if run is not None:
                 self._serving = run_id
                 if self._served.get(run_id, run) is not run:
-                    self._forget(run_id)  # it was released, and is served again
+                    self._drop_run(run_id)  # it was released, and is served again
                 self._served[run_id] = run
             return run
 
-    def _ship(self, run: ServedRun, now: float) -> None:
+    def _ship_spool(self, run: ServedRun, now: float) -> None:
         assert self._shipper is not None
         written = run.num_written  # before: batches written in the meantime may not be sent
         self._shipper.ship(run.run_id, run.spool, now, run.writer_key)
         if self._shipper.drained(run.run_id):
             self._sent[run.run_id] = (run, written)
 
-    def _forget(self, run_id: str) -> None:
+    def _drop_run(self, run_id: str) -> None:
         self._served.pop(run_id, None)
         self._sent.pop(run_id, None)
         self._relay.forget(run_id)

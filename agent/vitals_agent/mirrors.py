@@ -41,7 +41,7 @@ class MirrorStarter:
         if run.run_id not in self._pids:
             if any(tail.identity.rank == 0 for tail in run.tails.values()):
                 self._pids[run.run_id] = None  # one attempt is enough if it cannot be started
-                self._pids[run.run_id] = self._start(run)
+                self._pids[run.run_id] = self._start_mirror(run)
             return
         pid = self._pids[run.run_id]
         if pid is None:
@@ -59,7 +59,7 @@ class MirrorStarter:
             )
             run.node_source.say(Note(code="mirror_ended", text=text, severity="warning"))
 
-    def _start(self, run: ServedRun) -> int:
+    def _start_mirror(self, run: ServedRun) -> int:
         name = [run.run_id, *self._source] if self._source else [str(run.run_dir.path)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = open_own(run.state_dir.path / "mirror.log", flags, mode=0o600)

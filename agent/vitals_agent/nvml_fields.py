@@ -53,15 +53,15 @@ _Reader = Callable[[Any, Any], Mapping[str, Value]]
 
 def read_gpu(nvml: Any, handle: Any) -> dict[str, Value] | None:
     """Return the columns of a whole GPU; None if it is lost and every call fails."""
-    return _read(nvml, handle, _GPU_READERS)
+    return _read_columns(nvml, handle, _GPU_READERS)
 
 
 def read_instance(nvml: Any, handle: Any) -> dict[str, Value] | None:
     """Return the columns of a MIG instance: memory only; other values exist for whole GPUs."""
-    return _read(nvml, handle, (_memory,))
+    return _read_columns(nvml, handle, (_memory,))
 
 
-def _read(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Value] | None:
+def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Value] | None:
     values: dict[str, Value] = {}
     lost = _lost_errors(nvml)
     for reader in readers:
@@ -121,7 +121,7 @@ def _memory_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
     return {"memory_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6}
 
 
-def _reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
+def _throttle_reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
     try:
         mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except (AttributeError, nvml.NVMLError_FunctionNotFound):  # earlier name of the function
@@ -139,7 +139,7 @@ def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
     return {"pcie_transmit_bytes_per_second": value * 1000.0}
 
 
-def _fields(nvml: Any, handle: Any) -> Mapping[str, Value]:
+def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
     fields = [field for field in FIELDS if hasattr(nvml, field.name)]
     field_ids = [
         getattr(nvml, f.name) if f.scope is None else (getattr(nvml, f.name), f.scope)
@@ -176,8 +176,8 @@ _GPU_READERS: tuple[_Reader, ...] = (
     _power_limit,
     _sm_clock,
     _memory_clock,
-    _reasons,
-    _fields,
+    _throttle_reasons,
+    _field_values,
     _pcie_receive,
     _pcie_transmit,
 )

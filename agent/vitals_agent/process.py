@@ -50,12 +50,12 @@ class RankProcess:
         return values
 
 
-def _cpu(process: psutil.Process) -> dict[str, Value]:
+def _cpu_seconds(process: psutil.Process) -> dict[str, Value]:
     times = process.cpu_times()
     return {"cpu_seconds": times.user + times.system}
 
 
-def _io(process: psutil.Process) -> dict[str, Value]:
+def _io_bytes(process: psutil.Process) -> dict[str, Value]:
     counters = process.io_counters()
     return {
         "io_read_bytes": float(counters.read_bytes),
@@ -63,7 +63,7 @@ def _io(process: psutil.Process) -> dict[str, Value]:
     }
 
 
-def _switches(process: psutil.Process) -> dict[str, Value]:
+def _context_switches(process: psutil.Process) -> dict[str, Value]:
     switches = process.num_ctx_switches()
     return {
         "voluntary_context_switches": switches.voluntary,
@@ -79,12 +79,12 @@ def _faults(process: psutil.Process) -> dict[str, Value]:
 
 
 _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
-    _cpu,
+    _cpu_seconds,
     lambda process: {"resident_memory_bytes": float(process.memory_info().rss)},
     lambda process: {"threads": process.num_threads()},
     lambda process: {"open_fds": process.num_fds()},
-    _io,
-    _switches,
+    _io_bytes,
+    _context_switches,
     _faults,
 )
 """Values that cost more than reading a small file are omitted, such as unshared memory."""
@@ -128,19 +128,21 @@ def holds_files(pid: int, directory: Path) -> bool:
     Containers may share memory without sharing process ids: then the rank's pid refers to another
     process here. Check this before any signal.
     """
-    files = {(s.st_dev, s.st_ino) for path in _listed(directory) if (s := _status(path))}
-    opened = map(_status, _listed(Path(f"/proc/{pid}/fd")))
+    files = {
+        (s.st_dev, s.st_ino) for path in _list_directory(directory) if (s := _stat_or_none(path))
+    }
+    opened = map(_stat_or_none, _list_directory(Path(f"/proc/{pid}/fd")))
     return any(s is not None and (s.st_dev, s.st_ino) in files for s in opened)
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
     except OSError:  # deleted, or another user's
         return []
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _stat_or_none(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except OSError:

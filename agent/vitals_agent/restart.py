@@ -121,9 +121,11 @@ class HungJob:
             self._key, self._held_since = (verdict.key, present), now
         if now - self._held_since >= self._config.restart_seconds:
             self._ended = present
-            self._end(verdict, processes, now)
+            self._terminate_job(verdict, processes, now)
 
-    def _end(self, verdict: HangVerdict, processes: Collection[Process], now: float) -> None:
+    def _terminate_job(
+        self, verdict: HangVerdict, processes: Collection[Process], now: float
+    ) -> None:
         if not all(process.is_rank for process in processes):
             text = (
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
@@ -132,7 +134,7 @@ class HungJob:
             self._run.node_source.say(
                 Note(code="no_restart", text=text, severity="warning"),
                 step=verdict.step,
-                attempt=self._attempt(),
+                attempt=self._latest_attempt(),
             )
             return
         budget, time_ns = self._config.max_restarts, self._clock.time_ns()
@@ -148,7 +150,7 @@ class HungJob:
             self._run.node_source.say(
                 Note(code="restart_budget", text=text, severity="warning"),
                 step=verdict.step,
-                attempt=self._attempt(),
+                attempt=self._latest_attempt(),
             )
             return
         # Before the action, like all budgets: an agent that dies in between returns none.
@@ -168,7 +170,7 @@ class HungJob:
             action="restart",
             step=verdict.step,
             decided_at_step=verdict.step,
-            attempt=self._attempt(),
+            attempt=self._latest_attempt(),
             reason=f"{verdict.text}; the page held for {hang_duration}, and on_hang is 'restart'",
             rule="hang",
             cause=f"hang_{verdict.reason}",
@@ -190,5 +192,5 @@ class HungJob:
             process.send(signal.SIGKILL)
         self._kill_at = None
 
-    def _attempt(self) -> int:
+    def _latest_attempt(self) -> int:
         return max((tail.last.attempt for tail in self._run.tails.values()), default=0)

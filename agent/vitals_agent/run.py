@@ -50,18 +50,18 @@ class OpenJournals:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._listed = _read(path)
+        self._listed = _read_journals(path)
 
     def add(self, journal: OpenJournal) -> None:
         """List a journal. May raise OSError."""
         if self._listed.get(journal.folder) != journal:
             self._listed[journal.folder] = journal
-            self._write()
+            self._write_journals()
 
     def discard(self, folder: str) -> None:
         """Remove a journal from the list: it is completely in the spool. May raise OSError."""
         if self._listed.pop(folder, None) is not None:
-            self._write()
+            self._write_journals()
 
     def take_missing(self, memory: Path) -> list[OpenJournal]:
         """Remove journals from the list that the node's memory has lost; return them."""
@@ -69,14 +69,14 @@ class OpenJournals:
         for each in missing:
             del self._listed[each.folder]
         if missing:
-            self._write()
+            self._write_journals()
         return missing
 
-    def _write(self) -> None:
+    def _write_journals(self) -> None:
         replace_file(self._path, msgspec.json.encode(list(self._listed.values())))
 
 
-def _read(path: Path) -> dict[str, OpenJournal]:
+def _read_journals(path: Path) -> dict[str, OpenJournal]:
     try:
         journals = msgspec.json.decode(read_own(path), type=list[OpenJournal])
     except (OSError, VitalsError, *UNREADABLE):
@@ -146,7 +146,7 @@ class ServedRun:
         self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
         """Journals of nodes that this agent does not serve, and the start of their observation."""
         self._overflowed: dict[Path, int] = {}
-        self.node_source = self._source(Source("node", facts.node))
+        self.node_source = self._get_or_create_source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and the agent's events."""
         self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
@@ -156,9 +156,9 @@ class ServedRun:
 
     def gpu_source(self, uuid: str) -> OwnSource:
         """Return the source of rows about one GPU."""
-        return self._source(Source("gpu", uuid))
+        return self._get_or_create_source(Source("gpu", uuid))
 
-    def _source(self, source: Source) -> OwnSource:
+    def _get_or_create_source(self, source: Source) -> OwnSource:
         key = str(source)
         if key not in self._sources:
             clock = self._facts.clock
@@ -276,7 +276,7 @@ class ServedRun:
                     self._finish_dead_rank(tail)
         self._num_copied += num_rows
         try:
-            self._sync()
+            self._sync_spool()
         except (OSError, StorageError) as error:
             faults.record("spool", error)
             for tail in self.tails.values():
@@ -291,7 +291,7 @@ class ServedRun:
                 tail.synced({s: durable.get((*writer, s), -1) for s in tail.appended})
         return num_rows
 
-    def _sync(self) -> None:
+    def _sync_spool(self) -> None:
         if self._dirty:
             self._dirty = False  # before the sync: another thread may append meanwhile
             try:
@@ -320,7 +320,7 @@ class ServedRun:
             )
             self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
-            self._sync()
+            self._sync_spool()
         tail.mark_dead()
 
     def _report_overflow(self, tail: JournalTail) -> None:
@@ -381,7 +381,7 @@ class ServedRun:
             # The report would wait behind the rows that it is about.
             node = Source("node", self._facts.node)
             del self._sources[str(node)]
-            self.node_source = self._source(node)
+            self.node_source = self._get_or_create_source(node)
         writers = {tail.identity.incarnation: tail for tail in self.tails.values()}
         tail = writers.get(incarnation)
         finding = Finding(

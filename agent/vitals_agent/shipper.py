@@ -268,7 +268,7 @@ class Shipper:
         try:
             self._check_latest_stored(progress, spool)
             self._try_again(progress, spool, now)
-            self._send(progress, spool, now)
+            self._send_spool(progress, spool, now)
             self._refresh(progress, spool, now)
         except VitalsError as error:
             failure = error
@@ -276,7 +276,7 @@ class Shipper:
         else:
             self._backoff.succeeded()
         try:
-            self._ack(progress, spool, now)
+            self._ack_settled_batches(progress, spool, now)
         finally:
             if failure is not None:
                 # A collector may have lost rows that were not durable: all are resent.
@@ -303,7 +303,7 @@ class Shipper:
 
     # -------------------------------------------------------------------------- sending
 
-    def _send(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _send_spool(self, progress: _Progress, spool: Ships, now: float) -> None:
         progress.all_sent = False
         began = self._stopwatch()
         # A slow collector gets smaller requests, so that it can respond in time.
@@ -343,7 +343,7 @@ class Shipper:
             except FormatError as error:
                 if len(to_send) > 1:  # send them one by one to find the refused one
                     return all(self._send_together(progress, spool, [each], now) for each in group)
-                answers = [_refusal(error)]
+                answers = [_refusal_reply(error)]
             ends = [batch.end for batch, _ in to_send]
             replies = dict(zip(ends, answers, strict=True))
         for batch, raw in group:
@@ -430,7 +430,7 @@ class Shipper:
             try:
                 reply = self._ingest(progress, [raw], asks=True)[0]
             except FormatError as error:  # it was refused and quarantined before
-                reply = _refusal(error)
+                reply = _refusal_reply(error)
             is_lacking = not reply.code and (reply.from_seq >= 0 or reply.num_new > 0)
         if is_lacking:
             progress.reread_spool(spool)
@@ -487,7 +487,7 @@ class Shipper:
         except NewerVersionError:
             raise  # it will accept it once it is upgraded
         except FormatError as error:
-            reply = _refusal(error)
+            reply = _refusal_reply(error)
         if reply.code:
             self._stop_stream(progress, sent, reply, now)
             return
@@ -515,7 +515,7 @@ class Shipper:
                 reply = self._ingest(progress, [raw])[0]
                 self._record_durable(progress, spool, waiting, reply, now)
 
-    def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _ack_settled_batches(self, progress: _Progress, spool: Ships, now: float) -> None:
         # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
         if len(waiting) < len(progress.unacked):
@@ -532,7 +532,7 @@ def _read(spool: Ships, batch: _InFlightBatch) -> bytes | None:
     return read[1] if read is not None and read[0] == batch.end else None
 
 
-def _refusal(error: FormatError) -> IngestReply:
+def _refusal_reply(error: FormatError) -> IngestReply:
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 

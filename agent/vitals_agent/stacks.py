@@ -98,7 +98,7 @@ class StackTaker:
         pending = _PendingStack(tail, word, step, number)
         if state in _CANNOT:
             if number:
-                self._say(pending, "", _CANNOT[state])
+                self._report_stack(pending, "", _CANNOT[state])
             return
         if (before := self._pending.get(tail.directory)) is not None:
             before.number = before.number or number
@@ -106,7 +106,9 @@ class StackTaker:
         pid, path = tail.identity.pid, tail.directory / STACKS_FILE
         if not holds_files(pid, tail.directory):
             if number:
-                self._say(pending, "", "its process cannot be reached from its agent's container")
+                self._report_stack(
+                    pending, "", "its process cannot be reached from its agent's container"
+                )
             return
         self._pending[tail.directory] = pending
         if word.stack_signal:
@@ -130,10 +132,10 @@ class StackTaker:
             if not raw and not pending.word.stack_signal:
                 why = "no signal was free for its stacks, and py-spy is not installed"
             text = raw[-MAX_STACKS:].decode(errors="replace")
-            self._say(pending, text, why)
+            self._report_stack(pending, text, why)
         self._acknowledge()
 
-    def _say(self, pending: _PendingStack, text: str, why: str) -> None:
+    def _report_stack(self, pending: _PendingStack, text: str, why: str) -> None:
         tail, question = pending.tail, self._question
         if question is not None and question.number == pending.number:
             question.num_answered += bool(text)

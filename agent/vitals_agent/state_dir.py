@@ -77,7 +77,7 @@ class AgentStateDir:
             return
         try:
             if self._local is not None and _is_locked(self._lock_in(self._local)):
-                raise self._refusal(BlockingIOError())  # it started while the disk was full
+                raise self._lock_error(BlockingIOError())  # it started while the disk was full
         except BaseException:
             os.close(fd)
             raise
@@ -128,7 +128,7 @@ class AgentStateDir:
         except OSError as error:
             os.close(fd)
             if error.errno not in _NO_LOCKS or self._local is None:
-                raise self._refusal(error) from error
+                raise self._lock_error(error) from error
             log.warning("%s: no locks (%s); the node's own is taken", self.path, error.strerror)
             return self._lock_here(self._local) if self._lock_fd is None else self._lock_fd
         return fd
@@ -137,12 +137,12 @@ class AgentStateDir:
         try:
             fd = open_private(self._lock_in(local), os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._lock_error(error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
-            raise self._refusal(error) from error
+            raise self._lock_error(error) from error
         return fd
 
     def _lock_in(self, local: Path) -> Path:
@@ -167,10 +167,11 @@ class AgentStateDir:
                     return True
         return not num_free
 
-    def _refusal(self, error: OSError) -> VitalsError:
+    def _lock_error(self, error: OSError) -> VitalsError:
         if isinstance(error, BlockingIOError):
             return UsageError(
-                f"{self.path.parent.parent}: {self._holder()} serves this folder on this node",
+                f"{self.path.parent.parent}: {self._describe_lock_holder()} serves this "
+                f"folder on this node",
                 hint="one agent per folder and node: use that one, or stop it first",
             )
         return StorageError(
@@ -274,7 +275,7 @@ class AgentStateDir:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def _holder(self) -> str:
+    def _describe_lock_holder(self) -> str:
         try:
             path = self.path / "agent.json"
             if not path.exists() and self._local is not None:

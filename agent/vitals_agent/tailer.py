@@ -183,7 +183,7 @@ class JournalTail:
                     raise
                 self._appended[batch.header.stream] = batch.header.last_seq
                 num_rows += batch.header.num_rows
-                self._observe(batch)
+                self._observe_new_rows(batch)
             if sum(batch.header.num_rows for batch in batches) < ROWS_PER_READ:
                 break  # no stream returned its maximum: there are no more rows
         self.num_rows += num_rows
@@ -253,7 +253,7 @@ class JournalTail:
         if self.process.alive():
             self.process_values = {}  # training has ended, so its values are no longer a rank's
 
-    def _observe(self, batch: Batch) -> None:
+    def _observe_new_rows(self, batch: Batch) -> None:
         stream, last = batch.header.stream, batch.header.last_seq
         if (
             self._observed.get(stream, -1) < last

@@ -42,18 +42,18 @@ def sessions() -> Sessions:
     return Sessions(announce if settings.control and fd >= 0 else None)
 
 
-def _host() -> str:
+def _request_host() -> str:
     return host_name(st.context.headers.get("Host") or "")
 
 
-def _session(settings: DashboardSettings) -> Session | None:
-    host = _host()
+def _find_session(settings: DashboardSettings) -> Session | None:
+    host = _request_host()
     key = st.context.cookies.get(settings.doors().cookie_name(host), "")
     return sessions().find(key, host)
 
 
 def _is_signed_on(settings: DashboardSettings) -> bool:
-    return settings.doors().is_signed_on(_host())
+    return settings.doors().is_signed_on(_request_host())
 
 
 def role() -> Role:
@@ -62,7 +62,7 @@ def role() -> Role:
     if settings.sign_on is not None and _is_signed_on(settings):
         granted = settings.sign_on.role(st.user.to_dict(), unix_seconds=time.time())
         return "look" if granted == "control" and not settings.control else granted
-    session = _session(settings)
+    session = _find_session(settings)
     if session is None:
         return ""
     return "control" if sessions().control_seconds(session) else "look"
@@ -73,7 +73,7 @@ def limited(source: DataSource) -> DataSource:
     return source if role() == "control" else replace(source, control=None)
 
 
-def how_to_control() -> str:
+def why_no_control() -> str:
     """Return why this browser session cannot send commands to runs, and how to change that."""
     settings = load_settings(os.environ)
     if not settings.control:
@@ -82,7 +82,7 @@ def how_to_control() -> str:
         return NO_TOKEN
     if _is_signed_on(settings):
         return NO_ROLE
-    return GET_CONTROL if settings.doors().may_control(_host()) else SHARED_NAME
+    return GET_CONTROL if settings.doors().may_control(_request_host()) else SHARED_NAME
 
 
 def account() -> str:
@@ -113,14 +113,14 @@ def closed() -> None:
 def footer() -> None:
     """Draw the session's role, the way to get control, and the sign-out button."""
     settings = load_settings(os.environ)
-    session = _session(settings)
+    session = _find_session(settings)
     with st.container(horizontal=True, vertical_alignment="center", key="access", gap="small"):
         if role() == "control":
             st.caption(_control_text(session))
-        elif how_to_control() == GET_CONTROL and session is not None:
+        elif why_no_control() == GET_CONTROL and session is not None:
             _get_control(session)
         else:
-            st.caption(how_to_control())
+            st.caption(why_no_control())
         if name := account():
             st.text(formatting.plain(name, 80))
             st.button("Sign out", on_click=st.logout, key="sign_out", type="tertiary")

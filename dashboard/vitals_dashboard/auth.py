@@ -90,7 +90,7 @@ AGAIN_PAGE = f'{_HEAD}<meta http-equiv="refresh" content="0"></html>'.encode()
 """Reloads itself: after a click on a link, a browser omits a SameSite=Strict cookie."""
 
 
-def _same(candidate: str, expected: str) -> bool:
+def _is_equal_secret(candidate: str, expected: str) -> bool:
     return hmac.compare_digest(candidate.encode(), expected.encode())
 
 
@@ -215,7 +215,7 @@ class Sessions:
             if not self.has_code(session):
                 return False
             session.tries_left -= 1
-            is_right = _same(text, session.code)
+            is_right = _is_equal_secret(text, session.code)
             if is_right or not session.tries_left:
                 session.code = ""
             if is_right and session.key in self._sessions:
@@ -325,8 +325,8 @@ class TokenMiddleware:
         host = host_name(headers.get("host", ""))
         if kind == "http":
             send = self._hardened(send, headers, host)
-        if refusal := self._refusal(scope, headers, host):
-            await _refuse(kind, send, *refusal)
+        if refusal := self._refusal_response(scope, headers, host):
+            await _send_refusal(kind, send, *refusal)
             return
         token, rest = take_token(scope.get("query_string", b"").decode("latin-1"))
         key = self._doors.session_key(headers.get("cookie", ""), host)
@@ -337,17 +337,17 @@ class TokenMiddleware:
                 await self._app(scope, self._while_signed_in(receive, send, key, host), send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
-        elif token is not None and not is_signed_on and _same(token, self._doors.token):
-            await self._welcome(scope, send, key, host, rest)
+        elif token is not None and not is_signed_on and _is_equal_secret(token, self._doors.token):
+            await self._send_session_redirect(scope, send, key, host, rest)
         elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
         elif headers.get("sec-fetch-site") == "cross-site" and _is_page(headers):
-            await _answer(send, 200, AGAIN_PAGE)
+            await _send_response(send, 200, AGAIN_PAGE)
         else:
             cookie = [("set-cookie", self._doors.cookie(host, ""))] if key else []
-            await _answer(send, 401, CLOSED_PAGE, cookie)
+            await _send_response(send, 401, CLOSED_PAGE, cookie)
 
-    def _refusal(
+    def _refusal_response(
         self, scope: Scope, headers: Mapping[str, str], host: str
     ) -> tuple[int, bytes] | None:
         if not self._doors.is_known(host):
@@ -399,7 +399,9 @@ class TokenMiddleware:
 
         return hardened
 
-    async def _welcome(self, scope: Scope, send: Any, key: str, host: str, rest: str) -> None:
+    async def _send_session_redirect(
+        self, scope: Scope, send: Any, key: str, host: str, rest: str
+    ) -> None:
         if self._redirect_file is not None:
             self._redirect_file.unlink(missing_ok=True)
         # Opening the URL again keeps the session, including control.
@@ -408,21 +410,21 @@ class TokenMiddleware:
         page = quote(scope["path"].rpartition("/")[2])
         target = f"./{page}" + (f"?{rest}" if rest else "")
         cookie = self._doors.cookie(host, session.key)
-        await _answer(send, 303, b"", [("location", target), ("set-cookie", cookie)])
+        await _send_response(send, 303, b"", [("location", target), ("set-cookie", cookie)])
 
 
 def _is_page(headers: Mapping[str, str]) -> bool:
     return headers.get("sec-fetch-mode") == "navigate"
 
 
-async def _refuse(kind: str, send: Any, status: int, body: bytes) -> None:
+async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await _answer(send, status, body)
+        await _send_response(send, status, body)
 
 
-async def _answer(
+async def _send_response(
     send: Any, status: int, body: bytes, headers: list[tuple[str, str]] | None = None
 ) -> None:
     kind = "text/html" if body.startswith(b"<") else "text/plain"

@@ -62,7 +62,7 @@ def dashboard(
             f"both a folder ({folder}) and a collector ({collector}) are given",
             hint="leave out one of them",
         )
-    entrance = _entrance(control, public_url, oidc)
+    entrance = _build_entrance(control, public_url, oidc)
     port = launch.free_port(port)
     environ = dict(os.environ)
     with ended_by_signals(), ExitStack() as stack:
@@ -72,7 +72,7 @@ def dashboard(
             child, collector_place = stack.enter_context(launch.folder_collector(path, environ))
             children.append(child)
         elif collector:
-            collector_place = _named(collector, token_file, environ)
+            collector_place = _resolve_collector(collector, token_file, environ)
         else:
             collector_place = launch.discovered(environ)
         pages = stack.enter_context(launch.pages(collector_place, port, environ, entrance))
@@ -98,7 +98,7 @@ def _show_code(code: str) -> None:
     )
 
 
-def _entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entrance":
+def _build_entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entrance":
     from vitals_dashboard.launch import Entrance
     from vitals_dashboard.settings import check_public_url, read_sign_on
 
@@ -119,7 +119,9 @@ def _entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entr
     return Entrance(control=control, public_url=public_url, sign_on=read_sign_on(oidc))
 
 
-def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launch.CollectorPlace":
+def _resolve_collector(
+    url: str, token_file: Path | None, environ: dict[str, str]
+) -> "launch.CollectorPlace":
     from trainvitals.io.client import read_tokens
     from trainvitals.io.server_identity import parse_url
     from trainvitals.io.setting_paths import collector_folder
@@ -139,7 +141,7 @@ def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launc
     return CollectorPlace(url=url, token_file=str(Path(path).absolute()))
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
@@ -147,7 +149,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
     signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.signal(number, _interrupt)) for number in signals]
+    before = [(number, signal.signal(number, _raise_interrupt)) for number in signals]
     try:
         yield
     finally:

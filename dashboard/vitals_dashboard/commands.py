@@ -89,17 +89,17 @@ def waits(view: DecisionView) -> bool:
 
 def veto_text(view: DecisionView, by: str, reason: str) -> str:
     """Return the note that rejects a proposed decision."""
-    return f"{_head(view)}: vetoed by {by}: {reason}"
+    return f"{_decision_label(view)}: vetoed by {by}: {reason}"
 
 
 def word_of(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
     """Return a user's response to a decision; "" without one."""
-    head = f"{_head(view)}: "
+    head = f"{_decision_label(view)}: "
     texts = [note.text for note in notes if note.text.startswith(head)]
     return formatting.plain(texts[-1].removeprefix(head), 200) if texts else ""
 
 
-def _head(view: DecisionView) -> str:
+def _decision_label(view: DecisionView) -> str:
     look = ACTIONS.get(view.decision.action)
     return f"Decision {view.decision.ledger_seq} ({look.word if look else view.decision.action})"
 
@@ -120,7 +120,7 @@ def command(
     ``step`` is the action's argument: the accepted step, or the step of the decision.
     """
     if source.control is None:
-        st.caption(access.how_to_control())
+        st.caption(access.why_no_control())
         return
     if no := refused(run, action):
         st.caption(no)
@@ -142,7 +142,7 @@ def command(
                     checkpoint_id=checkpoint_id,
                     argument=float(step) if step >= 0 else None,
                 )
-                answer = _send(source, source.control, run, request)
+                answer = _send_command(source, source.control, run, request)
         layout.answer(key, answer)
 
 
@@ -152,7 +152,7 @@ def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
         command(source, run, "accept", label=HEALTHY, key=key, step=step)
 
 
-def _send(
+def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
     who = layout.person() or "dashboard"

@@ -38,10 +38,10 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
 
 def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
     """Return the different settings: attributes, the config's keys, the judge's settings."""
-    settings = [_settings(detail) for detail in details]
+    settings = [_flat_settings(detail) for detail in details]
     rows = []
     for key in dict.fromkeys(key for of_run in settings for key in of_run):
-        values = [_said(of_run[key]) if key in of_run else "" for of_run in settings]
+        values = [_format_value(of_run[key]) if key in of_run else "" for of_run in settings]
         if len(set(values)) > 1:
             rows.append(
                 {"Setting": formatting.plain(key, 80), **dict(zip(names, values, strict=True))}
@@ -49,25 +49,25 @@ def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]
     return rows
 
 
-def _settings(detail: RunDetail) -> dict[str, Any]:
+def _flat_settings(detail: RunDetail) -> dict[str, Any]:
     info = msgspec.to_builtins(detail.info)
     settings = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
-    settings |= _flat(detail.info.config, "config")
-    settings |= _flat(detail.info.judge, "judge")
+    settings |= _flatten_tree(detail.info.config, "config")
+    settings |= _flatten_tree(detail.info.judge, "judge")
     return settings
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}.{key}")
+            flat |= _flatten_tree(value, f"{prefix}.{key}")
         else:
             flat[f"{prefix}.{key}"] = value
     return flat
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return formatting.plain(", ".join(map(str, value)), 200)
     return formatting.plain(str(value), 200)
@@ -95,7 +95,9 @@ def value_rows(
                 [formatting.number(value, 5) for value in last],
             )
     for word, most in (("lowest", min), ("highest", max)):
-        values = [most(_finite(of_run[0]), default=last_value(of_run[0])) for of_run in series]
+        values = [
+            most(_finite_values(of_run[0]), default=last_value(of_run[0])) for of_run in series
+        ]
         add(
             f"{formatting.plain(metric, 60)}, {word}",
             [formatting.number(value) for value in values],
@@ -116,5 +118,5 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
     return "" if view.behind is None else formatting.plain(view.comparison_text(), 120)
 
 
-def _finite(reply: SeriesReply | None) -> list[float]:
+def _finite_values(reply: SeriesReply | None) -> list[float]:
     return [] if reply is None else [value for value in reply.value if value is not None]

@@ -39,11 +39,11 @@ def typed(values: tuple[Value, ...]) -> list[Value]:
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in present if isinstance(v, str)]
     if numbers and len(numbers) + len(texts) == len(present) and set(texts) <= set(_NONFINITE):
-        return [_number(v) for v in values]
+        return [_parse_nonfinite(v) for v in values]
     if len({type(value) for value in present}) > 1:
         return [None if value is None else str(value) for value in values]
     return list(values)
 
 
-def _number(value: Value) -> Value:
+def _parse_nonfinite(value: Value) -> Value:
     return _NONFINITE[value] if isinstance(value, str) else value

@@ -104,7 +104,7 @@ class Feed:
         }
         replies = dict(zip(due, series_of(source, detail, [*due.values()]), strict=True))
         self.seen |= dict.fromkeys(map(_series, due), seen)
-        return [self._line(*choice, replies.get(choice[1])) for choice in requests]
+        return [self._build_line(*choice, replies.get(choice[1])) for choice in requests]
 
     def _narrowed(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
         """Return the request for the missing rows; discarded attempts are requested whole."""
@@ -124,11 +124,11 @@ class Feed:
             request = structs.replace(request, to_step=max(step, last_step) + MARGIN_STEPS)
         return structs.replace(request, from_step=step)
 
-    def _line(
+    def _build_line(
         self, name: str, request: SeriesRequest, role: Role, reply: SeriesReply | None
     ) -> Line | None:
         sent = self.series.get(_series(request))
-        rows = _rows(reply)
+        rows = _point_rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
         if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
             recent, num_hidden = _tail(reply, rows)
@@ -175,11 +175,13 @@ class Feed:
         is_whole = all(c.num_replaced is None for chart in drawn_charts for c in chart.curves)
         if not is_whole and layout != self.layout:
             return None
-        _mount(self, self._whole(drawn_charts) if is_whole else self._new(drawn_charts), zoomed)
+        _mount_component(
+            self, self._full_message(drawn_charts) if is_whole else self._new(drawn_charts), zoomed
+        )
         self.layout = layout
         return num_left_out
 
-    def _whole(self, charts: Sequence[Chart]) -> Wire:
+    def _full_message(self, charts: Sequence[Chart]) -> Wire:
         self.marks = _marks_of(charts)
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         message: Wire = {
@@ -283,7 +285,7 @@ def _series(request: SeriesRequest) -> SeriesRequest:
     )
 
 
-def _rows(reply: SeriesReply | None) -> list[Row]:
+def _point_rows(reply: SeriesReply | None) -> list[Row]:
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
@@ -390,7 +392,7 @@ def _mark_text(mark: ChartMark) -> str:
     return mark.say()[:400]
 
 
-def _mount(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
+def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
     charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:

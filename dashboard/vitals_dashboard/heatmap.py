@@ -168,8 +168,8 @@ def heat_map(
             "textStyle": {"fontSize": 13, "fontWeight": 600},
         },
         "grid": {"left": 6, "right": 14, "top": 48, "bottom": 4, "containLabel": True},
-        "xAxis": _axis(steps, quiet | {"hideOverlap": True}) | {"name": ""},
-        "yAxis": _axis(called, quiet | {"width": LABEL_PIXELS, "overflow": "truncate"})
+        "xAxis": _category_axis(steps, quiet | {"hideOverlap": True}) | {"name": ""},
+        "yAxis": _category_axis(called, quiet | {"width": LABEL_PIXELS, "overflow": "truncate"})
         | {"inverse": True},
         "visualMap": scale,
         "tooltip": {"trigger": "item", "confine": True},
@@ -190,7 +190,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return result
 
 
-def _axis(names: Sequence[str], label: Spec) -> Spec:
+def _category_axis(names: Sequence[str], label: Spec) -> Spec:
     return {
         "type": "category",
         "data": list(names),
@@ -244,16 +244,16 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
     """
     rolled_back = set(reply.nonfinite_rolled_back)
     current = [cell for cell in reply.nonfinite if cell not in rolled_back]
-    crosses = [_cross("not finite", 11, "NaN or infinite", current, order)]
+    crosses = [_cross_series("not finite", 11, "NaN or infinite", current, order)]
     if rolled_back:
         tooltip = "NaN or infinite, only in steps that were rolled back"
         crosses.append(
-            _cross("not finite, rolled back", 7, tooltip, reply.nonfinite_rolled_back, order)
+            _cross_series("not finite, rolled back", 7, tooltip, reply.nonfinite_rolled_back, order)
         )
     return crosses
 
 
-def _cross(
+def _cross_series(
     name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
     row_index = {row: at for at, row in enumerate(order)}

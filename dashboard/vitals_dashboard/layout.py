@@ -75,11 +75,11 @@ def refreshing(
     If drawing fails, it is retried, live or not.
     """
     part = st.fragment(guarded, run_every=every if live else None, key=key)
-    if part(_allowed(draw)) is False and not live:
+    if part(_require_access(draw)) is False and not live:
         _try_again(f"{key}_again")
 
 
-def _allowed(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]:
+def _require_access(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]:
     def allowed(source: DataSource) -> None:
         # Checked again: a refresh runs no other part of the page, and a session may have ended.
         if access.role():
@@ -92,7 +92,7 @@ def _allowed(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]
 
 def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
     """Draw a page that calls ``live_part``; if drawing fails, it is retried."""
-    if not guarded(_allowed(draw)):
+    if not guarded(_require_access(draw)):
         _try_again("page_again")
 
 
@@ -230,7 +230,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
         # In a popover: a browser loads a large program for a box to choose in, once it is opened.
         label = "Change run" if requested in by_id else "Choose a run"
         with st.popover(label, icon=":material/swap_horiz:", key=f"run_change_{requested}"):
-            selected = _choice(by_id, requested)
+            selected = _select_run(by_id, requested)
     if selected is None:
         placeholders.no_such_run(requested)
         return None
@@ -244,7 +244,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
     return by_id[selected]
 
 
-def _choice(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
+def _select_run(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
     # The URL has priority: each run has its own widget, without a previous state.
     key = f"run_of_page_{requested}"
 

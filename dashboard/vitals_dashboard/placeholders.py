@@ -6,7 +6,7 @@ from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from vitals_dashboard import formatting
 
 
-def _notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
+def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
@@ -21,7 +21,7 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
         error: the error.
         again: whether the page retries; otherwise there is a button for it.
     """
-    _notice(
+    _draw_notice(
         "The collector does not answer",
         error,
         "Training continues and its metrics are kept; they appear here when the collector is back."
@@ -34,7 +34,7 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
 
 def wrong_token(error: UnauthorizedError) -> None:
     """Show that the collector refused the token, and how to set another."""
-    _notice(
+    _draw_notice(
         "The collector refused this dashboard's token",
         error,
         "Start it again with the collector's own token file:"
@@ -45,12 +45,14 @@ def wrong_token(error: UnauthorizedError) -> None:
 
 def problem(error: VitalsError) -> None:
     """Show any other error."""
-    _notice("Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:")
+    _draw_notice(
+        "Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:"
+    )
 
 
 def no_runs() -> None:
     """Show that there is no run yet, and how to create the first one."""
-    _notice(
+    _draw_notice(
         "No runs yet",
         None,
         "Put `with trainvitals.watch(model, optimizer) as monitor` around a training loop, or try"
@@ -61,7 +63,7 @@ def no_runs() -> None:
 
 def no_such_run(run_id: str) -> None:
     """Show that the URL names an unknown run."""
-    _notice(
+    _draw_notice(
         "Run not found",
         None,
         f"There is no run {formatting.plain(run_id, 60)}; choose one above.",
@@ -71,4 +73,4 @@ def no_such_run(run_id: str) -> None:
 
 def not_understood(error: VitalsError) -> None:
     """Show which part of a query was invalid, and what is valid."""
-    _notice("Invalid query", error, error.hint, ":material/help:")
+    _draw_notice("Invalid query", error, error.hint, ":material/help:")

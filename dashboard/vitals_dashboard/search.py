@@ -85,14 +85,14 @@ def parse(text: str) -> Search:
     fields = [_FIELD.fullmatch(term) for term in terms]
     return Search(
         tests=tuple(
-            _word(term) if field is None else _of_field(*field.groups())
+            _word_test(term) if field is None else _of_field(*field.groups())
             for term, field in zip(terms, fields, strict=True)
         ),
         needs_configs=any(field is not None and field[1].startswith(CONFIG) for field in fields),
     )
 
 
-def _word(term: str) -> Test:
+def _word_test(term: str) -> Test:
     needle = term.replace('"', "").casefold()
 
     def holds(run: RunSummary, _: Config) -> bool:
@@ -133,7 +133,7 @@ def _of_field(name: str, sign: str, quoted: str) -> Test:
 
 
 def _of_number(name: str, sign: str, value: str) -> Test:
-    limit = _number(value)
+    limit = _parse_number(value)
     if limit is None:
         raise UsageError(f"{name} is compared with {value!r}, which is not a number",
                          hint=f"such as {name}{sign}1000")  # fmt: skip
@@ -151,7 +151,7 @@ def _of_number(name: str, sign: str, value: str) -> Test:
 
 
 def _of_config(key: str, sign: str, value: str) -> Test:
-    limit = _number(value)
+    limit = _parse_number(value)
 
     def holds(_: RunSummary, config: Config) -> bool:
         if key not in config:
@@ -168,7 +168,7 @@ def _of_config(key: str, sign: str, value: str) -> Test:
     return holds
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text.replace("_", ""))
     except ValueError:
@@ -198,12 +198,12 @@ def grouped(
     """Return the runs by value; a run with several tags is listed under each of them."""
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
-        for value in _values(run, by, configs.get(run.run_id, {})):
+        for value in _group_values(run, by, configs.get(run.run_id, {})):
             groups.setdefault(value, []).append(run)
     return sorted(groups.items(), key=lambda item: (not item[0], item[0].casefold()))
 
 
-def _values(run: RunSummary, by: str, config: Config) -> Sequence[str]:
+def _group_values(run: RunSummary, by: str, config: Config) -> Sequence[str]:
     if by == "tag":
         return run.tags or ("",)
     if by.startswith(CONFIG):

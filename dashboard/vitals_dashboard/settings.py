@@ -49,11 +49,11 @@ class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return ""
         value = claims.get(self.claim)
         values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
-        if self._lists(self.control, values):
+        if self._is_listed(self.control, values):
             return "control"
-        return "look" if self._lists(self.look, values) else ""
+        return "look" if self._is_listed(self.look, values) else ""
 
-    def _lists(self, allowed: tuple[str, ...], values: list[str]) -> bool:
+    def _is_listed(self, allowed: tuple[str, ...], values: list[str]) -> bool:
         if self.claim != "email":
             return not set(allowed).isdisjoint(values)
         lowered = {entry.lower() for entry in allowed}

@@ -57,7 +57,7 @@ class DataSource:
 
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
-def _client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClient:
+def _cached_client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClient:
     return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 
@@ -68,7 +68,7 @@ def connect() -> DataSource:
     tokens = collector.tokens
 
     def client(token: str) -> CollectorClient:
-        return _client(collector.url, token, tokens.tls, repr(tokens.tls))
+        return _cached_client(collector.url, token, tokens.tls, repr(tokens.tls))
 
     return DataSource(
         client=client(tokens.read or tokens.control),
@@ -119,7 +119,7 @@ def _answer(
 
 
 @st.cache_data(max_entries=1000, ttl=60, show_spinner=False)
-def _verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -> RunVerdict:
+def _cached_verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -> RunVerdict:
     return _client.ask(VerdictQuestion(run_id=run_id))
 
 
@@ -130,7 +130,7 @@ def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -
     run has reported, so that its steps match the page.
     """
     changed = (*what_happened(run), run.last_seen_unix_ns if is_exact else 0)
-    return _verdict(source.client, source.client.url, run.run_id, changed)
+    return _cached_verdict(source.client, source.client.url, run.run_id, changed)
 
 
 def what_happened(run: RunSummary) -> tuple[object, ...]:

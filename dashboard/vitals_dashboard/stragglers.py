@@ -64,12 +64,12 @@ def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> Stra
     return StragglerSummary(
         num_ranks=len(of_ranks),
         middle=middle,
-        ranks=_slow(of_ranks, nodes),
-        nodes=_slow(of_nodes, {}) if len(of_nodes) > 2 else (),
+        ranks=_find_stragglers(of_ranks, nodes),
+        nodes=_find_stragglers(of_nodes, {}) if len(of_nodes) > 2 else (),
     )
 
 
-def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ...]:
+def _find_stragglers(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ...]:
     if len(paces) < 2:
         return ()
     values = np.array(list(paces.values()))
@@ -89,26 +89,30 @@ def in_words(what: StragglerSummary) -> list[str]:
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]
     if what.num_ranks == 1:
-        return [f"One rank, median step {_time(what.middle)}: no other rank to compare with."]
-    sentences = [_sentence(straggler, "node") for straggler in what.nodes[:MAX_NAMED]]
-    sentences += [_sentence(straggler, "rank") for straggler in what.ranks[:MAX_NAMED]]
+        return [
+            f"One rank, median step {_format_seconds(what.middle)}: no other rank to compare with."
+        ]
+    sentences = [_straggler_sentence(straggler, "node") for straggler in what.nodes[:MAX_NAMED]]
+    sentences += [_straggler_sentence(straggler, "rank") for straggler in what.ranks[:MAX_NAMED]]
     if len(what.ranks) > MAX_NAMED:
         others = humanize_count(len(what.ranks) - MAX_NAMED, "other rank")
         sentences.append(f"As slow: {others}.")
     if not sentences:
         sentences = [
-            f"No straggler. Median step {_time(what.middle)} over {what.num_ranks:,} ranks."
+            f"No straggler. Median step {_format_seconds(what.middle)} over "
+            f"{what.num_ranks:,} ranks."
         ]
     return sentences
 
 
-def _sentence(straggler: Straggler, kind: str) -> str:
+def _straggler_sentence(straggler: Straggler, kind: str) -> str:
     name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
     where = f" on {straggler.node}" if straggler.node else ""
     others = f"the median of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
     return (
-        f"{formatting.plain(name + where, 120)} is slow: {_time(straggler.seconds)} a step,"
-        f" {straggler.slower:.0%} above {others} ({_time(straggler.middle)})."
+        f"{formatting.plain(name + where, 120)} is slow: {_format_seconds(straggler.seconds)} "
+        f"a step,"
+        f" {straggler.slower:.0%} above {others} ({_format_seconds(straggler.middle)})."
     )
 
 
@@ -132,8 +136,8 @@ def waited_for(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int])
     if seconds <= 0.0 or share <= max(0.5, 1.5 / len(rows)):
         return f"No straggler: the latest rank changes from step to step ({span})."
     name = rows[rank].replace(":", " ", 1)
-    return f"The others wait for {name} {span}, about {_time(seconds)} per step."
+    return f"The others wait for {name} {span}, about {_format_seconds(seconds)} per step."
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -65,7 +65,7 @@ class Station:
         engine = self.acting.engine
         if engine._epoch is None:
             engine._become_pager(1)
-        engine._resend()
+        engine._resend_undelivered()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from trainvitals.records import (
     RunStarted,
 )
 from vitals_collector.cli import follow as following
-from vitals_collector.cli.follow import Lines, RunEndCondition, _follow, follow
+from vitals_collector.cli.follow import Lines, RunEndCondition, _follow_run, follow
 from vitals_collector.cli.opening import RunChoice, Server
 from vitals_collector.queries.open import open_folder
 from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
@@ -77,7 +77,7 @@ def played(training: Training, *scenes: Callable[[], object], every: int = 10) -
     left = list(scenes)
     with open_folder(training.run_dir.path) as opened:
         reader = ProgressReader(opened.reader, RUN)
-        _follow(reader, opened.refresh, Lines(every), sleep=lambda seconds: left.pop(0)())
+        _follow_run(reader, opened.refresh, Lines(every), sleep=lambda seconds: left.pop(0)())
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_looks_that_take_long_are_followed_by_a_pause(training: Training):
 
     with open_folder(training.run_dir.path) as opened:
         reader = ProgressReader(opened.reader, RUN)
-        _follow(reader, opened.refresh, Lines(10), sleep=sleep, cpu_seconds=lambda: next(costs))
+        _follow_run(reader, opened.refresh, Lines(10), sleep=sleep, cpu_seconds=lambda: next(costs))
     assert [1.0, 2.0, 5.0] == pauses
 
 

@@ -163,7 +163,7 @@ def test_closing_ends_a_delivery_that_hangs_and_starts_no_other():
         hang(connection)
 
     with tcp(note_and_hang) as port, worker(f"http://127.0.0.1:{port}/", kind="webhook") as hook:
-        hook._running()  # as after an earlier delivery
+        hook._ensure_process()  # as after an earlier delivery
         thread = threading.Thread(target=hook.notify, args=([alert()],))
         thread.start()
         assert reached.wait(60)
@@ -553,7 +553,7 @@ clock = SystemClock()
 store = open_data_store(Path(data))
 acting = assemble(store, build_notifiers(notifier_settings(webhooks=[url])), clock=clock)
 acting.dispatcher.start()
-acting.engine._resend()
+acting.engine._resend_undelivered()
 labels = {"run": RUN, "cause": number}
 page = Alert(name="StateDamaged", severity="page", labels=labels, summary="x", step=1, point=True)
 acting.inbox.take([Occurrence(RUN, clock.time_ns(), page)], cursors={})

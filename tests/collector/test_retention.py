@@ -95,7 +95,7 @@ def test_a_start_after_the_removal_is_a_run_again(store: Store):
 
 def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
     a_run(store)
-    monkeypatch.setattr("vitals_collector.retention.removal._free", lambda *_: None)
+    monkeypatch.setattr("vitals_collector.retention.removal._delete_run_rows", lambda *_: None)
     delete_run(store, RUN, by="ann", when=LATER)
     assert {"runs", "rows", "forgotten"} == tables_with(store, RUN)
     monkeypatch.undo()

@@ -326,7 +326,7 @@ def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
     with loop.monitor as monitor:
         norms = device_of(monitor).norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
-        monkeypatch.setattr(run_of(monitor).emitter, "_stream", lambda *_: 1 / 0)
+        monkeypatch.setattr(run_of(monitor).emitter, "_get_or_open_stream", lambda *_: 1 / 0)
         monkeypatch.setattr(run_of(monitor).emitter, "_row", lambda *_: 1 / 0)
         before = loop.state()
         for _ in range(3):

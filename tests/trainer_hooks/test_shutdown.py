@@ -94,11 +94,11 @@ def test_sigterm_ends_the_process_as_before_and_is_said(tmp_path):
 def test_sigterm_in_the_middle_of_a_write_waits_for_its_end(tmp_path):
     script = """
 from trainvitals.io.journal import StreamWriter
-whole = StreamWriter._put
+whole = StreamWriter._append_rows
 def cut(self, *args):
     os.kill(os.getpid(), signal.SIGTERM)  # the journal's lock is held here
     return whole(self, *args)
-StreamWriter._put = cut
+StreamWriter._append_rows = cut
 train(1000)
 """
     code, said, errors = run(tmp_path, script)

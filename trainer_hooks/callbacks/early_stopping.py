@@ -164,13 +164,13 @@ class Evaluations:
         improved = self._stopper.update(value, step=step)
         if not math.isfinite(value):
             text = f"{metric} is {value} at step {step}: no improvement"
-            self._say("early_stopping_not_finite", text, step, attempt, "warning")
+            self._emit_note("early_stopping_not_finite", text, step, attempt, "warning")
         complete = holders == self._ranks.world_size
         self._settle(step, attempt, value if improved and complete else None)
         if improved and not complete and self._ring is not None:
             self._not_kept(value, holders, step, attempt)
         if self._stopper.should_stop and not stopped:
-            self._say("early_stopping", self._stopper.why(value, step=step), step, attempt)
+            self._emit_note("early_stopping", self._stopper.why(value, step=step), step, attempt)
 
     def _settle(self, step: int, attempt: int, best: float | None) -> None:
         """Start writing the copied state if it is the best so far; otherwise free its slot."""
@@ -186,7 +186,7 @@ class Evaluations:
     def _not_kept(self, value: float, holders: int, step: int, attempt: int) -> None:
         best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
         if self._missed:
-            self._say("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
+            self._emit_note("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
         else:
             text = (
                 f"{best}: {holders} of {self._ranks.world_size} ranks have a copy of it; call "
@@ -262,7 +262,7 @@ class Evaluations:
         text = f"best state restored: {metric} {value:g} of step {at} ({name})"
         if stopper.best is not None and stopper.best_step != at:
             text += f"; the best one, of step {stopper.best_step} ({stopper.best:g}) was not kept"
-        self._say("best_restored", text, step, attempt)
+        self._emit_note("best_restored", text, step, attempt)
 
     # ----------------------------------------------------------------------------------- words
 
@@ -273,9 +273,9 @@ class Evaluations:
     def _say_once(self, code: str, text: str, step: int, attempt: int) -> None:
         if code not in self._said:
             self._said.add(code)
-            self._say(code, text, step, attempt, "warning")
+            self._emit_note(code, text, step, attempt, "warning")
 
-    def _say(
+    def _emit_note(
         self,
         code: str,
         text: str,

@@ -166,7 +166,7 @@ class Batches:
         self._seen = seen
         self._handed_out = handed_out
         self._total = _num_samples(loader)
-        self._length = _length(loader)
+        self._length = _loader_length(loader)
         self._num_seen = 0
         """Batches of the epoch so far, including skipped ones."""
         self._opening: Opening | None = None
@@ -192,7 +192,7 @@ class Batches:
         self.shares_steps = False
         """Whether an outer loop feeds the same steps; it would not be rewound with this one."""
         if state is not None:
-            self._take(state)
+            self._rewind_to_state(state)
 
     # ------------------------------------------------------------------------------- position
 
@@ -269,10 +269,10 @@ class Batches:
         reason = self.why_not_exact(state)
         saved_state = state or self._initial_state
         if not reason and saved_state is not None:
-            self._take(saved_state)
+            self._rewind_to_state(saved_state)
         return reason
 
-    def _take(self, state: DataState) -> None:
+    def _rewind_to_state(self, state: DataState) -> None:
         # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
         self._next, self._rewound_to = BatchIndex(state["epoch"], batch), state
@@ -285,9 +285,9 @@ class Batches:
         if self.position is None:
             return self._initial_state
         last = self.position
-        return self._state(last.epoch, last.batch + 1) | {"opening": self._opening}
+        return self._build_data_state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
-    def _state(self, epoch: int, batch: int) -> DataState:
+    def _build_data_state(self, epoch: int, batch: int) -> DataState:
         state: DataState = {
             "loop": self.loop,
             "num_ranks": self._num_ranks,
@@ -316,7 +316,7 @@ class Batches:
         epoch, seekable = self._next.epoch, is_seekable(self._loader)
         try:
             while epoch < self._epochs:
-                yield from self._epoch(epoch)
+                yield from self._iterate_epoch(epoch)
                 # Each epoch draws from the RNG state that the previous one left, so none may be
                 # left out.
                 by_one = seekable and self._rewound_to is None
@@ -324,7 +324,7 @@ class Batches:
         finally:
             self.ended = True
 
-    def _epoch(self, epoch: int) -> Iterator[Any]:
+    def _iterate_epoch(self, epoch: int) -> Iterator[Any]:
         seekable = is_seekable(self._loader)
         self._waits()
         begin = self._clock.monotonic_ns()
@@ -338,7 +338,7 @@ class Batches:
             if self._seen is not None:
                 self._seen(batch)
             if self._handed_out is not None:
-                rng = self._rng() if self._keeps_rng else None
+                rng = self._capture_rng() if self._keeps_rng else None
                 num_samples = self._size_of(index, indices)
                 self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
@@ -349,7 +349,7 @@ class Batches:
             begin = self._clock.monotonic_ns()
         self._finish(epoch)
 
-    def _rng(self) -> dict[str, Any] | None:
+    def _capture_rng(self) -> dict[str, Any] | None:
         with self._faults.fail_open("capsule.rng"):
             return capture_now()
         return None
@@ -385,24 +385,26 @@ class Batches:
             return self._reopen(state)
         self._opening = opening_of(self._loader)
         if begins := self._keeps_initial_state and self._initial_state is None:
-            self._initial_state = self._state(epoch, self._next.batch) | {"first": self._opening}
+            self._initial_state = self._build_data_state(epoch, self._next.batch) | {
+                "first": self._opening
+            }
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
             draws = Draws(self._loader, lambda index: self._is_skipped(epoch, index))
-            return self._drawn(draws.open(self._loader), draws)
+            return self._pair_with_draws(draws.open(self._loader), draws)
         iterator = iter(self._loader)
         if state is not None:
             set_own_states(self._loader, state["own"])
         elif begins and self._initial_state is not None:
             self._initial_state["own"] = own_states(self._loader)
-        return self._counted(iterator, 0)
+        return self._count_batches(iterator, 0)
 
-    def _counted(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
+    def _count_batches(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
         self._num_seen = start
         for batch in iterator:
             self._num_seen += 1
             yield self._num_seen - 1, None, batch
 
-    def _drawn(self, iterator: Iterator[Any], draws: Draws) -> Iterator[_Found]:
+    def _pair_with_draws(self, iterator: Iterator[Any], draws: Draws) -> Iterator[_Found]:
         in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
             for batch in iterator:
@@ -441,11 +443,11 @@ class Batches:
             draws = Draws(loader, lambda index: self._is_skipped(epoch, index))
             sampler = state["sampler"] if start == state["batch"] else None
             iterator = draws.reopen(loader, state["opening"], start, sampler)
-            source = self._drawn(iterator, draws)
+            source = self._pair_with_draws(iterator, draws)
         else:
             with _kept_rng():
                 iterator = self._at_state(state) or self._skip_ahead(state["opening"], start)
-            source = self._counted(iterator, start)
+            source = self._count_batches(iterator, start)
         set_own_states(loader, state["own"])
         return source
 
@@ -477,7 +479,7 @@ def _kept_rng() -> Iterator[None]:
         restore_rng(now)
 
 
-def _length(loader: Iterable[Any]) -> int | None:
+def _loader_length(loader: Iterable[Any]) -> int | None:
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -88,16 +88,16 @@ def opening_of(loader: Iterable[Any]) -> Opening:
 
 def own_states(loader: Iterable[Any]) -> list[torch.Tensor]:
     """Return the states of the generators of the loader and its samplers."""
-    return [generator.get_state() for generator in _generators(loader)]
+    return [generator.get_state() for generator in _loader_generators(loader)]
 
 
 def set_own_states(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
     """Restore the states that ``own_states`` returned for the same kind of loader."""
-    for generator, state in zip(_generators(loader), states, strict=False):
+    for generator, state in zip(_loader_generators(loader), states, strict=False):
         generator.set_state(state)
 
 
-def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
+def _loader_generators(loader: Iterable[Any]) -> list[torch.Generator]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)

@@ -22,7 +22,7 @@ class Injector:
         self._faults = list(plan.faults)
         self._rank = rank
 
-    def _strikes(self, kind: str, step: int) -> bool:
+    def _trigger_fault(self, kind: str, step: int) -> bool:
         for fault in self._faults:
             if fault.kind == kind and fault.hits(rank=self._rank, step=step):
                 if fault.last < 0:
@@ -32,19 +32,19 @@ class Injector:
 
     def batch(self, tokens: Tensor, index: int) -> Tensor:
         """Return the batch; within a poisoned window, a corrupted one."""
-        if not self._strikes("poison_batches", index):
+        if not self._trigger_fault("poison_batches", index):
             return tokens
         return poisoned(tokens)
 
     def before_forward(self, model: nn.Module, step: int) -> None:
         """Overwrite parameters, or kill the process."""
-        if self._strikes("kill", step):
+        if self._trigger_fault("kill", step):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._strikes("nan_parameters", step):
+        if self._trigger_fault("nan_parameters", step):
             with torch.no_grad():
                 for param in list(model.parameters())[:2]:
                     param.fill_(float("nan"))
-        if self._strikes("shuffled_parameters", step):
+        if self._trigger_fault("shuffled_parameters", step):
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(step)
                 for param in model.parameters():
@@ -53,14 +53,14 @@ class Injector:
 
     def loss(self, loss: Tensor, step: int) -> Tensor:
         """Return the loss, or NaN."""
-        return loss * float("nan") if self._strikes("nan_loss", step) else loss
+        return loss * float("nan") if self._trigger_fault("nan_loss", step) else loss
 
     def after_backward(self, model: nn.Module, step: int) -> None:
         """Corrupt gradients that are already averaged, on this rank only."""
-        if self._strikes("nan_gradient", step):
+        if self._trigger_fault("nan_gradient", step):
             grad = next(p.grad for p in model.parameters() if p.grad is not None)
             grad.view(-1)[0] = float("nan")
-        if self._strikes("spike_gradient", step):
+        if self._trigger_fault("spike_gradient", step):
             for param in model.parameters():
                 if param.grad is not None:
                     param.grad.mul_(1e6)

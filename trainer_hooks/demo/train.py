@@ -33,7 +33,7 @@ TRAIN_BYTES, VALIDATION_BYTES = 4_000_000, 200_000
 
 def main() -> None:
     """Train, inject, evaluate, and write the result on rank 0."""
-    options = _options()
+    options = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     backend, device = place(
@@ -128,7 +128,7 @@ def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch
     return backend, torch.device("cuda", local_rank % num_gpus)
 
 
-def _options() -> argparse.Namespace:
+def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

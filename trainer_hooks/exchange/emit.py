@@ -228,7 +228,7 @@ class Emitter:
             call, self._put_off = self._put_off, None
             call()
 
-    def _stream(self, schema: Schema) -> StreamWriter | None:
+    def _get_or_open_stream(self, schema: Schema) -> StreamWriter | None:
         stream = self._streams.get(schema.stream)
         if stream is None and self._journal is not None:
             stream = self._streams[schema.stream] = self._journal.open_stream(schema)
@@ -237,7 +237,7 @@ class Emitter:
     @_writes
     def event(self, event: Event, *, step: int, attempt: int) -> None:
         """Write an event."""
-        stream = self._stream(EVENT_SCHEMA)
+        stream = self._get_or_open_stream(EVENT_SCHEMA)
         if stream is not None:
             stream.append_event(
                 event,
@@ -267,7 +267,7 @@ class Emitter:
     @_writes
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
-        stream = self._stream(SCALARS_SCHEMA)
+        stream = self._get_or_open_stream(SCALARS_SCHEMA)
         if stream is None:
             return
         head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
@@ -347,7 +347,7 @@ class Emitter:
             self._layers_at[turn] = tenth
         if not self._is_rank0 or not (due or (samples is not None and samples.by_layer)):
             return
-        stream = self._stream(LAYERS_SCHEMA)
+        stream = self._get_or_open_stream(LAYERS_SCHEMA)
         if stream is None:
             return
         if not self._layers_named:
@@ -423,7 +423,11 @@ class StepLog:
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
         """
         of_run = measured.turn <= 1
-        tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
+        tokens = (
+            measured.tokens
+            if measured.tokens is not None
+            else _tokens_from_weights(measured, reduced)
+        )
         if not of_run:
             tokens = None  # all optimizers train on the first one's batches: count a token once
         if tokens is not None:
@@ -489,7 +493,7 @@ def _by_name(record: StepRecord, name: str) -> dict[str, float]:
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
 
-def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
+def _tokens_from_weights(measured: HostMeasurements, reduced: Reduced) -> int | None:
     total = reduced.total("weight")
     return int(total) if measured.weighted and math.isfinite(total) else None
 
@@ -612,14 +616,14 @@ class RootColumns:
         if tokens is not None and record.loss is not None:
             columns["perplexity"] = math.exp(min(record.loss, _LARGEST_LOSS))
         if derived.loss_scale == derived.loss_scale:
-            columns |= self._scaling(derived.loss_scale, record.overflow)
+            columns |= self._loss_scale_columns(derived.loss_scale, record.overflow)
         if samples is not None and samples.weight_squares is not None:
-            columns |= _updates(samples)
+            columns |= _weight_update_columns(samples)
         if self._noise is not None and samples is not None and samples.local_square is not None:
             columns |= self._noise_columns(self._noise, record, samples.local_square, tokens)
         return columns
 
-    def _scaling(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
+    def _loss_scale_columns(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
         self._overflows += overflow
         self._recent.append(overflow)
         return {
@@ -656,16 +660,16 @@ def _spread(losses: list[float | None]) -> float | None:
     return max(finite) - min(finite) if len(finite) == len(losses) else None
 
 
-def _updates(samples: Samples) -> dict[str, Value]:
+def _weight_update_columns(samples: Samples) -> dict[str, Value]:
     assert samples.weight_squares is not None, "asked for where it was measured"
-    weight = _norm(samples.weight_squares)
+    weight = _norm_from_squares(samples.weight_squares)
     if samples.update_squares is None:
         return {"weight_norm": weight}
-    update = _norm(samples.update_squares)
+    update = _norm_from_squares(samples.update_squares)
     ratio = update / weight if weight else None
     return {"weight_norm": weight, "update_norm": update, "update_ratio": ratio}
 
 
-def _norm(squares: Sequence[float]) -> float:
+def _norm_from_squares(squares: Sequence[float]) -> float:
     total = sum(squares)
     return math.sqrt(total) if total >= 0 else math.nan

@@ -117,9 +117,9 @@ class CommandsFeature(StepFeature):
     def on_command(self, command: Proposal, *, now_step: int) -> None:
         """Start or end a pause."""
         if command.action in ("pause", "resume"):
-            self._pause(command.action == "pause", "manual command")
+            self._apply_pause_state(command.action == "pause", "manual command")
 
-    def _pause(self, is_paused: bool, reason: str) -> None:
+    def _apply_pause_state(self, is_paused: bool, reason: str) -> None:
         self._set_paused(is_paused)
         event = TrainingPaused(is_paused=is_paused, reason=reason)
         self._run.emitter.of_run(event, step=self._run.last_step, attempt=self._run.attempt)
@@ -152,12 +152,12 @@ class CommandsFeature(StepFeature):
             )
             if stops:
                 sigterm.on_pause_ended()
-                self._pause(False, "SIGTERM")
+                self._apply_pause_state(False, "SIGTERM")
             elif number:
                 action = _ACTIONS[int(code)]
                 proposal = Proposal(number=int(number), action=action, argument=argument)
                 if action in _JUDGED_WITH_STEP:
-                    self._pause(False, f"a {action} was asked for")
+                    self._apply_pause_state(False, f"a {action} was asked for")
                     return
                 yield run.judge.command(
                     proposal, decided_at_step=step, unavailable_commands=self._unavailable

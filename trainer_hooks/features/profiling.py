@@ -119,11 +119,11 @@ class StepProfile:
         """Stop, and write the trace in a separate thread."""
         if self._thread is None:
             self._guard.end()
-            self._thread = threading.Thread(target=self._write, name="vitals-profile")
+            self._thread = threading.Thread(target=self._export_trace, name="vitals-profile")
             self._profiler.stop()
             self._thread.start()
 
-    def _write(self) -> None:
+    def _export_trace(self) -> None:
         partial = self._path.with_name(f".{self._path.name}")
         try:
             self._profiler.export_chrome_trace(str(partial))

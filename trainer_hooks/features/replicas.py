@@ -54,14 +54,14 @@ class ReplicasFeature(StepFeature):
 
     def complete(self, step: ReturnedStep) -> None:
         """Find out what differs, if checksums do. Collective in that case."""
-        self._difference = difference = self._compare(step)
+        self._difference = difference = self._compare_replicas(step)
         step.differing_ranks = self.replicas.unresolved
         if difference is not None:
             step.differing_ranks = difference.vote.apart or step.differing_ranks
             step.may_share_copies = difference.kind in ("state", "settings")
             step.record = _with_difference(step.record, difference)
 
-    def _compare(self, step: ReturnedStep) -> Difference | None:
+    def _compare_replicas(self, step: ReturnedStep) -> Difference | None:
         replicas, record = self.replicas, step.record
         votes = replicas.votes(step.reduced.by_rank("replicas"))
         if not votes.apart:
@@ -84,7 +84,7 @@ class ReplicasFeature(StepFeature):
                 decision = replace(decision, reason=f"{decision.reason} ({difference.text})")
             judgement = judgement._replace(findings=findings, decision=decision)
             self._run.report_unprotected(judgement)
-        if (replayed := self.replicas.replayed(step.step)) is not None:
+        if (replayed := self.replicas.pop_diagnosis(step.step)) is not None:
             finding = Finding(
                 kind="replica_named",
                 level="advisory",

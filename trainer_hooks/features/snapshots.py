@@ -147,11 +147,11 @@ class SnapshotsFeature(StepFeature):
             with run.faults.fail_open("nonfinite_params"):
                 self._nonfinite_parameters = run.device.norms.nonfinite_names()
             if rank:
-                text = f"rank {rank}: NaN or infinite: {_listed(self._nonfinite_parameters)}"
+                text = f"rank {rank}: NaN or infinite: {_format_names(self._nonfinite_parameters)}"
                 run.note_of_rank("nonfinite_params", text, step=step.step)
         names = self._nonfinite_parameters
         step.samples = (step.samples or Samples())._replace(nonfinite_parameters=names)
-        return _named(judgement, "nonfinite_params", _listed(names)) if names else judgement
+        return _named(judgement, "nonfinite_params", _format_names(names)) if names else judgement
 
     def _with_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Write this rank's non-finite tensors, or its error, for the findings about a step.
@@ -172,7 +172,7 @@ class SnapshotsFeature(StepFeature):
         if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
             # Once per row: it reads the complete state on the host.
             names = self._nonfinite_names()
-            self._shown_names = _listed(names)
+            self._shown_names = _format_names(names)
             text = f"rank {rank}: NaN or infinite: {self._shown_names}"
             if not rolls_back and self._is_intended(names):
                 self._shown_names += _IS_INTENDED
@@ -222,6 +222,6 @@ def _named(judgement: Judgement, kind: str, names: str) -> Judgement:
     return judgement._replace(findings=findings, decision=decision)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", ".join(names[:_MAX_NAMES]) or "unknown") + more

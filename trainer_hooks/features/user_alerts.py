@@ -105,7 +105,7 @@ class RankAlerts:
         """
         call = _Call(name, when is None, level, message, step, attempt)
         if not isinstance(when, Tensor) and (when == 0 or not isinstance(value, Tensor)):
-            self._take(call, when is None or bool(when), value)
+            self._apply_alert_call(call, when is None or bool(when), value)
             return
         like = when if isinstance(when, Tensor) else value
         assert isinstance(like, Tensor), "one of the two is on a device"
@@ -114,11 +114,11 @@ class RankAlerts:
         numbers = numbers.to("cpu", non_blocking=True)
         self._late.append(_Late(call, numbers, record_event(like.device)))
 
-    def _take(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
+    def _apply_alert_call(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
         if call.attempt != self._attempt:
             return  # from a discarded attempt
         if not holds:
-            self._say(self._alerts.end(call.name))
+            self._emit_finding(self._alerts.end(call.name))
             return
         value = None if value is None else float(value)
         words = call.message or ("raised by the loop" if value is None else f"value {value:.6g}")
@@ -134,13 +134,13 @@ class RankAlerts:
             cause=call.name,
             severity=call.level,
         )
-        self._say(self._alerts.record_breach(finding, holds=not call.is_event))
+        self._emit_finding(self._alerts.record_breach(finding, holds=not call.is_event))
 
     def _take_late(self) -> None:
         while self._late and self._late[0].is_there:
             call, numbers, _ = self._late.popleft()
             holds, value = numbers.tolist()
-            self._take(call, bool(holds), None if math.isnan(value) else value)
+            self._apply_alert_call(call, bool(holds), None if math.isnan(value) else value)
 
     # ---------------------------------------------------------------------- rows of the emitter
 
@@ -153,9 +153,9 @@ class RankAlerts:
             for index, rules, rank in self._columns:
                 value = row[index]
                 if isinstance(value, int | float):
-                    self._judge(rules, step, float(value), rank)
+                    self._update_rules(rules, step, float(value), rank)
             for finding in self._alerts.due(step):
-                self._say(finding)
+                self._emit_finding(finding)
             if self._unseen:
                 self._look_for_series(step)
 
@@ -166,16 +166,18 @@ class RankAlerts:
         rules = self._rules.by_series.get(name)
         if rules is not None and attempt == self._attempt:
             with self._faults.fail_open("alerts"):
-                self._judge(rules, step, value, self._rank)
+                self._update_rules(rules, step, value, self._rank)
 
-    def _judge(self, rules: Sequence[WatchedRule], step: int, value: float, rank: int) -> None:
+    def _update_rules(
+        self, rules: Sequence[WatchedRule], step: int, value: float, rank: int
+    ) -> None:
         for rule in rules:
             if self._unseen:
                 self._unseen.discard(rule.condition.series)
             if rule.update(step, value):
-                self._say(self._alerts.record_breach(rule.finding(step, rank), holds=True))
+                self._emit_finding(self._alerts.record_breach(rule.finding(step, rank), holds=True))
             elif rule.rule.name in self._alerts.held:
-                self._say(self._alerts.end(rule.rule.name))
+                self._emit_finding(self._alerts.end(rule.rule.name))
 
     def _look_for_series(self, step: int) -> None:
         if self._first_step is None:
@@ -196,7 +198,7 @@ class RankAlerts:
             self._emitter.note("rule_without_series", text, step=step, attempt=self._attempt)
         self._unseen.clear()
 
-    def _say(self, finding: Finding | None) -> None:
+    def _emit_finding(self, finding: Finding | None) -> None:
         if finding is not None:
             event = FindingRaised(finding=finding)
             self._emitter.event(event, step=finding.step, attempt=self._attempt)

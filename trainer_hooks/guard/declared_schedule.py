@@ -111,7 +111,7 @@ class DeclaredSchedule:
         if measured.turn or len(measured.learning_rates) != sum(self._sizes):
             return None
         count = measured.step if self._every == "step" else measured.epoch
-        bands = self._bands(measured.step, count, *self._near())
+        bands = self._rate_bands(measured.step, count, *self._near())
         return self.follower.update(measured.step, measured.learning_rates, bands)
 
     def has_rise(self, step: int, rates: Sequence[float | None]) -> bool:
@@ -127,10 +127,10 @@ class DeclaredSchedule:
         by_step = self._every == "step"
         back, ahead = self._near()
         count = step if by_step else self._epoch
-        band = self._bands(step, count, back, ahead if by_step else ahead + 1)[0]
+        band = self._rate_bands(step, count, back, ahead if by_step else ahead + 1)[0]
         return band is not None and self.follower.is_declared(rate, band)
 
-    def _bands(self, step: int, count: int | None, back: int, ahead: int) -> list[Band | None]:
+    def _rate_bands(self, step: int, count: int | None, back: int, ahead: int) -> list[Band | None]:
         if self._shape is not None:
             factors = self._shape.band(step, self._total_steps or 0)
             return [factors.times(peak) for peak in self._peaks]
@@ -162,7 +162,7 @@ def _listed(declared: object) -> list[LRScheduler]:
                 hint="give the scheduler inside a wrapper, or declare its shape: "
                 "trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
             )
-        for part in _parts(scheduler):
+        for part in _iterate_schedulers(scheduler):
             if isinstance(part, ReduceLROnPlateau):
                 raise UsageError(
                     "schedule has a ReduceLROnPlateau, whose rate depends on the training: it "
@@ -172,10 +172,10 @@ def _listed(declared: object) -> list[LRScheduler]:
     return listed
 
 
-def _parts(scheduler: Any) -> Iterator[Any]:
+def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
-        yield from _parts(part)
+        yield from _iterate_schedulers(part)
 
 
 class _Rates(Optimizer):
@@ -184,7 +184,8 @@ class _Rates(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         # Without the constructor of Optimizer, which refuses groups without parameters.
         self.param_groups = [
-            {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": []}
+            {key: _copy_group_value(value) for key, value in group.items() if key != "params"}
+            | {"params": []}
             for group in optimizer.param_groups
         ]
         self.defaults = dict(optimizer.defaults)
@@ -197,7 +198,7 @@ class _Rates(Optimizer):
 _Rates.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
 
 
-def _plain(value: Any) -> Any:
+def _copy_group_value(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 
@@ -214,7 +215,7 @@ class _SimulatedSchedule:
         self._offset: int | None = None
         try:
             self._begin = _copied(scheduler, optimizer_of(scheduler))
-            self._restart()
+            self._restart_simulation()
         except Exception as error:
             raise UsageError(
                 f"schedule has {described(scheduler)}, which cannot be copied: "
@@ -222,7 +223,7 @@ class _SimulatedSchedule:
                 hint="declare its shape: trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
             ) from error
 
-    def _restart(self) -> None:
+    def _restart_simulation(self) -> None:
         self._now = _copied(self._begin.scheduler, self._begin.rates)
         self._count = self._first
         self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
@@ -240,7 +241,7 @@ class _SimulatedSchedule:
         count = step + self._offset
         low, high = max(self._first, count - before), count + after
         if low < self._count - len(self._cached_rates) + 1:
-            self._restart()  # a rollback by more than the kept counts
+            self._restart_simulation()  # a rollback by more than the kept counts
         for _ in range(_CATCH_UP):
             if self._count >= high:
                 break
@@ -261,7 +262,7 @@ def _copied(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
     """
     rates = _Rates(optimizer)
     memo: dict[int, Any] = {id(optimizer): rates}
-    for part in _parts(scheduler):
+    for part in _iterate_schedulers(scheduler):
         for function in getattr(part, "lr_lambdas", ()):
             if isinstance(function, FunctionType | MethodType):
                 memo[id(function)] = function

@@ -397,11 +397,14 @@ def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
         if not isinstance(other, Tensor):
             return f"{name} is {name_type(other)}"
         if (tensor.shape, local_tensor(tensor).shape) != (other.shape, local_tensor(other).shape):
-            return f"{name} has shape {_shape(tensor)} in the average and {_shape(other)} there"
+            return (
+                f"{name} has shape {_format_shape(tensor)} in the average and "
+                f"{_format_shape(other)} there"
+            )
     return ""
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     local = local_tensor(tensor)
     part = f" (this rank's part {tuple(local.shape)})" if local is not tensor else ""
     return f"{tuple(tensor.shape)}{part}"

@@ -32,7 +32,7 @@ class Late:
         """Start the copy of the verdict; ``due``: whether weights will follow."""
         self.pending, self._due, self._taken = True, due, {}
         self._bad = _sent(bad, self._bad)
-        self._note(bad.device)
+        self._record_cuda_event(bad.device)
 
     def send_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Start the copy of the weights, if due; the stream orders it before the next update."""
@@ -41,9 +41,9 @@ class Late:
                 self._buffers[name] = _sent(weight, self._buffers.get(name))
                 self._taken[name] = self._buffers[name]
             for device in {weight.device for weight in weights.values()}:
-                self._note(device)
+                self._record_cuda_event(device)
 
-    def _note(self, device: torch.device) -> None:
+    def _record_cuda_event(self, device: torch.device) -> None:
         if device.type == "cuda":
             self._events[device] = record_event(device)
 

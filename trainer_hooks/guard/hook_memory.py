@@ -71,7 +71,7 @@ class HookMemory:
         self._has_stepped = False
         self.keep()
 
-    def _live(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
+    def _live_tensors(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
         for name, value in _attributes(self._state).items():
             for key, tensor in (_tensors_in(value) or {}).items():
                 if tensor.layout == torch.strided:
@@ -81,7 +81,7 @@ class HookMemory:
     def keep(self) -> None:
         """Copy the memory; call after the update, before the next backward."""
         copies = {}
-        for key, live in self._live():
+        for key, live in self._live_tensors():
             before = self._copies.get(key)
             if before is not None and alike(before, live):
                 copies[key] = before.copy_(live)
@@ -97,10 +97,10 @@ class HookMemory:
         PowerSGD random numbers, equal on all ranks (Q would never leave zero).
         """
         self._has_stepped = True
-        for key, live in self._live():
+        for key, live in self._live_tensors():
             before = self._copies.get(key)
             if before is None or not alike(before, live):
-                before = _fresh(key[0], live)
+                before = _initial_tensor(key[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
     def settle(self, bad: Tensor) -> None:
@@ -152,7 +152,7 @@ def _tensors_in(value: object) -> dict[object, Tensor] | None:
     return None
 
 
-def _fresh(name: str, live: Tensor) -> Tensor:
+def _initial_tensor(name: str, live: Tensor) -> Tensor:
     if name != "q_memory_dict":
         return torch.zeros_like(live)
     generator = torch.Generator(live.device).manual_seed(live.numel())

@@ -36,10 +36,10 @@ class Backwards:
         for param in params:
             # A sharded parameter's part gets its gradient in a different way.
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
-                self._hook = param.register_post_accumulate_grad_hook(self._seen)
+                self._hook = param.register_post_accumulate_grad_hook(self._count_backward)
                 return
 
-    def _seen(self, param: Tensor) -> None:
+    def _count_backward(self, param: Tensor) -> None:
         is_added = param.grad is not None and self._grad() is param.grad
         self.count = self.count + 1 if is_added else 1
         self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)

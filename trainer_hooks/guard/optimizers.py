@@ -195,27 +195,27 @@ class BufferShadow:
 
     def keep(self) -> None:
         """Copy the buffers; call after the update, before the next forward."""
-        self._keep()
+        self._save_buffers()
 
     @torch.no_grad()
-    def _keep(self, *, is_kept: bool = False) -> None:
+    def _save_buffers(self, *, is_kept: bool = False) -> None:
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
                 self._build_flat_shadows(live)
             for flat in () if is_kept else self._flat:
                 flat.keep()
-            self._copy(self._written(self._one_by_one))
+            self._copy_buffers(self._written(self._one_by_one))
         else:
             self._dissolve_flat_shadows()
             self._kept_of = live
-            if self._fits(live):
-                self._copy(live)
+            if self._has_matching_copies(live):
+                self._copy_buffers(live)
             else:
                 self._saved_copies = {i: buffer.clone() for i, buffer in live.items()}
         self._versions = {i: buffer._version for i, buffer in self._constant.items()}
 
-    def _copy(self, live: dict[int, Tensor]) -> None:
+    def _copy_buffers(self, live: dict[int, Tensor]) -> None:
         if live:
             torch._foreach_copy_([self._saved_copies[i] for i in live], list(live.values()))
 
@@ -243,7 +243,7 @@ class BufferShadow:
                 self._saved_copies[i] = bits.clone().view(before.dtype).view(before.shape)
         self._flat, self._placed, self._one_by_one = [], [], {}
 
-    def _fits(self, live: dict[int, Tensor]) -> bool:
+    def _has_matching_copies(self, live: dict[int, Tensor]) -> bool:
         copies = self._saved_copies
         return live.keys() == copies.keys() and all(alike(copies[i], live[i]) for i in live)
 
@@ -262,7 +262,7 @@ class BufferShadow:
     def settle(self, bad: Tensor) -> None:
         """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
         if self._places:
-            self._keep(is_kept=self._put_back(bad))
+            self._save_buffers(is_kept=self._put_back(bad))
 
     @torch.no_grad()
     def _put_back(self, bad: Tensor) -> bool:

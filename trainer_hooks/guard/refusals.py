@@ -162,7 +162,7 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
     code = getattr(function, "__code__", None)
     if code is None:
         return False
-    named = _names(code)
+    named = _referenced_names(code)
     referenced += [function.__globals__[name] for name in named if name in function.__globals__]
     referenced += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
@@ -174,9 +174,9 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
     return steps and any(_is_or_holds_optimizer(value) for value in referenced)
 
 
-def _names(code: CodeType) -> set[str]:
+def _referenced_names(code: CodeType) -> set[str]:
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*(_names(nested) for nested in inner))
+    return set(code.co_names).union(*(_referenced_names(nested) for nested in inner))
 
 
 def _is_or_holds_optimizer(value: object) -> bool:

@@ -51,7 +51,7 @@ class Schedules:
         self._schedulers = schedulers
         self.every = every
         self._warn = warn
-        self._last_counts = self._counts()
+        self._last_counts = self._step_counts()
         """Counts of the schedulers after our own steps."""
         self._num_looks = 0
         self._num_moves = 0
@@ -79,7 +79,7 @@ class Schedules:
             self._ended = None
         if self.every == "step" and not self._num_looks % _LOOK_EVERY and not self._is_end_reported:
             self._check_end(step)
-        now, is_second = self._counts(), self._num_looks == 1
+        now, is_second = self._step_counts(), self._num_looks == 1
         self._num_looks += 1
         if now == self._last_counts:
             return None
@@ -122,7 +122,7 @@ class Schedules:
             self._warn("epoch_scheduler", text, step=step)
             return
 
-    def _counts(self) -> list[int | None]:
+    def _step_counts(self) -> list[int | None]:
         return [count_of(scheduler) for scheduler in self._schedulers]
 
     # --------------------------------------------------------------------------- stepped by Vitals
@@ -135,13 +135,13 @@ class Schedules:
         """
         self._is_training = True
         if self.every == "step":
-            self._step(optimizers)
+            self._step_schedulers(optimizers)
 
     def end_epoch(self) -> None:
         """Step the schedulers once."""
-        self._step()
+        self._step_schedulers()
 
-    def _step(self, optimizers: Sequence[Optimizer] = ()) -> None:
+    def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
                 continue
@@ -160,17 +160,17 @@ class Schedules:
         self._is_training = batches.resumes
         for batch in batches:
             assert batches.position is not None, "a batch that was handed out has a position"
-            self._reach(batches.position.epoch)
+            self._advance_to_epoch(batches.position.epoch)
             yield batch
-        self._reach(batches.epochs[1])
+        self._advance_to_epoch(batches.epochs[1])
 
-    def _reach(self, epoch: int) -> None:
+    def _advance_to_epoch(self, epoch: int) -> None:
         missing, self._epoch = epoch - self._epoch, epoch
         if not self._is_training:
             return
         self.sees_epochs |= missing > 0
         for _ in range(missing):
-            self._step()
+            self._step_schedulers()
 
     # ------------------------------------------------------------------------------ a rollback
 
@@ -181,7 +181,7 @@ class Schedules:
             epoch: epoch in which the data continues with that state; None if the data does not go
                 back, in which case schedulers of epochs do not either.
         """
-        counts = self._counts()
+        counts = self._step_counts()
         undone = [
             pending - now
             for now, pending in zip(counts, self._last_counts, strict=True)
@@ -194,7 +194,7 @@ class Schedules:
             self._epoch = epoch
             return
         for _ in range(max(undone, default=0)):
-            self._step()
+            self._step_schedulers()
 
     # ------------------------------------------------------- updates confused with epochs
 

@@ -85,7 +85,7 @@ class StepInterception:
             scaled = getattr(optimizer, "found_inf", None) is not None
             if self._inside or self._closed or scaled or fills_state(optimizer, kwargs):
                 return real(*args, **kwargs)
-            return self._call(index, args, kwargs)
+            return self._intercept_step(index, args, kwargs)
 
         # Without marks: with the mark of a compiled step, a compiler would trace through ours.
         @functools.wraps(getattr(real, "__func__", real), updated=())
@@ -95,7 +95,7 @@ class StepInterception:
         step.stands_in_for = vars(optimizer).get("step")  # type: ignore[attr-defined]
         if hasattr(real, _SCHEDULED):
             setattr(step, _SCHEDULED, True)
-        self._replace(optimizer, MethodType(step, optimizer))
+        self._replace_step(optimizer, MethodType(step, optimizer))
 
     def _stand_in_for_scaler(
         self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
@@ -111,12 +111,12 @@ class StepInterception:
             index = position.get(id(optimizer))
             ours = not (self._inside or self._closed or is_stepped(scaler, optimizer))
             if ours and index is not None:
-                return self._call(index, args, kwargs)
+                return self._intercept_step(index, args, kwargs)
             return real(optimizer, *args, **kwargs)
 
-        self._replace(scaler, step)
+        self._replace_step(scaler, step)
 
-    def _replace(self, owner: Any, ours: Callable[..., Any]) -> None:
+    def _replace_step(self, owner: Any, ours: Callable[..., Any]) -> None:
         before = vars(owner).get("step")
 
         def put_back() -> None:
@@ -128,12 +128,12 @@ class StepInterception:
         owner.step = ours
         self._undo.append(put_back)
 
-    def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _intercept_step(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         present = [value for value in (*args, *kwargs.values()) if value is not None]
         if self.runs_closures and len(present) == 1 and callable(present[0]):
             with torch.enable_grad():
                 result = present[0]()
-            self._call(index, (), {})
+            self._intercept_step(index, (), {})
             return result
         if present:
             raise UsageError(

@@ -214,7 +214,7 @@ class Hooks:
         others = {plain(optimizer) for optimizer in accelerator._optimizers}
         # With unguarded optimizers, a loss may belong to one of them.
         self._learns_loss = others <= set(self._optimizers)
-        replace(attached, accelerator, "backward", self._backward)
+        replace(attached, accelerator, "backward", self._wrap_backward)
         replace(attached, accelerator, "clip_grad_norm_", self._clip_grad_norm)
         replace(attached, accelerator, "clip_grad_value_", self._clip_grad_value)
         scaler = accelerator.scaler
@@ -226,7 +226,7 @@ class Hooks:
 
     # --------------------------------------------------------------------------- the losses
 
-    def _backward(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             result = real(loss, *args, **kwargs)
             self._sees_backward = True
@@ -274,7 +274,7 @@ class Hooks:
 
     def _before_clip(self, clipped: list[Tensor], max_norm: float | None) -> None:
         """Judge the gradients if the loop clips all of them after the step's last backward."""
-        attached, owned = self._attached, self._owned()
+        attached, owned = self._attached, self._trainable_param_ids()
         if self._owns_clip:
             self._refuse_clip()
             return
@@ -293,7 +293,7 @@ class Hooks:
         self.give_loss()
         attached.before_clip(max_norm)
 
-    def _owned(self) -> set[int]:
+    def _trainable_param_ids(self) -> set[int]:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
@@ -344,15 +344,15 @@ class _Loop:
         self._accelerator = accelerator
         self._state_file = state_file
         self._attached = attached
-        replace(attached, accelerator, "log", self._log)
+        replace(attached, accelerator, "log", self._wrap_log)
         replace(attached, accelerator, "end_training", self._end_training)
         for register, hook in (
-            (accelerator.register_save_state_pre_hook, self._save),
+            (accelerator.register_save_state_pre_hook, self._write_state_file),
             (accelerator.register_load_state_pre_hook, self._load),
         ):
             attached.when_closed(register(hook).remove)
 
-    def _log(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_log(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             if self._accelerator.is_main_process:
                 observe(self._attached, values)
@@ -369,7 +369,7 @@ class _Loop:
 
         return end_training
 
-    def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
+    def _write_state_file(self, _models: Any, _weights: Any, output_dir: str) -> None:
         if self._accelerator.is_main_process:
             with self._attached._run.faults.fail_open("save_state"):
                 state = json.dumps(self._attached.state_dict())

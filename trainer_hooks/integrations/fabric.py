@@ -61,7 +61,7 @@ def attach(
         TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
     _require(fabric)
-    _refuse(fabric, loss_divisor)
+    _check_fabric_supported(fabric, loss_divisor)
     bare = [getattr(optimizer, "optimizer", optimizer) for optimizer in as_list(optimizers)]
     attached = trainer_hooks.attach(
         getattr(model, "_forward_module", model),
@@ -87,7 +87,7 @@ def _require(fabric: Any) -> None:
     require((present or named)[0], "2.4", extra="lightning")
 
 
-def _refuse(fabric: Any, loss_divisor: float) -> None:
+def _check_fabric_supported(fabric: Any, loss_divisor: float) -> None:
     for name in (kind.__name__ for kind in type(fabric.strategy).__mro__):
         if name in ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy"):
             raise UsageError(

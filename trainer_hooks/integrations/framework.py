@@ -57,7 +57,7 @@ def require(distribution: str, oldest: str, *, extra: str) -> None:
         installed = version(distribution)
     except PackageNotFoundError:
         raise MissingDependencyError(f"{distribution} is not installed", hint=hint) from None
-    if _numbers(installed) < _numbers(oldest):
+    if _parse_version(installed) < _parse_version(oldest):
         raise MissingDependencyError(
             f"{distribution} is {installed}; at least {oldest} is needed", hint=hint
         )
@@ -80,5 +80,5 @@ def replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
     attached.when_closed(put_back)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

@@ -68,7 +68,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
                 do.
             TrainingHalted: the escalation policy halted this run, and no operator resumed it.
         """
-        self._end("failed", "another training started before this one ended")
+        self._end_run("failed", "another training started before this one ended")
         self._refuse_copy()
         options = Options(**self._options)
         options.setdefault("run", args.run_name)
@@ -125,9 +125,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
         Raises:
             TrainingHalted: the last step, whose numbers arrive only now, halts the run.
         """
-        self._end("finished", "")
+        self._end_run("finished", "")
 
-    def _end(self, how: EndState, reason: str) -> None:
+    def _end_run(self, how: EndState, reason: str) -> None:
         attached, self.attached, self._hooks = self.attached, None, None
         if isinstance(attached, Attached):
             attached.end(how, reason)
@@ -146,7 +146,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         logged = dict(logs or {})
         if any(name.startswith("eval_") for name in logged):
             logged.pop("epoch", None)  # Vitals records the epoch itself
-        named = {_metric(name): value for name, value in logged.items()}
+        named = {_metric_name(name): value for name, value in logged.items()}
         accelerate.observe(self.attached, named)
 
 
@@ -171,5 +171,5 @@ class _Probed:
             return real(model, inputs).mean()
 
 
-def _metric(name: str) -> str:
+def _metric_name(name: str) -> str:
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else name

@@ -123,21 +123,21 @@ class VitalsCallback(_Callback):
         Raises:
             TrainingHalted: the last step, whose numbers arrive only now, halts the run.
         """
-        self._end(lambda attached: attached.end("finished", ""))
+        self._end_run(lambda attached: attached.end("finished", ""))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run as failed or interrupted; the exception propagates."""
         if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
             with suppress(TrainingHalted):
-                self._end(lambda attached: attached.end("interrupted", "SIGTERM"))
+                self._end_run(lambda attached: attached.end("interrupted", "SIGTERM"))
             return
-        self._end(lambda attached: attached.__exit__(type(exception), exception, None))
+        self._end_run(lambda attached: attached.__exit__(type(exception), exception, None))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End a run that is still open, for example after a tuner."""
         self.on_train_end(trainer, pl_module)
 
-    def _end(self, how: Any) -> None:
+    def _end_run(self, how: Any) -> None:
         attached, guards, self._guards = self.attached, self._guards, False
         if attached is None or not guards:
             return

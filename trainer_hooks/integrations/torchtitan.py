@@ -51,7 +51,7 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
         UsageError: this trainer cannot be guarded; the message says why.
         TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
-    _require()
+    _require_torchtitan()
     _refuse(trainer)
     attached = trainer_hooks.attach(trainer.model_parts[0], list(trainer.optimizers), **options)
     if isinstance(attached, Attached):  # otherwise it is off
@@ -59,7 +59,7 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     return attached
 
 
-def _require() -> None:
+def _require_torchtitan() -> None:
     try:
         version("torchtitan")
     except PackageNotFoundError:

@@ -202,7 +202,7 @@ class ZeroTwo(Holder):
             rank = dist.get_rank(zero.real_dp_process_group[i])
             averaged = zero.averaged_gradients.get(i)
             grads = [g for g in averaged or () if not getattr(g, "_zero_padding", False)]
-            flat, index = zero.single_partition_of_fp32_groups[i], self._indices(i)
+            flat, index = zero.single_partition_of_fp32_groups[i], self._index_by_param_id(i)
             for n, param in enumerate(params):
                 of_param = zero.get_param_id(param)
                 begin = zero.grad_start_offset[i][rank][of_param]
@@ -212,7 +212,7 @@ class ZeroTwo(Holder):
                 grad = grads[n] if n < len(grads) else None
                 yield ParamPartition(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
 
-    def _indices(self, group: int) -> dict[int, int]:
+    def _index_by_param_id(self, group: int) -> dict[int, int]:
         """Return the position in a parameter group by ``id`` of the parameter."""
         return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
 
@@ -228,13 +228,13 @@ class ZeroThree(Holder):
 
     def everything(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
-        return [name for name, _, _, _ in self._params()]
+        return [name for name, _, _, _ in self._trainable_params()]
 
     def partitions(self) -> Iterator[ParamPartition]:
         """Yield this rank's piece of each parameter, without padding."""
         zero = self.zero
         rank = dist.get_rank(zero.dp_process_group)
-        for name, i, j, param in self._params():
+        for name, i, j, param in self._trainable_params():
             averaged = zero.averaged_gradients.get(i)
             size = param.partition_numel()
             real = min(size, max(0, param.ds_numel - rank * size))
@@ -243,7 +243,7 @@ class ZeroThree(Holder):
             grad = None if averaged is None else averaged[j].reshape(-1).narrow(0, 0, real)
             yield ParamPartition(name, (rank * size,), grad, weight)
 
-    def _params(self) -> Iterator[tuple[str, int, int, Any]]:
+    def _trainable_params(self) -> Iterator[tuple[str, int, int, Any]]:
         for i, group in enumerate(self.zero.fp16_groups):
             for j, param in enumerate(group):
                 if param.requires_grad:

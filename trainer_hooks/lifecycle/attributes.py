@@ -93,7 +93,7 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
     """
     flattened: dict[str, Plain] = {}
     num_characters = 0
-    for name, value in _pairs(config, "", 0):
+    for name, value in _flatten_config(config, "", 0):
         num_characters += len(name) + len(str(value))
         if num_characters > _MAX_CHARACTERS:
             flattened["..."] = "more settings were left out"
@@ -102,13 +102,13 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
     return flattened
 
 
-def _pairs(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
+def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
     for key, value in fields_of(config) or ():
         name = _text(f"{prefix}{key}")
         if is_secret(key, value):
             yield name, REDACTED
         elif depth < _MAX_DEPTH and fields_of(value) is not None:
-            yield from _pairs(value, f"{name}.", depth + 1)
+            yield from _flatten_config(value, f"{name}.", depth + 1)
         elif value is None or isinstance(value, bool):
             yield name, value
         elif isinstance(value, float):  # including NumPy's float64

@@ -31,7 +31,7 @@ from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.recovery.replicas import NO_ORDER
-from trainer_hooks.repro.capsule import Autocast, Content, Surroundings
+from trainer_hooks.repro.capsule import Autocast, CapsuleContext, Content
 from trainer_hooks.repro.data_writer import BadStep, DataWriter
 from trainer_hooks.step.context import RunContext
 from trainvitals.errors import UsageError
@@ -173,7 +173,7 @@ class DataPosition:
                 not an iterable, or ``epochs`` not a whole number; or an iterator is to be used for
                 several epochs.
         """
-        _check(after_rollback, sample_ids, probe)
+        _validate_arguments(after_rollback, sample_ids, probe)
         _check_loader(loader, epochs)
         outer, handed_out = None, HandedOut()
         if self._stream is not None and not self._stream.ended:
@@ -214,9 +214,11 @@ class DataPosition:
                 with self._run.faults.fail_open("capsule.hooks"):
                     surroundings.open()
                     self._ledger.surroundings = surroundings
-        return self._iterated(stream, outer)
+        return self._iterate_stream(stream, outer)
 
-    def _iterated(self, stream: Batches, outer: tuple[Batches, HandedOut] | None) -> Iterator[Any]:
+    def _iterate_stream(
+        self, stream: Batches, outer: tuple[Batches, HandedOut] | None
+    ) -> Iterator[Any]:
         try:
             schedules = self._schedules if outer is None else None
             yield from stream if schedules is None else schedules.over(stream)
@@ -298,7 +300,7 @@ class DataPosition:
             "grad_norm_limit": record.grad_norm_limit,
             "checkpoints": [{"id": r.id, "step": r.step, "where": r.where} for r in before[-4:]],
             "checkpoint_dir": "" if recovery is None else str(recovery.settings.directory),
-            **surroundings.facts(),
+            **surroundings.describe_state(),
         }
 
     # ------------------------------------------------------------------------------- a rollback
@@ -377,7 +379,7 @@ class DataPosition:
             self._run.surroundings.close()
 
 
-def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
+def _validate_arguments(after_rollback: str, sample_ids: object, probe: object) -> None:
     if probe is not None and not callable(probe):
         raise UsageError(
             f"probe is {name_type(probe)}; it must be a function",
@@ -469,7 +471,7 @@ class DataLedger:
         """If set, the ids of every step are written to a file; True writes the dataset indices."""
         self.keep_batches = False
         """Whether a repro capsule is written for a bad step."""
-        self.surroundings: Surroundings | None = None
+        self.surroundings: CapsuleContext | None = None
         self._good: Any = None
         """First batch of the latest step that was not bad."""
 
@@ -495,7 +497,7 @@ class DataLedger:
                     break
                 old.loaded_batches = []
             if self.sample_ids:
-                self._write(self._steps[step])
+                self._enqueue_sample_ids(self._steps[step])
 
     def _ids(self, batch: LoadedBatch) -> Sequence[Any] | None:
         """Return the batch's ids. A user function runs now: the loop may modify the batch."""
@@ -505,7 +507,7 @@ class DataLedger:
             return None
         return batch.indices
 
-    def _write(self, entry: _StepBatches) -> None:
+    def _enqueue_sample_ids(self, entry: _StepBatches) -> None:
         if all(ids is None for ids in entry.ids):
             return
         first = entry.batches[0].position
@@ -536,11 +538,11 @@ class DataLedger:
                 return
             kept_batches, entry.loaded_batches = entry.loaded_batches, []
             if bad:
-                self._tell(entry, kept_batches, facts)
+                self._report_batches(entry, kept_batches, facts)
             elif kept_batches:
                 self._good = kept_batches[0].content
 
-    def _tell(
+    def _report_batches(
         self, entry: _StepBatches, kept_batches: list[LoadedBatch], facts: dict[str, Any] | None
     ) -> None:
         first, file = entry.batches[0].position, ""

@@ -178,14 +178,14 @@ class Loop:
         numbers: tuple[Tensor | float | None, Tensor | float | None] = (when, value)
         if self._step == self._first_step:
             refuse_alert(name, level)
-            numbers = self._plain(when, value)
+            numbers = self._to_plain_numbers(when, value)
         with faults.fail_open("alert"):
             if wrong := wrong_level(level):
                 # The call may be for a rare event, so raise the alert anyway.
                 faults.count("alert", UsageError(f"alert {name!r}: {wrong}; it is notify now"))
                 level = "notify"
             refuse_alert(name, level)
-            holds, number = self._plain(*numbers)
+            holds, number = self._to_plain_numbers(*numbers)
             self._run.features[UserAlertsFeature].alerts().call(
                 name,
                 holds,
@@ -196,7 +196,7 @@ class Loop:
                 attempt=self.attempt,
             )
 
-    def _plain(
+    def _to_plain_numbers(
         self, when: Tensor | float | None, value: Tensor | float | None
     ) -> tuple[Tensor | float | None, Tensor | float | None]:
         plain = self._parts.plain

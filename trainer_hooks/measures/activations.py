@@ -73,7 +73,8 @@ class Activations:
         shape = (len(self.names), len(Activation._fields))
         self._figures = torch.full(shape, _NOT_MEASURED, dtype=torch.float64, device=device)
         self._handles = [
-            module.register_forward_hook(self._hook(i)) for i, module in enumerate(modules.values())
+            module.register_forward_hook(self._make_forward_hook(i))
+            for i, module in enumerate(modules.values())
         ]
 
     @property
@@ -108,7 +109,7 @@ class Activations:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _make_forward_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
             if not self._sampled or index in self._seen or not module.training:
                 return

@@ -415,7 +415,7 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._seen = [_plain(group) for group in self._groups]
+        self._seen = [_group_settings(group) for group in self._groups]
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def take_changes(self) -> list[Change]:
@@ -432,7 +432,7 @@ class GroupSettings:
         return changes
 
 
-def _plain(group: dict[str, Any]) -> dict[str, object]:
+def _group_settings(group: dict[str, Any]) -> dict[str, object]:
     return {k: v for k, v in group.items() if k not in _NOT_SETTINGS and _is_plain(v)}
 
 

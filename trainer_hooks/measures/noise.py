@@ -178,10 +178,10 @@ class OwnGradients:
                 f"SignalSettings.{setting}: DDP and the optimizers hold other parameters",
                 hint="turn requires_grad off for what is not trained, before DDP is made",
             )
-        return cls._hooked(ddp, cls(norms.device, faults), setting)
+        return cls._register_comm_hook(ddp, cls(norms.device, faults), setting)
 
     @classmethod
-    def _hooked(
+    def _register_comm_hook(
         cls, ddp: DistributedDataParallel, gradients: "OwnGradients", setting: str
     ) -> "OwnGradients":
         for hook, state in ddp._comm_hooks:

@@ -94,7 +94,7 @@ class OutsideWrites:
     def keep(self) -> None:
         """Compute the sums with which the next step is compared; call after the update."""
         self._after = None
-        self._after = self._sums()
+        self._after = self._weight_and_moment_sums()
 
     def forget(self) -> None:
         """Discard the sums: the parameters were restored since."""
@@ -105,11 +105,11 @@ class OutsideWrites:
         after, self._after = self._after, None
         if after is None:
             return None
-        weights, moments = map(_relative_change, after, self._sums())
+        weights, moments = map(_relative_change, after, self._weight_and_moment_sums())
         return weights * self._norms.share, moments * self._norms.share
 
     @torch.no_grad()
-    def _sums(self) -> tuple[Tensor, Tensor]:
+    def _weight_and_moment_sums(self) -> tuple[Tensor, Tensor]:
         norms = self._norms
         weights = self._weights.of(norms.local_parameters(), norms.device)
         owners: list[int] = []
@@ -219,7 +219,7 @@ class Sampler:
 
     @property
     def _end_of_activations(self) -> int:
-        return self._end_of_writes + len(self.activation_names)
+        return self._end_of_writes + len(self.measured_modules)
 
     @property
     def _end_of_squares(self) -> int:
@@ -237,7 +237,7 @@ class Sampler:
         return of_activations + self.settings.noise_scale + self.settings.reduction
 
     @property
-    def activation_names(self) -> tuple[str, ...]:
+    def measured_modules(self) -> tuple[str, ...]:
         """Modules whose output is measured."""
         return () if self._activations is None else self._activations.names
 
@@ -304,7 +304,7 @@ class Sampler:
         numbers += [self._came_out] if self.settings.reduction else []
         return tuple(numbers)
 
-    def forget(self) -> None:
+    def discard_copies(self) -> None:
         """Discard the copies of parameters that updates are measured against, after a restore."""
         for part in (self._updates, self._writes):
             if part is not None:
@@ -335,7 +335,7 @@ class Sampler:
         squares, n = summed[_HEAD : self._end_of_squares], self._num_params
         changes = summed[self._end_of_squares : self._end_of_writes]
         nonfinite = summed[self._end_of_writes : self._end_of_activations]
-        for name, num in zip(self.activation_names, nonfinite, strict=True):
+        for name, num in zip(self.measured_modules, nonfinite, strict=True):
             measured = activations.get(name)
             if num and measured is not None and math.isfinite(measured.rms):
                 # Not finite on another rank, whose values are not read here.

@@ -66,10 +66,10 @@ class Timeline:
         seconds_by_section: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
         before = self.begin
         for section, instant in self.marks:
-            seconds_by_section[section] += _between(before, instant)
+            seconds_by_section[section] += _seconds_between(before, instant)
             before = instant
         for section, began, ended in self.waits:
-            waited = _between(began, ended)
+            waited = _seconds_between(began, ended)
             seconds_by_section[section] -= waited
             seconds_by_section["gradient_wait"] += waited
         for aside, nanoseconds in self.asides.items():
@@ -78,10 +78,10 @@ class Timeline:
 
     def since(self, instant: Instant) -> float | None:
         """Return the device seconds from ``instant`` to the end of the step; None on the CPU."""
-        return None if self.end is None else _between(instant, self.end)
+        return None if self.end is None else _seconds_between(instant, self.end)
 
 
-def _between(begin: Instant, end: Instant) -> float:
+def _seconds_between(begin: Instant, end: Instant) -> float:
     if isinstance(begin, int):
         return float(end - begin) / 1e9
     milliseconds: float = begin.elapsed_time(end)
@@ -111,13 +111,15 @@ class Sections:
         self._has_begun = False
         self._was_backward = False
         self._section: Section = "before_forward"
-        self._drop()
+        self._reset_marks()
         self._queue = _RunQueue()
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
         for wrapper in wrappers:
             # Before FSDP's own hook, which gathers, and after those that register backward hooks.
-            pre = wrapper.register_forward_pre_hook(ModuleHook(self._forward), prepend=True)
+            pre = wrapper.register_forward_pre_hook(
+                ModuleHook(self._mark_forward_start), prepend=True
+            )
             self._handles += [pre, wrapper.register_forward_hook(ModuleHook(self._forwarded))]
             for group in _parameter_groups(wrapper):
                 for name in _WAITING_METHODS:
@@ -138,7 +140,7 @@ class Sections:
 
     def start_step(self, now_ns: int) -> None:
         """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
-        self._drop()
+        self._reset_marks()
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
@@ -167,9 +169,9 @@ class Sections:
 
     def forget(self) -> None:
         """Discard the current step: it is not an ordinary one."""
-        self._drop()
+        self._reset_marks()
 
-    def _drop(self) -> None:
+    def _reset_marks(self) -> None:
         self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"
@@ -186,7 +188,7 @@ class Sections:
                 self._marks.append((self._section, self._now()))
         self._section = following
 
-    def _forward(self, *_: Any) -> None:
+    def _mark_forward_start(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_in_backward:
             self._end("forward")
 
@@ -203,16 +205,16 @@ class Sections:
         if self._is_in_backward or torch.compiler.is_compiling():
             return
         with self._faults.fail_open("sections"):
-            Variable._execution_engine.queue_callback(self._computed)
+            Variable._execution_engine.queue_callback(self._mark_backward_computed)
             self._is_in_backward = True
             self._end("backward")
 
-    def _computed(self) -> None:
+    def _mark_backward_computed(self) -> None:
         self._end("gradient_wait")
         with self._faults.fail_open("sections"):
-            Variable._execution_engine.queue_callback(self._received)
+            Variable._execution_engine.queue_callback(self._mark_gradients_received)
 
-    def _received(self) -> None:
+    def _mark_gradients_received(self) -> None:
         self._end("after_backward")
         self._was_backward, self._is_in_backward = True, False
 

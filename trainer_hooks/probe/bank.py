@@ -62,7 +62,7 @@ def copied(value: Any, room: int) -> tuple[Any, int]:
 
     def leaf(data: Any) -> Any:
         nonlocal size
-        size += _bytes(data)
+        size += _num_bytes(data)
         if size > room:
             raise TooLargeError(f"a batch of more than {room} bytes")
         return _on_host(data)
@@ -80,7 +80,7 @@ def same_content(left: Any, right: Any) -> bool:
     ours, theirs = _leaves(left), _leaves(right)
     if not ours and not theirs:
         return bool(left == right)
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_is_equal_data, ours, theirs))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -94,14 +94,14 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def _same(left: Any, right: Any) -> bool:
+def _is_equal_data(left: Any, right: Any) -> bool:
     left, right = (d.tensor if isinstance(d, OnHost) else d for d in (left, right))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.layout == right.layout == torch.strided and torch.equal(left, right)
     return type(left) is type(right) and left.tobytes() == right.tobytes()
 
 
-def _bytes(data: Any) -> int:
+def _num_bytes(data: Any) -> int:
     if isinstance(data, Tensor):
         return data.numel() * data.element_size()
     return int(data.nbytes)

@@ -49,7 +49,7 @@ def isolated_forward(
     everything = {id(p): p for p in (*model.parameters(), *tensors.values())}
     with ExitStack() as undo:
         undo.callback(restore_rng, capture_rng())
-        undo.callback(_put_back_attributes, [(m, _plain(m)) for m in modules])
+        undo.callback(_put_back_attributes, [(m, _plain_attributes(m)) for m in modules])
         outside = [p for key, p in everything.items() if key not in tensors]
         undo.callback(_put_back_tensors, _buffers(modules), _copies(outside))
         gradients = [(p, p.grad, p.requires_grad) for p in everything.values()]
@@ -108,7 +108,7 @@ def _is_ours(module: nn.Module) -> bool:
     return not wrapper and not hasattr(module, "_handle")
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     if not _is_ours(module):
         return {"training": module.training}
     return {name: v for name, v in vars(module).items() if isinstance(v, _PLAIN)}
@@ -117,7 +117,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     for module, attributes in before:
         module_vars = vars(module)
-        for name in _plain(module).keys() - attributes.keys():
+        for name in _plain_attributes(module).keys() - attributes.keys():
             del module_vars[name]
         module_vars.update(attributes)
 
@@ -204,7 +204,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
     groups = [g for state in states for g in _groups(state)]
     orders = [(g, list(g._post_forward_indices)) for g in groups]
-    lists = {id(o): (o, list(o)) for g in groups if (o := _order(g)) is not None}
+    lists = {id(o): (o, list(o)) for g in groups if (o := _post_forward_order(g)) is not None}
     try:
         yield
     finally:
@@ -231,7 +231,7 @@ def _groups(state: Any) -> list[Any]:
     return [] if group is None else [group]
 
 
-def _order(group: Any) -> Any:
+def _post_forward_order(group: Any) -> Any:
     return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
 
 

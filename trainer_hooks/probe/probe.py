@@ -142,7 +142,7 @@ class Probe:
         self.bank.clear()
         self._earlier = None
         if self._ranks.rank:  # rank 0 reports after all have switched off
-            self._tell(
+            self._emit_note(
                 "probe_off",
                 f"rank {self._ranks.rank} keeps no batches: {reason}",
                 "warning",
@@ -207,9 +207,9 @@ class Probe:
             self._try_again("no step has a kept batch on every rank")
             return
         assert saved is not None and earlier is not None and loss is not None, "just looked at"
-        self._judge(saved, earlier, fewest, loss)
+        self._verify_probe(saved, earlier, fewest, loss)
 
-    def _judge(
+    def _verify_probe(
         self, saved: BankedBatches, earlier: BankedBatches, fewest: tuple[int, int], loss: float
     ) -> None:
         now, before = saved.batches[: fewest[0]], earlier.batches[: fewest[1]]
@@ -236,7 +236,7 @@ class Probe:
         self.is_on = True
         self._earlier = None
         expected = self.bank.expected_bytes() / (1 << 20)
-        self._tell(
+        self._emit_note(
             "probe_bank",
             f"the probe is on: loss_of gave {results[0].loss:.6g} where step {saved.step} saw "
             f"{loss:.6g} on rank {self._ranks.rank}; each rank keeps batches of past steps, up to "
@@ -257,11 +257,13 @@ class Probe:
         Call on all ranks after the update, the schedulers and ``zero_grad``.
         """
         if not self.is_on:
-            return _nothing("the probe is off")
+            return _empty_probe_result("the probe is off")
         everywhere = self._ranks.gather(self.bank.num_batches())
         near, far = _select_batches(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
-            return _nothing(f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}")
+            return _empty_probe_result(
+                f"{len(near)} kept steps are 16 to 100 before step {ask.onset_step}"
+            )
         # Use the same number of batches on each rank: a forward may contain collectives.
         fewest = [(step, min(saved[step] for saved in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self.bank[step], self.bank[step].batches[:n]) for step, n in fewest]
@@ -269,12 +271,12 @@ class Probe:
         tasks[latest] = tasks[latest]._replace(with_gradient=True)
         results = self._forwards(tasks)
         if results is None:
-            return _nothing("the probe failed and is now off")
+            return _empty_probe_result("the probe failed and is now off")
         numbers = [(r.loss, t.banked.loss) for r, t in zip(results, tasks, strict=True)]
         everything = self._ranks.gather((numbers, results[latest].has_gradient))
         now, then = _means([numbers for numbers, _ in everything])
         bad_ranks = [rank for rank, (_, has_gradient) in enumerate(everything) if not has_gradient]
-        return _reading(ask, near, far, now, then, bad_ranks)
+        return _build_probe_result(ask, near, far, now, then, bad_ranks)
 
     # ---------------------------------------------------------------------------- its forwards
 
@@ -285,7 +287,7 @@ class Probe:
         with meeting.at_each_forward(self._model):
             for task in tasks:
                 try:
-                    results.append(self._losses(task))
+                    results.append(self._evaluate_task(task))
                 except _EvaluationAbortedError:
                     break
                 except Exception as error:  # noqa: BLE001 - user function; the error is reported below
@@ -301,7 +303,7 @@ class Probe:
         self._switch_off(f"loss_of {reason}" if rank >= 0 else reason, rank)
         return None
 
-    def _losses(self, task: _Task) -> _TaskResult:
+    def _evaluate_task(self, task: _Task) -> _TaskResult:
         losses = []
         has_gradient = True
         for i, batch in enumerate(task.batches):
@@ -354,9 +356,11 @@ class Probe:
         self.close()
         where = f" on rank {rank}" if rank >= 0 and self._ranks.world_size > 1 else ""
         if self._ranks.rank == 0:
-            self._tell("probe_off", f"the probe is off: {reason}{where}", "warning")
+            self._emit_note("probe_off", f"the probe is off: {reason}{where}", "warning")
 
-    def _tell(self, code: str, text: str, severity: Literal["info", "warning"] = "info") -> None:
+    def _emit_note(
+        self, code: str, text: str, severity: Literal["info", "warning"] = "info"
+    ) -> None:
         if self._ranks.rank == 0 or code == "probe_off":
             event = Note(code=code, text=text, severity=severity)
             self._emitter.event(event, step=self._next_step, attempt=self._attempt)
@@ -509,7 +513,7 @@ def _means(
     return now, then
 
 
-def _reading(
+def _build_probe_result(
     ask: Ask,
     near: list[int],
     far: list[int],
@@ -542,7 +546,7 @@ def _median(losses: Sequence[float]) -> float:
     return statistics.median(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
-def _nothing(detail: str) -> ProbeResult:
+def _empty_probe_result(detail: str) -> ProbeResult:
     return ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail=detail)
 
 

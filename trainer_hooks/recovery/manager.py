@@ -175,7 +175,7 @@ class _Slot:
                 if is_replica(k) and can_be_shared(t) and (self._pinned or t.device.type == "cpu")
             }
         unshared = {k: t for k, t in live.items() if k not in shared}
-        targets = {k: self._buffer(k, t) for k, t in unshared.items()}
+        targets = {k: self._get_or_create_buffer(k, t) for k, t in unshared.items()}
         # Numbered after the shared units: each has a different weight.
         units = {key: (1 << 20) + i for i, key in enumerate(filter(is_compared, unshared))}
         pairs = [
@@ -197,7 +197,7 @@ class _Slot:
 
     def fill(self) -> CopyCheck:
         """Copy, and return the results of the checks."""
-        self._begin()
+        self._mark_incomplete()
         if self._plan is None:
             self._plan = CopyPlan(self.pairs)
         return self._mixed(self._plan.run())
@@ -219,7 +219,7 @@ class _Slot:
             The number of non-finite tensors among those that must be finite, the fingerprint of the
             replicas, and a marker of the end of the copy.
         """
-        self._begin()
+        self._mark_incomplete()
         # Not kept until the next snapshot: that would keep device memory of replaced tensors.
         pairs, self.pairs, self._signature = self.pairs, [], []
         early = {k: t for k, t in live.items() if k.startswith("buffer.")}
@@ -241,7 +241,7 @@ class _Slot:
         self._copied = partial(side.join, end)
         return wrong, fingerprint, end
 
-    def _begin(self) -> None:
+    def _mark_incomplete(self) -> None:
         if self.region is not None:
             self.region.mark_incomplete(self.generation)
 
@@ -251,7 +251,7 @@ class _Slot:
         mixed = copied.fingerprint + (number << 58) + (self._layout_digest << 24) + self.generation
         return copied._replace(fingerprint=mixed)
 
-    def _buffer(self, key: str, tensor: Tensor) -> Tensor:
+    def _get_or_create_buffer(self, key: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or Spec.of(buffer) != Spec.of(tensor):
             buffer = None if self._block is None else self._block.take(tensor)
@@ -426,9 +426,9 @@ class SnapshotRing:
         self.may_lend = free is None or needed + one_more <= free // 2
         if free is not None and needed > free // 2:
             raise CheckpointError(
-                f"snapshots need {_gib(needed)} on this node ({self.describe_slots()}, "
+                f"snapshots need {_format_gib(needed)} on this node ({self.describe_slots()}, "
                 f"{humanize_count(ranks_on_node, 'rank')}); half of the memory left to the job is "
-                f"{_gib(free // 2)}",
+                f"{_format_gib(free // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
@@ -465,12 +465,12 @@ class SnapshotRing:
         """
         name = f"memory-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta or {}, trusted=trusted)
-        self._drop([e for e in self._entries if e.id == name], "taken again")
+        self._drop_snapshots([e for e in self._entries if e.id == name], "taken again")
         while len(self._entries) >= self.num_slots:
             self._evict()
         self._entries.append(entry)
         self._last_taken = step
-        self._note(entry)
+        self._record_change(entry)
         self._fingerprint = None
         try:
             wrong, self._fingerprint = self._copy(entry, self._free_slot())
@@ -538,7 +538,8 @@ class SnapshotRing:
         if free_bytes is not None and needed > free_bytes // 2:
             raise CheckpointError(
                 f"a copy for each of {humanize_count(self._ranks_on_node, 'rank')} needs "
-                f"{_gib(needed)}; half of the memory left to the job is {_gib(free_bytes // 2)}"
+                f"{_format_gib(needed)}; half of the memory left to the job is "
+                f"{_format_gib(free_bytes // 2)}"
             )
         self.slots = [*remaining_slots, _Slot(pinned=self._pinned)]
 
@@ -641,11 +642,11 @@ class SnapshotRing:
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
                 self._last_bad = entry
-                self._drop([entry], entry.failure or why, "bad")
+                self._drop_snapshots([entry], entry.failure or why, "bad")
             else:
                 assert entry._slot is not None, "the ranks agreed on a snapshot that is not there"
                 entry.state = "healthy" if entry.trusted else "verified"
-                self._note(entry)
+                self._record_change(entry)
 
     def accept(self, names: Sequence[str]) -> bool:
         """See ``RecoveryManager.accept``."""
@@ -695,30 +696,30 @@ class SnapshotRing:
                 last_unhealthy_step=last_unhealthy_step,
             ):
                 entry.state = "healthy"
-                self._note(entry)
+                self._record_change(entry)
                 proven.append(entry)
         return proven
 
     def forget(self, detail: str) -> None:
         """Discard every snapshot: the loop has loaded another state."""
-        self._drop(list(self._entries), detail, "retired")
+        self._drop_snapshots(list(self._entries), detail, "retired")
 
     def _evict(self) -> None:
         protected = self.newest_healthy()
         victim = next(e for e in self._entries if e is not protected)
-        self._drop([victim], "made room", "retired")
+        self._drop_snapshots([victim], "made room", "retired")
 
-    def _drop(
+    def _drop_snapshots(
         self, entries: list[Snapshot], detail: str, state: CheckpointState = "retired"
     ) -> None:
         for entry in entries:
             self._entries.remove(entry)
             entry.state = state
-            self._note(entry, detail)
+            self._record_change(entry, detail)
             if entry._slot is not None:
                 entry._slot.owned = False
 
-    def _note(self, entry: Snapshot, detail: str = "") -> None:
+    def _record_change(self, entry: Snapshot, detail: str = "") -> None:
         self._changes.append(
             CheckpointChanged(
                 checkpoint_id=entry.id,
@@ -775,17 +776,19 @@ class SnapshotRing:
         self._state.load_host_state(entry.host)
         if self.side is not None:
             self.side.drain()
-        self._drop(self._entries[self._entries.index(entry) + 1 :], "newer than a rollback")
+        self._drop_snapshots(
+            self._entries[self._entries.index(entry) + 1 :], "newer than a rollback"
+        )
         self._last_taken = entry.step
         return Restored(entry.id, entry.step, entry.attempt, entry.meta)
 
     def drop_newer(self, step: int) -> None:
         """Drop snapshots taken after ``step``: the state has been restored from disk instead."""
-        self._drop([e for e in self._entries if e.step > step], "newer than a rollback")
+        self._drop_snapshots([e for e in self._entries if e.step > step], "newer than a rollback")
         self._last_taken = step
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -1023,7 +1026,7 @@ class RecoveryManager:
             )
         self._ring.commit(step, ok=True)
         self._saved_at = step
-        self._say()
+        self._emit_checkpoint_changes()
 
     def _take_now(
         self, step: int, attempt: int, meta: Meta, *, trusted: bool = False
@@ -1190,7 +1193,7 @@ class RecoveryManager:
             self._packs_before_save = self._lag + 1
             self._store.save(newest)
             self._may_be_saving = True
-        self._say()
+        self._emit_checkpoint_changes()
 
     def _is_due(self, steps: int) -> bool:
         if self._is_saving:  # each save holds a slot: another one would starve the ring
@@ -1235,7 +1238,7 @@ class RecoveryManager:
             restored = self._from_disk(target.step, commanded=decision.command_number > 0)
         self._on_disk = tuple(ref for ref in self._on_disk if ref.step <= restored.step)
         self._saved_at = min(self._saved_at, restored.step)
-        self._say()
+        self._emit_checkpoint_changes()
         return restored
 
     def _from_disk(self, latest: int, *, commanded: bool) -> Restored:
@@ -1291,7 +1294,7 @@ class RecoveryManager:
             return ""
         name = self._store.save(last)
         self._store.wait(None)
-        self._say()
+        self._emit_checkpoint_changes()
         return name if (self._store.folder.path / name).is_dir() else ""
 
     def save_alone(self) -> None:
@@ -1306,13 +1309,13 @@ class RecoveryManager:
     def close(self) -> None:
         """Wait for a save in progress, for a limited time."""
         self._store.wait(_CLOSE_SECONDS)
-        self._say()
+        self._emit_checkpoint_changes()
 
     @property
     def _is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
-    def _say(self) -> None:
+    def _emit_checkpoint_changes(self) -> None:
         # Read only if there are changes: this runs in every step.
         stored = self._store.take_changes() if self._store.folder.changes else []
         for change in stored:

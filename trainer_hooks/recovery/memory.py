@@ -13,21 +13,23 @@ def host_memory_left(root: Path = _ROOT) -> int | None:
     the lowest level.
     """
     limits = [
-        free_bytes for free_bytes in (_available(root), *_cgroups(root)) if free_bytes is not None
+        free_bytes
+        for free_bytes in (_available_bytes(root), *_cgroup_free_bytes(root))
+        if free_bytes is not None
     ]
     return max(0, min(limits)) if limits else None
 
 
-def _available(root: Path) -> int | None:
-    for line in _text(root / "proc/meminfo").splitlines():
+def _available_bytes(root: Path) -> int | None:
+    for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroups(root: Path) -> list[int | None]:
+def _cgroup_free_bytes(root: Path) -> list[int | None]:
     limits = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             top = root / "sys/fs/cgroup"
@@ -44,14 +46,14 @@ def _cgroups(root: Path) -> list[int | None]:
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    limit, usage = _read_text(group / limit_name).strip(), _read_text(group / usage_name).strip()
     if not limit.isdigit() or not usage.isdigit():
         return None  # no such file, or "max"
-    stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+    stat = dict(line.split(" ", 1) for line in _read_text(group / "memory.stat").splitlines())
     return int(limit) - int(usage) + int(stat.get(cache_name, 0))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:  # this system has no such file; the other sources are read too

@@ -109,7 +109,7 @@ class Region:
             OSError: there is not enough memory. It is reserved first: a write to missing memory
                 would end the process by SIGBUS.
         """
-        memory = self._mapped(layout.size)
+        memory = self._map_memory(layout.size)
         views = {}
         for key, tensor in tensors.items():
             begin = layout.offsets[key]
@@ -117,7 +117,7 @@ class Region:
             views[key] = raw.view(tensor.dtype).view(tensor.shape)
         return views
 
-    def _mapped(self, size: int) -> Tensor:
+    def _map_memory(self, size: int) -> Tensor:
         if self._bytes is None or self._bytes.numel() < size:
             os.posix_fallocate(self.fd, 0, size)
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
@@ -127,14 +127,14 @@ class Region:
 
     def mark_incomplete(self, generation: int) -> None:
         """Mark this rank's part as being overwritten; call before anything is written."""
-        self._generations()[self.group.index] = generation
+        self._generation_header()[self.group.index] = generation
 
     def holds(self, generation: int) -> bool:
         """Return whether no rank has started to overwrite the data of ``generation``."""
-        return bool((self._generations()[: self.group.count] == generation).all())
+        return bool((self._generation_header()[: self.group.count] == generation).all())
 
-    def _generations(self) -> Tensor:
-        return self._mapped(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
+    def _generation_header(self) -> Tensor:
+        return self._map_memory(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
 
 
 # ------------------------------------------------------------------------- groups that share
@@ -183,7 +183,7 @@ def join_node(
     peers = [rank for rank, other in enumerate(keys) if key and other == key]
     shares = 1 < len(peers) <= _MAX_RANKS
     leads = shares and peers[0] == ranks.rank
-    offers = ranks.gather(_offer(num_regions) if leads else None)
+    offers = ranks.gather(_create_region_offer(num_regions) if leads else None)
     fds, failure = _taken(offers[peers[0]], leads=leads) if shares else (None, "")
     outcomes = ranks.gather(failure)
     failures = {keys[r]: f"rank {r}: {text}" for r, text in enumerate(outcomes) if text}
@@ -204,7 +204,7 @@ class _RegionOffer(NamedTuple):
     failure: str = ""
 
 
-def _offer(count: int) -> _RegionOffer:
+def _create_region_offer(count: int) -> _RegionOffer:
     fds: list[int] = []
     try:
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
@@ -217,7 +217,7 @@ def _offer(count: int) -> _RegionOffer:
         for fd in fds:
             os.close(fd)
         return _RegionOffer(os.getpid(), (), (), f"no shared memory: {error}")
-    return _RegionOffer(os.getpid(), tuple(fds), tuple(map(_identity, fds)))
+    return _RegionOffer(os.getpid(), tuple(fds), tuple(map(_file_identity, fds)))
 
 
 def _taken(offer: _RegionOffer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
@@ -229,7 +229,7 @@ def _taken(offer: _RegionOffer | None, *, leads: bool) -> tuple[Sequence[int] | 
     try:
         for fd, identity in zip(offer.fds, offer.identities, strict=True):
             fds.append(os.open(f"/proc/{offer.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-            if _identity(fds[-1]) != identity:
+            if _file_identity(fds[-1]) != identity:
                 raise OSError(f"/proc/{offer.pid} is another process here")
     except OSError as error:
         for fd in fds:
@@ -238,7 +238,7 @@ def _taken(offer: _RegionOffer | None, *, leads: bool) -> tuple[Sequence[int] | 
     return fds, ""
 
 
-def _identity(fd: int) -> tuple[int, int]:
+def _file_identity(fd: int) -> tuple[int, int]:
     stat = os.fstat(fd)
     return stat.st_dev, stat.st_ino
 

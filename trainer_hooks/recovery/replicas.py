@@ -250,15 +250,16 @@ class Replicas:
         differing = _differing(everyone, self.groups)[0]
         if not differing:
             return False
-        self._drop(differing)
+        self._exclude_keys(differing)
         text = (
-            f"{_listed(differing)} differ between ranks before the first step, so they are not "
+            f"{_format_keys(differing)} differ between ranks before the first step, so they "
+            f"are not "
             "compared: each rank is taken to train its own"
         )
         emitter.note("replicas_not_alike", text, "warning", step=step, attempt=attempt)
         return True
 
-    def _drop(self, keys: Sequence[str]) -> None:
+    def _exclude_keys(self, keys: Sequence[str]) -> None:
         self._dropped |= set(keys)
         self._lay_out()
 
@@ -354,7 +355,7 @@ class Replicas:
         """Allow no further comparisons: this rank may end before the others."""
         self._may_meet = False
 
-    def _together(self) -> Ranks:
+    def _gather_group(self) -> Ranks:
         if self._meeting is None:
             self._meeting = self._ranks.apart()
         return self._meeting
@@ -377,7 +378,7 @@ class Replicas:
         if made_of is not None:
             settings = made_of.settings
             snapshot = None if made_of.snapshot is None else int(made_of.snapshot)
-        everyone = self._together().gather((settings, snapshot))
+        everyone = self._gather_group().gather((settings, snapshot))
         by_settings = vote([s for s, _ in everyone], self.groups)
         was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
         self._settings_differ = bool(by_settings.apart)
@@ -389,7 +390,7 @@ class Replicas:
     def _compare_state(
         self, step: int, by_words: Vote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
-        everyone = self._together().gather(self._fingerprints())
+        everyone = self._gather_group().gather(self._fingerprints())
         differing, by_state = _differing(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
@@ -402,12 +403,13 @@ class Replicas:
             return Difference(kind="state", vote=by_words, text=text)
         untied = self._never_equal(differing, step)
         if untied:
-            self._drop(untied)
+            self._exclude_keys(untied)
             self._apart = tuple(key for key in differing if self.compares(key))
             if not self._apart:
                 self.unresolved = ()
                 text = (
-                    f"{_listed(differing)} differ between ranks since the first steps, so they are "
+                    f"{_format_keys(differing)} differ between ranks since the first steps, "
+                    f"so they are "
                     "not compared: each rank is taken to train its own"
                 )
                 return Difference(kind="untied", vote=by_state, text=text)
@@ -419,7 +421,7 @@ class Replicas:
         is_again = self._is_again = (self._went_back and is_same) or (was_apart and self._is_again)
         self._evidence = _Evidence(at, states, key, elements, values, by_state)
         self._went_back, self._replayed = False, None
-        text = f"{_listed(differing)} on {self._suspects_text(by_state)}"
+        text = f"{_format_keys(differing)} on {self._suspects_text(by_state)}"
         text += _describe_elements(key, elements, values)
         return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
 
@@ -488,15 +490,15 @@ class Replicas:
             self._faults.count("replicas", error)
         chunks = range(0, len(raw), _CHUNK)
         sums = np.array([zlib.crc32(raw[i : i + _CHUNK]) for i in chunks], dtype=np.uint32)
-        everyone = self._together().gather(sums.tobytes())
+        everyone = self._gather_group().gather(sums.tobytes())
         apart = _first_apart(everyone, self.groups)
-        pieces = self._together().gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
+        pieces = self._gather_group().gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
         if not apart or tensor is None or not all(pieces):
             return [], {}
         dtype = tensor.dtype
         rank_group = next((group for group in self.groups if self._ranks.rank in group), ())
         read = {
-            rank: torch.cat([_read(piece, dtype) for piece in pieces[rank]])
+            rank: torch.cat([_tensor_from_bytes(piece, dtype) for piece in pieces[rank]])
             for rank in rank_group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
@@ -543,7 +545,7 @@ class Replicas:
             now = live.view(-1)[torch.tensor(evidence.elements, device=live.device)]
             values = now.to(torch.float64).tolist()
             distances = {
-                rank: _distance(before, values) for rank, before in evidence.values.items()
+                rank: _l1_distance(before, values) for rank, before in evidence.values.items()
             }
             rank = evidence.vote.rank
             how = "the others agreed"
@@ -560,7 +562,7 @@ class Replicas:
             )
             self._replayed = (evidence.step + self.every, ReplicaDiagnosis(rank, text))
 
-    def replayed(self, step: int) -> ReplicaDiagnosis | None:
+    def pop_diagnosis(self, step: int) -> ReplicaDiagnosis | None:
         """Return the diagnosis of a difference between replicas whose steps were replayed, once.
 
         It is returned one full comparison of all parameters after the replay, and None before.
@@ -583,8 +585,9 @@ class Replicas:
         names = _setting_names(self._optimizers)
         apart = [i for i in range(len(here)) if here[i] != there[i]]
         parts = [
-            f"{names[i] if i < len(names) else 'a setting'} is {_number(here[i])} on rank {first} "
-            f"and {_number(there[i])} on rank {usual}"
+            f"{names[i] if i < len(names) else 'a setting'} is {_format_setting(here[i])} on "
+            f"rank {first} "
+            f"and {_format_setting(there[i])} on rank {usual}"
             for i in apart[:_NAMED]
         ]
         return "; ".join(parts)
@@ -682,11 +685,11 @@ def _differing_elements(
     return elements, {r: v[where].to(torch.float64).tolist() for r, v in read.items()}
 
 
-def _read(piece: bytes, dtype: torch.dtype) -> Tensor:
+def _tensor_from_bytes(piece: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(piece), dtype=dtype)
 
 
-def _distance(before: Sequence[float], now: Sequence[float]) -> float:
+def _l1_distance(before: Sequence[float], now: Sequence[float]) -> float:
     total = sum(abs(a - b) for a, b in zip(before, now, strict=True) if a != b)
     return total if math.isfinite(total) else math.inf
 
@@ -696,7 +699,7 @@ def _kind(key: str) -> str:
     return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
 
 
-def _listed(keys: Sequence[str]) -> str:
+def _format_keys(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return ", ".join(keys[:_NAMED]) + more
 
@@ -765,7 +768,7 @@ def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
     return settings
 
 
-def _number(value: float) -> str:
+def _format_setting(value: float) -> str:
     if value in (_NO_CLIP, _AUTO):
         return "none" if value == _NO_CLIP else '"auto"'
     digits = 16 if value.is_integer() else 7

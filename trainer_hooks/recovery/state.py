@@ -248,7 +248,7 @@ class TrainingState:
         for name, stateful in self._extra.items():
             if isinstance(stateful, nn.Module):
                 live |= {f"extra.{name}.{k}": t for k, t in _tensors_of(stateful)}
-        return {key: _local(key, tensor) for key, tensor in live.items()}
+        return {key: _dense_local_tensor(key, tensor) for key, tensor in live.items()}
 
     def host_state(self) -> HostState:
         """Return a deep copy of everything that is not a live tensor; does not wait for a device.
@@ -257,7 +257,7 @@ class TrainingState:
         """
         state = copy.deepcopy(
             {
-                "groups": [[_scalars(g) for g in o.param_groups] for o in self._optimizers],
+                "groups": [[_scalar_settings(g) for g in o.param_groups] for o in self._optimizers],
                 "moments": [self._moment_scalars(i) for i in range(len(self._optimizers))],
                 "schedulers": [s.state_dict() for s in self._schedulers],
                 "scaler": self._scaler_scalars(),
@@ -365,7 +365,7 @@ class TrainingState:
             ):
                 state.clear()
             elif name in state:
-                _local(key, state[name]).zero_()
+                _dense_local_tensor(key, state[name]).zero_()
         for key in [k for k in saved if k not in live and k.startswith("optim.")]:
             self._create_moment(key, saved[key])
         if "scaler.scale" in saved and "scaler.scale" not in live and self._scaler is not None:
@@ -484,22 +484,24 @@ class TrainingState:
         }
         for key in [*saved, *live]:
             if key in saved and key in live and saved[key] != Spec.of(live[key]):
-                _refuse(f"{key} was saved as {saved[key]}; it is {Spec.of(live[key])} now")
+                _raise_mismatch(f"{key} was saved as {saved[key]}; it is {Spec.of(live[key])} now")
             if key not in saved and not key.startswith(lazy):
-                _refuse(f"{key} is not in the checkpoint")
+                _raise_mismatch(f"{key} is not in the checkpoint")
             if key not in live and not key.startswith(lazy):
-                _refuse(f"{key} is in the checkpoint and nowhere in this training")
+                _raise_mismatch(f"{key} is in the checkpoint and nowhere in this training")
             owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
             if owner and owner not in param_names:
-                _refuse(f"{key} belongs to a parameter that no optimizer has now")
+                _raise_mismatch(f"{key} belongs to a parameter that no optimizer has now")
         groups = [len(o.param_groups) for o in self._optimizers]
         if [len(g) for g in host["groups"]] != groups:
-            _refuse("the optimizers have other parameter groups than the checkpoint's")
+            _raise_mismatch("the optimizers have other parameter groups than the checkpoint's")
         if len(host["schedulers"]) != len(self._schedulers):
-            _refuse(f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now")
+            _raise_mismatch(
+                f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now"
+            )
         ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
         if set(host["extra"]) != ours:
-            _refuse(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+            _raise_mismatch(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
 
 
 class StateCheck:
@@ -577,7 +579,7 @@ def _held_as_weights(
     for key, average in averages.items():
         name = _averaged(key, tensors, "model.")
         weight = tensors.get(f"model.{name}")
-        if weight is not None and weight.shape == tuple(_local(key, average).shape):
+        if weight is not None and weight.shape == tuple(_dense_local_tensor(key, average).shape):
             places[prefix + key] = weight.renamed("model.", prefix)
     return places
 
@@ -616,7 +618,7 @@ def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return holders
 
 
-def _refuse(text: str) -> None:
+def _raise_mismatch(text: str) -> None:
     raise CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )
@@ -632,7 +634,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
+def _scalar_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION and not _is_tensor(v)}
 
 
@@ -641,7 +643,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _local(key: str, tensor: Tensor) -> Tensor:
+def _dense_local_tensor(key: str, tensor: Tensor) -> Tensor:
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
     if is_plain and not tensor.is_nested and tensor.is_contiguous():
         # Most are, and hundreds are read per step: the code below takes twice as long.

@@ -136,7 +136,7 @@ def _batch_trees(
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
         return [], 0
     try:
-        return [_tree(batch, arrays) for batch in batches], num_bytes
+        return [_encode_tree(batch, arrays) for batch in batches], num_bytes
     except NotPlainError as error:
         facts["why_no_batch"] = str(error)
         return [], 0
@@ -150,12 +150,12 @@ def _part_of(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
     if not fitting:
         return None
     try:
-        return _tree(take_rows(batch, list(range(min(num_rows, fitting)))), arrays)
+        return _encode_tree(take_rows(batch, list(range(min(num_rows, fitting)))), arrays)
     except NotPlainError:
         return None
 
 
-def _tree(value: Any, arrays: _Arrays) -> Tree:
+def _encode_tree(value: Any, arrays: _Arrays) -> Tree:
     numpy = sys.modules["numpy"]
     if isinstance(value, Tensor):
         plain, dtype = _host_copy(value)
@@ -166,13 +166,16 @@ def _tree(value: Any, arrays: _Arrays) -> Tree:
         if not all(isinstance(key, str | int) for key in value):
             raise NotPlainError("a key of the batch is neither text nor a number")
         dict_tree = {} if type(value) is dict else {"own": True}
-        return {"dict": [[key, _tree(each, arrays)] for key, each in value.items()], **dict_tree}
+        return {
+            "dict": [[key, _encode_tree(each, arrays)] for key, each in value.items()],
+            **dict_tree,
+        }
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         named = {} if fields is None else {"fields": list(fields)}
-        return {"tuple": [_tree(each, arrays) for each in value], **named}
+        return {"tuple": [_encode_tree(each, arrays) for each in value], **named}
     if isinstance(value, list):
-        return {"list": [_tree(each, arrays) for each in value]}
+        return {"list": [_encode_tree(each, arrays) for each in value]}
     if isinstance(value, bool | int | float | str) or value is None:
         return {"value": value}
     raise NotPlainError(f"the batch holds {name_type(value)}")
@@ -268,9 +271,9 @@ def read(file: CapsuleFile) -> Capsule:
             step=file.step,
             attempt=file.attempt,
             rank=file.rank,
-            batches=[_rebuilt(tree, by_number) for tree in facts.pop("batches")],
-            rng=[None if s is None else _rng(s, by_number) for s in facts.pop("rng")],
-            good=None if good is None else _rebuilt(good, by_number),
+            batches=[_decode_tree(tree, by_number) for tree in facts.pop("batches")],
+            rng=[None if s is None else _decode_rng(s, by_number) for s in facts.pop("rng")],
+            good=None if good is None else _decode_tree(good, by_number),
             sample_ids=tuple(facts.pop("sample_ids", ())),
             facts=facts,
         )
@@ -283,7 +286,7 @@ def read(file: CapsuleFile) -> Capsule:
         ) from error
 
 
-def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
+def _decode_tree(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "tensor" in tree:
         tensor = torch.from_numpy(arrays[tree["tensor"]].copy())
         dtype = getattr(torch, tree["dtype"])
@@ -291,19 +294,19 @@ def _rebuilt(tree: Tree, arrays: Sequence[Any]) -> Any:
     if "array" in tree:
         return arrays[tree["array"]].copy()
     if "dict" in tree:
-        rebuilt = {key: _rebuilt(each, arrays) for key, each in tree["dict"]}
+        rebuilt = {key: _decode_tree(each, arrays) for key, each in tree["dict"]}
         return AttributeDict(rebuilt) if tree.get("own") else rebuilt
     if "list" in tree:
-        return [_rebuilt(each, arrays) for each in tree["list"]]
+        return [_decode_tree(each, arrays) for each in tree["list"]]
     if "tuple" in tree:
-        values = [_rebuilt(each, arrays) for each in tree["tuple"]]
+        values = [_decode_tree(each, arrays) for each in tree["tuple"]]
         if "fields" in tree:
             return namedtuple("Batch", tree["fields"])(*values)
         return tuple(values)
     return tree["value"]
 
 
-def _rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
+def _decode_rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
     version, generator_words, gauss = tree["python"]
     state: dict[str, Any] = {"python": (version, tuple(arrays[generator_words].tolist()), gauss)}
     state["torch"] = torch.from_numpy(arrays[tree["torch"]].copy())
@@ -453,7 +456,7 @@ def is_second_moment(name: str) -> bool:
     return name.startswith("optim.") and name.rpartition(".")[2] in _SQUARES
 
 
-class Surroundings:
+class CapsuleContext:
     """Training state around a step on one rank: model, optimizers, scaler and autocast.
 
     Call ``open`` before the loop and ``close`` at its end. Each forward calls one hook.
@@ -480,7 +483,7 @@ class Surroundings:
             inner = getattr(model, "_orig_mod", model)
             # In a module that was compiled in place, hooks would become part of the graph.
             if getattr(inner, "_compiled_call_impl", None) is None:
-                hook = ModuleHook(self._called)
+                hook = ModuleHook(self._record_autocast)
                 self._handles.append(model.register_forward_pre_hook(hook))
 
     def close(self) -> None:
@@ -489,7 +492,7 @@ class Surroundings:
             handle.remove()
         self._handles.clear()
 
-    def _called(self, *_: object) -> None:
+    def _record_autocast(self, *_: object) -> None:
         self.autocast = Autocast.now(self._device.type)
 
     def loss_scale(self) -> Tensor | None:
@@ -497,7 +500,7 @@ class Surroundings:
         scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
-    def facts(self) -> dict[str, Any]:
+    def describe_state(self) -> dict[str, Any]:
         """Return the versions of the software, and the names of the tensors that are not finite.
 
         Waits for the device.

@@ -16,7 +16,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Replicas
-from trainer_hooks.repro.capsule import Surroundings
+from trainer_hooks.repro.capsule import CapsuleContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeatures
 from trainer_hooks.terminal import Terminal
 from trainvitals.clock import Clock
@@ -71,7 +71,7 @@ class RunContext:
     """Whether the next step reports if parameters are finite: only after a bad step."""
     judged: tuple[StepRecord, Reduced] | None = None
     """The latest step that was judged."""
-    surroundings: Surroundings | None = None
+    surroundings: CapsuleContext | None = None
     """Information about model and optimizers for the repro capsule of a bad step."""
     agent: NodeAgent | None = None
     terminal: Terminal | None = None

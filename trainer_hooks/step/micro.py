@@ -83,14 +83,14 @@ class MicroLosses:
         # A weak reference: a strong one would keep the graph of the loss too.
         self._last = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
         if self._comes_after:
-            self._settle(_Loss(part, weight, is_weighted))
+            self._add_settled(_Loss(part, weight, is_weighted))
             return
         ran: list[bool] | None = None
         if isinstance(loss, Tensor) and loss.requires_grad:
             ran = []
             loss.register_hook(lambda _: ran.append(True))
         if len(self._fresh) == MAX_FRESH:
-            self._settle(self._fresh.pop(0))
+            self._add_settled(self._fresh.pop(0))
         self._fresh.append(_Loss(part, weight, is_weighted, ran))
 
     def is_last(self, loss: object) -> bool:
@@ -119,7 +119,7 @@ class MicroLosses:
         if self._own_ran or any(loss.ran for loss in self._fresh):
             self._fresh = [loss for loss in self._fresh if loss.may_count]
         for loss in self._fresh:
-            self._settle(loss)
+            self._add_settled(loss)
         total = self._settled
         self.clear()
         self.num_given = self.num_windows = 0
@@ -131,7 +131,7 @@ class MicroLosses:
             undo()
         self._undo.clear()
 
-    def _settle(self, loss: _Loss) -> None:
+    def _add_settled(self, loss: _Loss) -> None:
         self._settled = loss if self._settled is None else self._settled.plus(loss)
 
     def _follow(self) -> None:
@@ -141,7 +141,7 @@ class MicroLosses:
         for param in (param for group in groups for param in group["params"]):
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._ran = param.grad is not None
-                self._gradient = _reference(param)
+                self._gradient = _grad_reference(param)
                 hook = _weakly(self._seen)
                 self._undo.append(param.register_post_accumulate_grad_hook(hook).remove)
                 break
@@ -169,7 +169,7 @@ class MicroLosses:
     def _seen(self, param: Tensor) -> None:
         """Record a backward that added to the followed gradient, or created a new one."""
         is_new = self._is_cleared or self._gradient() is not param.grad
-        self._is_cleared, self._ran, self._gradient = False, True, _reference(param)
+        self._is_cleared, self._ran, self._gradient = False, True, _grad_reference(param)
         if is_new:
             self._settled = None
             self.num_windows += 1
@@ -177,7 +177,7 @@ class MicroLosses:
         for loss in fresh:
             # Several losses may wait for their backwards, one after the other.
             if loss.may_count:
-                self._settle(loss)
+                self._add_settled(loss)
                 self._own_ran |= loss.ran is not None
             else:
                 self._fresh.append(loss)
@@ -198,5 +198,5 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-def _reference(param: Tensor) -> Callable[[], object]:
+def _grad_reference(param: Tensor) -> Callable[[], object]:
     return (lambda: None) if param.grad is None else weakref.ref(param.grad)

@@ -123,7 +123,7 @@ class StepPhases:
     def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         """Add one micro-batch's loss to the step."""
         # Added to 0.0 to get a copy: the loop may keep counting in its tensor.
-        share = 0.0 + self._weight(weight)
+        share = 0.0 + self._weight_or_one(weight)
         part = self.number("loss", loss) * share
         self._micro.add(loss, part, share, is_weighted=weight is not None)
 
@@ -192,7 +192,7 @@ class StepPhases:
                 f"the {what} is {value!r:.80}; it must be one number", hint="give a number"
             ) from None
 
-    def _weight(self, weight: Tensor | float | None) -> Tensor | float:
+    def _weight_or_one(self, weight: Tensor | float | None) -> Tensor | float:
         if isinstance(weight, Tensor):
             return self.number("weight", weight)
         return 1.0 if weight is None else float(weight)
@@ -208,10 +208,10 @@ class StepPhases:
                 own = loss.item()
             else:
                 own = self._scalar("loss", loss)
-            return StepLoss(own, self._weight(weight), weight is not None)
+            return StepLoss(own, self._weight_or_one(weight), weight is not None)
         total, weights, weighted = taken
         if loss is not None and not self._micro.is_last(loss):
-            share = self._weight(weight)
+            share = self._weight_or_one(weight)
             total = total + self.number("loss", loss) * share
             weights, weighted = weights + share, weighted and weight is not None
         # With a total weight of 0, such as a batch with all tokens masked, there is no mean.
@@ -257,7 +257,7 @@ class StepPhases:
         with run.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
             device.norms.squares_into(device.packer.squares, where, grads)
-            fill(self._local(outgoing, given, len(grads), overflow, norm), root)
+            fill(self._local_contribution(outgoing, given, len(grads), overflow, norm), root)
             if device.sampler is not None:
                 with run.faults.fail_open("signals"):
                     scale = device.engine.loss_scale()
@@ -296,7 +296,7 @@ class StepPhases:
         """Add counted FLOPs of the current step."""
         self._flops = (self._flops or 0.0) + flops
 
-    def _local(
+    def _local_contribution(
         self,
         outgoing: OutgoingStep,
         given: StepLoss,

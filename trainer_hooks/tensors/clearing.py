@@ -83,11 +83,11 @@ class _OptimizerGradients:
         self._witness_hook: RemovableHandle | None = None
         # Without a GPU there are no graphs, and nobody pays for the hook.
         if torch.cuda.is_initialized():
-            self._choose([p for p in self._params() if p.requires_grad and p.is_leaf])
+            self._choose([p for p in self._optimizer_params() if p.requires_grad and p.is_leaf])
 
     def clear(self) -> None:
         if self._witness_hook is not None:
-            self._check()
+            self._check_witness()
         self._optimizer.zero_grad(set_to_none=not self._is_in_place)
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class _OptimizerGradients:
             self._witness_hook.remove()
             self._witness_hook = None
 
-    def _params(self) -> list[Tensor]:
+    def _optimizer_params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _choose(self, params: Sequence[Tensor]) -> None:
@@ -103,13 +103,13 @@ class _OptimizerGradients:
         if params:
             self.release()
             self._witness = params[-1]
-            self._witness_hook = params[-1].register_post_accumulate_grad_hook(self._accumulated)
+            self._witness_hook = params[-1].register_post_accumulate_grad_hook(self._mark_backward)
 
-    def _accumulated(self, _param: Tensor) -> None:
+    def _mark_backward(self, _param: Tensor) -> None:
         # A capture calls the hooks once, its replays never.
         self._was_backward = not torch.cuda.is_current_stream_capturing()
 
-    def _check(self) -> None:
+    def _check_witness(self) -> None:
         assert self._witness is not None
         if self._witness.grad is None:
             self._replace_witness()
@@ -122,7 +122,11 @@ class _OptimizerGradients:
 
     def _replace_witness(self) -> None:
         """Choose a parameter that has a gradient: frozen or unused ones never have one."""
-        params = [p for p in self._params() if p.grad is not None and p.requires_grad and p.is_leaf]
+        params = [
+            p
+            for p in self._optimizer_params()
+            if p.grad is not None and p.requires_grad and p.is_leaf
+        ]
         if params and self._num_looks < _MAX_LOOKS:
             self._choose(params)
             self._was_backward = self._is_checked = False

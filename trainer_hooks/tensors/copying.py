@@ -95,7 +95,10 @@ class CopyPlan:
         plain = [(pair.name or i, pair) for i, pair in enumerate(pairs) if _is_plain(pair)]
         self._bundles = _bundles([each for each in plain if _is_small(each[1])])
         self._pieces = [
-            piece for owner, pair in plain if not _is_small(pair) for piece in _pieces(owner, pair)
+            piece
+            for owner, pair in plain
+            if not _is_small(pair)
+            for piece in _split_into_pieces(owner, pair)
         ]
         size = sum(piece.source.nbytes for piece in self._pieces)
         self._most_threads = min(_MAX_THREADS, size // _BYTES_PER_THREAD, len(self._pieces))
@@ -190,7 +193,7 @@ def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
     return wrong
 
 
-def _pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
+def _split_into_pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
     into, source, first = _arrays(pair)
     step, block = (max(1, size // source.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
     for i in range(0, source.size, step):

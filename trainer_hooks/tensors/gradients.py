@@ -261,7 +261,7 @@ class Squares:
         """
         if not (self._is_on_host and reads_are_free(device)):
             return _squares_by_kind(grads, device)
-        plan = self._planned(grads)
+        plan = self._cached_plan(grads)
         parts = []
         if plan.small:
             parts.append(_small_squares([grads[i] for i in plan.small], plan.small_sizes))
@@ -275,7 +275,7 @@ class Squares:
         out = torch.zeros(len(grads), dtype=torch.float64, device=device)
         return out.index_add_(0, plan.index, torch.cat(parts))
 
-    def _planned(self, grads: Sequence[Tensor]) -> _Plan:
+    def _cached_plan(self, grads: Sequence[Tensor]) -> _Plan:
         key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
             sizes, dtypes = key

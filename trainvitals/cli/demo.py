@@ -96,7 +96,7 @@ def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[M
     unmatched = list(decisions)
     pairs = []
     for entry in expected:
-        decision = next((d for d in unmatched if _answers(entry, d)), None)
+        decision = next((d for d in unmatched if _matches_expected(entry, d)), None)
         if decision is not None:
             unmatched.remove(decision)
         pairs.append(Match(entry, decision))
@@ -109,7 +109,7 @@ def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[
     return [d for d in decisions if id(d) not in used]
 
 
-def _answers(want: Expected, decision: Decision) -> bool:
+def _matches_expected(want: Expected, decision: Decision) -> bool:
     expected = (want.action, want.rule, want.rank, want.step)
     return expected == (decision.action, decision.rule, decision.rank, decision.step)
 
@@ -278,7 +278,7 @@ class _Demo:
         if compare:
             arms = [Arm(f"unguarded: {f.kind}", "off", faults.only(f)) for f in faults.faults]
             bare = [(arm.name, self._train(arm)) for arm in arms]
-        with self._client() as client:
+        with self._open_client() as client:
             false_alarms = self._ledger(client, clean.run_id, 0)
             decisions = self._ledger(client, guarded.run_id, len(expected()))
         matches = match(expected(), decisions)
@@ -310,7 +310,7 @@ class _Demo:
         environ = self._stack.training_environ()
         environ |= {"VITALS_DEMO_FAULTS": arm.faults.to_json(), "OMP_NUM_THREADS": "1"}
         with start_command(command, environ, log) as child:
-            self._show(arm, child.process.poll)
+            self._show_progress(arm, child.process.poll)
             code = child.process.wait()
         if code != 0 and result.exists():
             # Occurs on busy machines, also without Vitals: gloo aborts a rank while it exits.
@@ -322,7 +322,7 @@ class _Demo:
             )
         return msgspec.json.decode(result.read_bytes(), type=DemoResult)
 
-    def _show(self, arm: Arm, ended: Callable[[], int | None]) -> None:
+    def _show_progress(self, arm: Arm, ended: Callable[[], int | None]) -> None:
         columns = ("{task.description:<28}", "{task.fields[status]}")
         progress = Progress(
             TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -330,7 +330,7 @@ class _Demo:
         )  # fmt: skip
         if self._headless:
             self._console.print(f"training: {arm.name}")
-        with progress, self._client() as client:
+        with progress, self._open_client() as client:
             task = progress.add_task(arm.name, total=STEPS, status="")
             while ended() is None:
                 step, status = self._progress(client, arm)
@@ -354,7 +354,7 @@ class _Demo:
 
     # ------------------------------------------------------------------------------- reading
 
-    def _client(self) -> CollectorClient:
+    def _open_client(self) -> CollectorClient:
         collector = collector_on(self._stack.data)
         if collector is None:
             raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")

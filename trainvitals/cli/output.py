@@ -75,7 +75,7 @@ def write_rows(
         to.write(buffer.getvalue())
         return
     lines = [[cell_text(value) for value in row] for row in rows]
-    lines = [[*map(_short, line[:-1]), *line[-1:]] for line in lines]
+    lines = [[*map(_truncate_cell, line[:-1]), *line[-1:]] for line in lines]
     shown = [[name.upper() for name in header], *lines] if with_header else lines
     widths = [max(min_width, max(map(len, column))) for column in zip(*shown, strict=True)]
     for line in shown:
@@ -108,7 +108,7 @@ def format_time(time_unix_ns: int) -> str:
     return then.strftime(DATE_FORMAT)
 
 
-def _short(cell: str) -> str:
+def _truncate_cell(cell: str) -> str:
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 

@@ -129,17 +129,17 @@ def register_all(
     chosen = {program for program, names in COMMANDS.items() if command in names}
     for name in OWN:
         if not chosen or name in chosen:
-            _register(app, name, partial(_load_program, name), owners)
+            _register_program(app, name, partial(_load_program, name), owners)
     points = entry_points(group=GROUP) if programs is None else programs
     for point in sorted(points, key=lambda point: point.name):
         if not chosen or point.name in chosen:
-            _register(app, point.name, point.load, owners)
+            _register_program(app, point.name, point.load, owners)
     app.registered_commands.sort(key=_sort_key)
     return owners
 
 
 def _sort_key(command: CommandInfo) -> int:
-    name = _name(command)
+    name = _command_name(command)
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
@@ -148,13 +148,13 @@ def _load_program(name: str) -> Callable[[typer.Typer], None]:
     return register
 
 
-def _register(
+def _register_program(
     app: typer.Typer,
     program: str,
     load: Callable[[], Callable[[typer.Typer], None]],
     owners: dict[str, str],
 ) -> None:
-    before = _names(app)
+    before = _command_names(app)
     try:
         load()(app)
     except ModuleNotFoundError as error:
@@ -165,21 +165,21 @@ def _register(
             hint="reinstall trainvitals; if that does not help, this is a bug to report",
         )
     else:
-        owners.update(dict.fromkeys(_names(app) - before, program))
+        owners.update(dict.fromkeys(_command_names(app) - before, program))
         return
     for command in COMMANDS.get(program, (program,)):
-        if command not in _names(app):
+        if command not in _command_names(app):
             _add_placeholder(app, command, failure)
             owners[command] = program
 
 
-def _names(app: typer.Typer) -> set[str]:
+def _command_names(app: typer.Typer) -> set[str]:
     groups = {group.name for group in app.registered_groups}
-    commands = {_name(command) for command in app.registered_commands}
+    commands = {_command_name(command) for command in app.registered_commands}
     return {name for name in groups | commands if isinstance(name, str)}
 
 
-def _name(command: CommandInfo) -> str:
+def _command_name(command: CommandInfo) -> str:
     return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
 
 

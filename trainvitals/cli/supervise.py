@@ -107,7 +107,7 @@ class Stack:
     def start_collector(self) -> str:
         """Start the collector and return its URL, once it responds."""
         (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
-        child = self._start("collector", ["--data", str(self.data)])
+        child = self._start_child("collector", ["--data", str(self.data)])
         self.collector_url = self._until(child, lambda: _served(self.data, child.process.pid))
         return self.collector_url
 
@@ -117,18 +117,18 @@ class Stack:
         It gets the collector's data directory, not its URL: after a restart the port may differ.
         """
         options = ["--dir", str(self.runs), "--collector", str(self.data)]
-        self._start("agent", [*options, "--token-file", str(self.token_file)])
+        self._start_child("agent", [*options, "--token-file", str(self.token_file)])
 
     def start_dashboard(self, *, port: int = 0, control: bool = False) -> str:
         """Start the dashboard and return the one-click URL that it printed."""
         options = ["--collector", str(self.data), "--token-file", str(self.token_file)]
         if control:
             options.append("--control")
-        child = self._start("dashboard", [*options, "--port", str(port)])
+        child = self._start_child("dashboard", [*options, "--port", str(port)])
         self.dashboard_url = self._until(child, lambda: _one_click(child.log))
         return self.dashboard_url
 
-    def _start(self, name: str, options: Sequence[str]) -> Child:
+    def _start_child(self, name: str, options: Sequence[str]) -> Child:
         log = self.home / f"{name}.log"
         child = Child(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
         self._children.append(child)
@@ -227,7 +227,7 @@ class Stack:
                 hint="give another folder with --dir",
             ) from error
         signals = (signal.SIGTERM, signal.SIGHUP)
-        self._handlers = [(number, signal.signal(number, _end)) for number in signals]
+        self._handlers = [(number, signal.signal(number, _raise_ended)) for number in signals]
         return self
 
     def __exit__(
@@ -302,7 +302,7 @@ def run_command(
             hint="vitals run -- torchrun --nproc-per-node 8 train.py",
         ) from error
     try:
-        code = _wait(process, look)
+        code = _wait_and_poll(process, look)
     except _Ended as ended:
         code = _end_command(process, ended)
     except KeyboardInterrupt as interrupt:
@@ -311,7 +311,7 @@ def run_command(
     return code if code >= 0 else 128 - code
 
 
-def _wait(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
+def _wait_and_poll(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
     while True:
         try:
             return process.wait(LOOK_SECONDS)
@@ -323,7 +323,7 @@ class _Ended(KeyboardInterrupt):
     """SIGTERM or SIGHUP, which reached only this process."""
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _raise_ended(number: int, frame: FrameType | None) -> None:
     raise _Ended
 
 

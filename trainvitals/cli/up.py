@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Start collector, agent and dashboard for this machine; Ctrl-C stops them."""
         with Stack(directory, environ_of_this_process()) as stack:
-            _start(stack, port, control)
+            _start_stack(stack, port, control)
             typer.echo(f"training: set VITALS_DIR={stack.runs}", err=True)
             while (dead := stack.dead()) is None:
                 _show_codes(stack)
@@ -76,17 +76,17 @@ def _start_what_can(stack: Stack, port: int, control: bool) -> None:
     try:
         _start_collector(stack)
     except TransportError:
-        _without("collector and no dashboard", stack.give_up())
+        _print_unavailable("collector and no dashboard", stack.give_up())
         return
     stack.start_agent()
     try:
         typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)
     except TransportError:
-        _without("dashboard", stack.give_up())
+        _print_unavailable("dashboard", stack.give_up())
     _look_after(stack)
 
 
-def _without(what: str, why: str) -> None:
+def _print_unavailable(what: str, why: str) -> None:
     typer.echo(f"vitals: no {what}: {why}", err=True)
 
 
@@ -95,7 +95,7 @@ def _start_collector(stack: Stack) -> None:
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 
-def _start(stack: Stack, port: int, control: bool) -> None:
+def _start_stack(stack: Stack, port: int, control: bool) -> None:
     _start_collector(stack)
     stack.start_agent()
     typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)

@@ -188,7 +188,7 @@ class _OneSeries:
         if -self._limit <= away <= self._limit:
             return 0.0
         if self._age:
-            self._renew()
+            self._refresh_scale()
         return away / self._scale if abs(away) > self._limit else 0.0
 
     def add(self, value: float, step: int, *, is_quiet: bool) -> None:
@@ -214,20 +214,20 @@ class _OneSeries:
             self._largest = abs(self._now)
             self._limit = max(self._limit, OF_LARGEST * self._largest)
         if self._age >= _RENEWED and step - self._since >= SPAN:
-            self._renew()
+            self._refresh_scale()
 
-    def _renew(self) -> None:
+    def _refresh_scale(self) -> None:
         self._age = 0
         if len(self._away) < LEAST:
             return
-        middle = _middle(sorted(self._away))
-        far = _middle(sorted([abs(away - middle) for away in self._away]))
+        middle = _sorted_median(sorted(self._away))
+        far = _sorted_median(sorted([abs(away - middle) for away in self._away]))
         self._scale = max(1.4826 * far, self._floor)
         self._largest = max(max(self._away), -min(self._away))
         self._limit = max(SIGMAS / 2 * self._scale, OF_LARGEST * self._largest)
 
 
-def _middle(ordered: Sequence[float]) -> float:
+def _sorted_median(ordered: Sequence[float]) -> float:
     return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
 
 
@@ -274,7 +274,7 @@ class _ManySeries:
         is_out = np.abs(sigmas) > SIGMAS / 2
         if is_out.any():  # outdated figures are sufficient to find candidates
             if self._age:
-                self._renew()
+                self._refresh_scale()
                 sigmas = away / self._scale
             is_out = np.abs(away) > OF_LARGEST * self._largest
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
@@ -297,7 +297,7 @@ class _ManySeries:
             self._quiet[filled] += 1
             self._age += 1
             if self._age >= _RENEWED:
-                self._renew()
+                self._refresh_scale()
             elif len(filled):
                 grown = np.where(np.isinf(self._largest[filled]), 0.0, np.abs(self._now[filled]))
                 self._largest[filled] = np.maximum(self._largest[filled], grown)
@@ -308,7 +308,7 @@ class _ManySeries:
         """Whether any has a reference."""
         return bool(np.isfinite(self._scale).any())
 
-    def _renew(self) -> None:
+    def _refresh_scale(self) -> None:
         self._age = 0
         num = np.minimum(self._quiet, REFERENCE)
         away = self._away.astype(np.float64)
@@ -421,26 +421,28 @@ class _Episode:
         onset = self.onset
         if onset is None or attempt != onset.attempt:
             self._long, self._order = 0, first.order
-            self.onset = _onset(attempt, first, out, now, is_old=is_old)
+            self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
         turned = [each for each in out if each.value is None and each.sigmas is None]
         if turned and not onset.is_nonfinite and not onset.is_lasting:
             # A NaN does not follow from a series that was only high: it has its own origin.
             first = min(turned, key=lambda each: (each.step, each.order))
             self._long, self._order = 0, first.order
-            self.onset = _onset(attempt, first, out, now, is_old=is_old)
+            self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
         if (first.step, first.order) < (onset.step, self._order):
             self._order = first.order  # an update is only known with the next step's row
             self.onset = msgspec.structs.replace(
-                _onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
+                _build_onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
             )
             return True
         self.onset = msgspec.structs.replace(onset, last_step=now, next=_next(onset, out))
         return True
 
 
-def _onset(attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool) -> Onset:
+def _build_onset(
+    attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool
+) -> Onset:
     return Onset(
         attempt=attempt,
         step=first.step,
@@ -773,7 +775,7 @@ class OnsetTracker:
         sigmas, middle = self._look_at("data_wait_seconds", _log(wait), looked)
         longest = step_seconds(merged)
         # A wait shorter than a step delays no rank.
-        if sigmas > SIGMAS and self._durations and wait > _middle(sorted(self._durations)):
+        if sigmas > SIGMAS and self._durations and wait > _sorted_median(sorted(self._durations)):
             late = [rank for rank, each in zip(ranks, waits, strict=True) if each > wait / 2]
             num = len(merged.ranks["data_wait_seconds"])
             where = f"rank:{late[0]}" if len(late) == 1 < num else ""
@@ -809,7 +811,7 @@ class OnsetTracker:
         self._gradients_moved = self._of_gradients(rows, norms, step, out, looked, lossy=lossy)
         self._of_updates(rows, step, out, looked, calm=was_calm)
 
-    def _layer(
+    def _layer_outlier(
         self, step: int, order: float, at: int, series: str, **numbers: float | None
     ) -> _Out:
         return _Out(step, order, "layer", self._names[at], series, **numbers)
@@ -869,7 +871,7 @@ class OnsetTracker:
         turned = ~np.isfinite(weights[:num_both]) & np.isfinite(before[:num_both])
         turned &= rows.has("weight_norm")[:num_both]
         if turned.any():
-            out.append(self._layer(step, 5, int(np.argmax(turned)), "weight_norm"))
+            out.append(self._layer_outlier(step, 5, int(np.argmax(turned)), "weight_norm"))
         if not is_next:
             return
         moved = np.full(len(weights), np.nan)
@@ -878,7 +880,7 @@ class OnsetTracker:
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
             out.append(
-                self._layer(
+                self._layer_outlier(
                     step, 4, at, "weight_norm", value=float(weights[at]), usual=float(before[at]),
                     sigmas=float(abs(z[at])),
                 )
@@ -896,7 +898,7 @@ class OnsetTracker:
             return
         bad = ~np.isfinite(rms) & rows.has("activation_rms")
         if bad.any():
-            out.append(self._layer(step, 6, int(np.argmax(bad)), "activation_rms"))
+            out.append(self._layer_outlier(step, 6, int(np.argmax(bad)), "activation_rms"))
         z, middle = self._sigmas_beyond_limit(
             "activation_rms", _logarithm(rms), looked, of_layers=True
         )
@@ -932,15 +934,17 @@ class OnsetTracker:
             finite_at = np.flatnonzero(has_row & ~bad)
             is_between = len(finite_at) == 1 and bad[finite_at[0] + 1 :].any()
             if is_between and bad.sum() >= LEAST_LAYERS - 1:
-                out.append(self._layer(step, 4.5, int(finite_at[0]), INFERRED_WEIGHTS))
+                out.append(self._layer_outlier(step, 4.5, int(finite_at[0]), INFERRED_WEIGHTS))
             else:
-                out.append(self._layer(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
+                out.append(self._layer_outlier(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
         is_zero = (norms == 0.0) & before
         if is_zero.any() and not (norms[np.isfinite(norms)] == 0.0).all():
             out.append(
-                self._layer(step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None)
+                self._layer_outlier(
+                    step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None
+                )
             )
         self._had_gradient = norms > 0.0
         z, middle = self._sigmas_beyond_limit(
@@ -1042,7 +1046,7 @@ def _others(values: Sequence[float]) -> list[float]:
     """Return for each value the median of the others; with many values, the median of all."""
     num = len(values)
     if num > _FEW_RANKS:
-        return [_middle(sorted(values))] * num
+        return [_sorted_median(sorted(values))] * num
     order = sorted(range(num), key=values.__getitem__)
     ordered = [values[i] for i in order]
     low, high = (num - 2) >> 1, (num - 1) >> 1

@@ -51,13 +51,13 @@ class GuardDetector(Detector):
         """Add one step and return the findings about it."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
-        findings = [*self._unmeasured(record), *self._zero_gradient(record)]
+        findings = [*self._unmeasured_findings(record), *self._zero_gradient(record)]
         return tuple(findings)
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: no planned change explains either."""
 
-    def _unmeasured(self, record: StepRecord) -> list[Finding]:
+    def _unmeasured_findings(self, record: StepRecord) -> list[Finding]:
         if not record.failed_ranks:
             self._weight = max(0, self._weight - 1)
             if not self._weight:

@@ -188,14 +188,14 @@ class HangFollower:
             return ()
         findings = []
         if before is None or verdict.key != before.key:
-            findings.append(_finding("waiting", verdict))
+            findings.append(_hang_finding("waiting", verdict))
         if verdict.pages and not self._has_paged:
             self._has_paged = True
-            findings.append(_finding("hang", verdict))
+            findings.append(_hang_finding("hang", verdict))
         return tuple(findings)
 
 
-def _finding(kind: str, verdict: HangVerdict) -> Finding:
+def _hang_finding(kind: str, verdict: HangVerdict) -> Finding:
     return Finding(
         kind=kind,
         level="advisory",
@@ -232,7 +232,7 @@ class _Judge:
         # A fact needs no pattern, so it is shown at once, but an instant may be an accident.
         if seconds < 1.0:
             return None
-        return self._verdict(culprits, others, state, seconds)
+        return self._culprit_verdict(culprits, others, state, seconds)
 
     def of_order(self) -> HangVerdict | None:
         """Name the ranks that called another collective than the others with the same number."""
@@ -282,7 +282,7 @@ class _Judge:
         seconds = min(rank.still_seconds for rank in (*culprits, *others))
         if seconds < self._limits.show[culprits[0].phase]:
             return None
-        return self._verdict(culprits, others, _reason(culprits, others), seconds)
+        return self._culprit_verdict(culprits, others, _hang_reason(culprits, others), seconds)
 
     def of_all(self) -> HangVerdict | None:
         """Report a job without any progress, and without a computing or announced rank."""
@@ -293,12 +293,12 @@ class _Judge:
         if seconds < limit or is_told or len(self._living) < 2:
             return None
         return self._build_verdict(
-            [], "all", seconds, limit, f"No rank has moved{_places(self._living)}"
+            [], "all", seconds, limit, f"No rank has moved{_shared_place_text(self._living)}"
         )
 
     # ------------------------------------------------------------------------------ the verdict
 
-    def _verdict(
+    def _culprit_verdict(
         self,
         culprits: Sequence[RankActivity],
         others: Sequence[RankActivity],
@@ -314,7 +314,7 @@ class _Judge:
             "stopped": f"{are} stopped (SIGSTOP){in_place}",
             "ended": "failed" if first.exit == FAILED else "finished training before the others",
             "debugged": f"{are} in a debugger{in_place}",
-            "blocked": f"{are} blocked{_disk(first)}{in_place}",
+            "blocked": f"{are} blocked{_disk_wait_text(first)}{in_place}",
             "interpreter": f"{are} in native code that holds the Python interpreter"
             + (f", last seen{in_place}" if in_place else ""),
             "device": f"{'has' if len(culprits) == 1 else 'have'} a GPU that has not begun a "
@@ -327,9 +327,11 @@ class _Judge:
         text = f"{names[0].upper()}{names[1:]} {reasons}; {waiting} {wait} for it"
         if len(calls) == 1:
             text += f" in {calls.pop()}"
-        return self._build_verdict(culprits, reason, seconds, self._limit(culprits, reason), text)
+        return self._build_verdict(
+            culprits, reason, seconds, self._limit_seconds(culprits, reason), text
+        )
 
-    def _limit(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
+    def _limit_seconds(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
         phases = {rank.phase for rank in culprits}
         blocked = max(self._limits.page[phase] for phase in phases)
         if reason == "debugged":
@@ -384,7 +386,7 @@ def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
     return not shared and rank.step < other.step
 
 
-def _reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) -> Reason:
+def _hang_reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) -> Reason:
     if all(rank.process == "ended" for rank in ranks):
         return "ended"
     if any(rank.is_debugged or rank.process == "traced" for rank in ranks):
@@ -419,11 +421,11 @@ def _call_of(rank: RankActivity) -> str:
     return of_groups[0][max(of_groups[0])] if len(of_groups) == 1 else ""
 
 
-def _disk(rank: RankActivity) -> str:
+def _disk_wait_text(rank: RankActivity) -> str:
     return " in a call to the system that cannot be interrupted" if rank.process == "disk" else ""
 
 
-def _places(ranks: Sequence[RankActivity]) -> str:
+def _shared_place_text(ranks: Sequence[RankActivity]) -> str:
     calls = {call for rank in ranks if (call := _call_of(rank))}
     places = {rank.where for rank in ranks if rank.where}
     at = calls if len(calls) == 1 else places

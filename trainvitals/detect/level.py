@@ -131,9 +131,9 @@ class LevelDetector(Detector):
         # Sorted again instead of keeping an ordered window: one sort in eight steps costs less than
         # keeping order at every step.
         newest = sorted(list(losses)[-window:])
-        return self._judge(record, newest[window >> 1], self._noise)
+        return self._check_level(record, newest[window >> 1], self._noise)
 
-    def _judge(self, record: StepRecord, level: float, noise: float) -> tuple[Finding, ...]:
+    def _check_level(self, record: StepRecord, level: float, noise: float) -> tuple[Finding, ...]:
         config = self._config
         best = level if self._best is None else self._best
         if self._onset < 0:
@@ -145,15 +145,15 @@ class LevelDetector(Detector):
             self._start_level(level, best)
         self._top = max(self._top, level - best)
         if level < best + 0.5 * rise:
-            self._recover()
+            self._record_recovery()
             return ()
-        diverged = self._divergence(record, level, best, noise)
+        diverged = self._divergence_finding(record, level, best, noise)
         if diverged is not None:
             return (diverged,)
         self._low = min(self._low, level)
-        return self._plateau(record, level, best)
+        return self._plateau_findings(record, level, best)
 
-    def _recover(self) -> None:
+    def _record_recovery(self) -> None:
         if self._num_told or self._silent:
             self._recovered.append([self._seen, self._top])
         self._onset, self._at_once, self._silent = -1, False, False
@@ -198,7 +198,7 @@ class LevelDetector(Detector):
                 lowest, first = total, i
         return self._steps[min(first, len(self._steps) - 1)]
 
-    def _divergence(
+    def _divergence_finding(
         self, record: StepRecord, level: float, best: float, noise: float
     ) -> Finding | None:
         config = self._config
@@ -213,17 +213,19 @@ class LevelDetector(Detector):
         self._is_far = self._is_far or level > best + _FAR * abs(best)
         self._low = level
         self._since, self._looks = 0, [level]
-        return self._finding(
+        return self._level_finding(
             record,
             "divergence",
             f"the loss is diverging: its level {level:.4g} (over {config.window} steps) is "
-            f"{_percent(level, best)} above its lowest, {best:.4g} "
+            f"{_format_rise(level, best)} above its lowest, {best:.4g} "
             f"({(level - best) / noise:.0f} sigma)",
             level,
             best,
         )
 
-    def _plateau(self, record: StepRecord, level: float, best: float) -> tuple[Finding, ...]:
+    def _plateau_findings(
+        self, record: StepRecord, level: float, best: float
+    ) -> tuple[Finding, ...]:
         config = self._config
         if self._is_far and not self._at_once:
             return ()  # already reported as a divergence
@@ -235,11 +237,11 @@ class LevelDetector(Detector):
         flat = _FLAT * abs(level)
         if len(looks) < _LOOKS or max(looks) - min(looks) > flat or looks[0] - level > flat / 2:
             return ()
-        finding = self._finding(
+        finding = self._level_finding(
             record,
             "plateau",
             f"the loss rose and did not recover: for {config.flat_steps} steps its level has been "
-            f"{level:.4g}, {_percent(level, best)} above its lowest, {best:.4g}",
+            f"{level:.4g}, {_format_rise(level, best)} above its lowest, {best:.4g}",
             level,
             best,
         )
@@ -247,7 +249,7 @@ class LevelDetector(Detector):
         self._at_once = False
         return (finding,)
 
-    def _finding(
+    def _level_finding(
         self, record: StepRecord, kind: str, reason: str, level: float, best: float
     ) -> Finding:
         return Finding(
@@ -280,7 +282,7 @@ def _noise_of(losses: Iterable[float]) -> float:
     return finite[-1 - int(len(finite) * _EXCEEDED_BY)] / _SIGMA_OF_DIFFERENCES
 
 
-def _percent(level: float, best: float) -> str:
+def _format_rise(level: float, best: float) -> str:
     if best <= 0.0:
         return f"{level - best:.4g}"
     return f"{100.0 * (level - best) / best:.3g} %"
@@ -343,9 +345,9 @@ class DriftDetector(Detector):
         self._begins: deque[int] = deque(maxlen=2 * _SPANS[-1])
         self._differences: deque[float] = deque(maxlen=_DIFFERENCES)
         self._moves: list[deque[float]] = [deque(maxlen=_DIFFERENCES + 2 * span) for span in _SPANS]
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self._num = 0
         self._lowest: list[float | None] = [None] * len(_SPANS)
         self._peaks = [0.0] * len(_SPANS)
@@ -413,7 +415,7 @@ class DriftDetector(Detector):
             if rise > 2.0 * self._told:
                 self._told = rise
                 if not self._known:
-                    findings = (self._finding(record, level, lowest, span, noise),)
+                    findings = (self._drift_finding(record, level, lowest, span, noise),)
         if back:
             # A rise that ended by itself is normal for this run.
             self._wandered = [
@@ -444,7 +446,7 @@ class DriftDetector(Detector):
             return 0.0
         return math.sqrt(math.fsum(ups) / len(ups) / 2.0)
 
-    def _finding(
+    def _drift_finding(
         self, record: StepRecord, level: float, lowest: float, span: int, noise: float
     ) -> Finding:
         rise = math.exp(level - lowest) - 1.0
@@ -466,7 +468,7 @@ class DriftDetector(Detector):
     def _begin_anew(self) -> None:
         self._blocks.clear()
         self._begins.clear()
-        self._forget()
+        self._reset_state()
 
     def rebaseline(self, steps: int = 0) -> None:
         """Discard everything: a planned change."""
@@ -550,9 +552,9 @@ class ProgressDetector(Detector):
         self._before: float | None = None
         """Lowest level before the last restart or announced change."""
         self._suspended = 0  # always; states have it
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self._seen = 0
         self._start: list[float] = []
         self._first: float | None = None
@@ -574,7 +576,9 @@ class ProgressDetector(Detector):
         self._losses.append(loss)
         self._seen += 1
         if self._learning >= 0:
-            self._learn(record, loss)  # at every step: a warm-up's rate may rise between two checks
+            self._track_warm_up(
+                record, loss
+            )  # at every step: a warm-up's rate may rise between two checks
         if self._seen % _PROGRESS_EVERY:
             return ()
         if self._first is None:
@@ -582,14 +586,14 @@ class ProgressDetector(Detector):
                 return ()
             self._first = sorted(list(self._losses)[:_FIRST])[_FIRST >> 1]
         losses = list(self._losses)
-        findings = self._collapse(record, losses)
+        findings = self._collapse_findings(record, losses)
         if self._first > 0.0 and len(losses) == _KEPT:
-            findings += self._progress(record, losses, self._first)
+            findings += self._lost_progress_findings(record, losses, self._first)
         if self._learning >= self._config.learn_steps and self._seen % 64 == 0:
             findings += self._never_learned(record, losses)
         return findings
 
-    def _learn(self, record: StepRecord, loss: float) -> None:
+    def _track_warm_up(self, record: StepRecord, loss: float) -> None:
         rate = record.learning_rate
         if len(self._start) < _START:
             self._start.append(loss)
@@ -601,7 +605,7 @@ class ProgressDetector(Detector):
 
     # ---------------------------------------------------------------------- lost progress
 
-    def _progress(
+    def _lost_progress_findings(
         self, record: StepRecord, losses: list[float], first: float
     ) -> tuple[Finding, ...]:
         older = sorted(losses[:_LEVEL])[_LEVEL >> 1]
@@ -622,7 +626,7 @@ class ProgressDetector(Detector):
         self._num_lost += 1
         back = 100.0 * (min(parts) - best) / gain
         return (
-            self._finding(
+            self._progress_finding(
                 record,
                 "lost_progress",
                 f"training progress was lost: the loss had fallen from {first:.4g} to {best:.4g}, "
@@ -637,7 +641,7 @@ class ProgressDetector(Detector):
 
     # --------------------------------------------------------------------------- collapse
 
-    def _collapse(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+    def _collapse_findings(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
         newest = losses[-_BOTTOM:]
         if self._collapsed is not None:
             if sorted(newest)[_BOTTOM >> 1] > 0.5 * self._collapsed:
@@ -657,7 +661,7 @@ class ProgressDetector(Detector):
             return ()
         self._collapsed = newer
         return (
-            self._finding(
+            self._progress_finding(
                 record,
                 "collapse",
                 f"the loss collapsed: from {newer:.4g} to {sorted(newest)[_BOTTOM >> 1]:.4g} "
@@ -704,13 +708,13 @@ class ProgressDetector(Detector):
                 f"its level is {level:.4g}; it began at {began:.4g} and was {before:.4g} before"
             )
         return (
-            self._finding(
+            self._progress_finding(
                 record, "plateau", reason, value=level,
                 limit=began if before is None else before, onset=record.step - num + 1, cause=cause,
             ),
         )  # fmt: skip
 
-    def _finding(
+    def _progress_finding(
         self,
         record: StepRecord,
         kind: str,
@@ -741,7 +745,7 @@ class ProgressDetector(Detector):
         )
         self._before = lowest
         self._losses.clear()
-        self._forget()
+        self._reset_state()
 
     def accept_level(self) -> None:
         """Measure progress from the accepted level: a run that is healthy there is not stuck."""

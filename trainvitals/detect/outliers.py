@@ -132,11 +132,12 @@ def is_clean(record: StepRecord) -> bool:
     if record.skipped or record.overflow or record.nonfinite_ranks or record.nonfinite_params:
         return False
     return not (
-        _bad(record.loss, record.loss_limit) or _bad(record.grad_norm, record.grad_norm_limit)
+        _is_nonfinite_or_outlier(record.loss, record.loss_limit)
+        or _is_nonfinite_or_outlier(record.grad_norm, record.grad_norm_limit)
     )
 
 
-def _bad(value: float | None, limit: float | None) -> bool:
+def _is_nonfinite_or_outlier(value: float | None, limit: float | None) -> bool:
     if value is None:
         return False
     return not math.isfinite(value) or (limit is not None and value > limit)
@@ -174,17 +175,17 @@ class NonFiniteDetector(Detector):
             return ()
         findings = []
         if record.nonfinite_params:
-            findings.append(self._params(record))
+            findings.append(self._nonfinite_params_finding(record))
         if (bad_loss or bad_norm) and not excused:
-            findings.append(self._step(record, bad_loss=bad_loss))
+            findings.append(self._nonfinite_finding(record, bad_loss=bad_loss))
         if record.failed_ranks:
-            findings.append(self._failed(record))
+            findings.append(self._rank_failed_finding(record))
         return tuple(findings)
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: a planned change does not make non-finite numbers normal."""
 
-    def _step(self, record: StepRecord, *, bad_loss: bool) -> Finding:
+    def _nonfinite_finding(self, record: StepRecord, *, bad_loss: bool) -> Finding:
         ranks = record.nonfinite_ranks
         what = f"loss is {record.loss}" if bad_loss else f"gradient norm is {record.grad_norm}"
         if not bad_loss and record.grad_norm is not None and math.isfinite(record.grad_norm):
@@ -204,7 +205,7 @@ class NonFiniteDetector(Detector):
             cause="nonfinite_loss" if bad_loss else "nonfinite_gradient",
         )
 
-    def _params(self, record: StepRecord) -> Finding:
+    def _nonfinite_params_finding(self, record: StepRecord) -> Finding:
         ranks = record.nonfinite_ranks
         num_ranks = humanize_count(record.nonfinite_params, "rank")
         return Finding(
@@ -219,7 +220,7 @@ class NonFiniteDetector(Detector):
             cause="nonfinite_params",
         )
 
-    def _failed(self, record: StepRecord) -> Finding:
+    def _rank_failed_finding(self, record: StepRecord) -> Finding:
         ranks = record.failed_ranks
         return Finding(
             kind="rank_failed",
@@ -304,7 +305,7 @@ class _Metric(Stateful):
         if len(self.window) <= self._config.warm_up:
             self._age = 0  # with few samples each one moves the median
         if not self._age:
-            self._limit = self._compute()
+            self._limit = self._compute_limit()
         self._age = (self._age + 1) % _EVERY
 
     def limit(self) -> float | None:
@@ -313,14 +314,14 @@ class _Metric(Stateful):
     def clear(self) -> None:
         """Discard the reference; the run's first values stay."""
         self.window.clear()
-        self._limit, self._age = self._compute(), 0
+        self._limit, self._age = self._compute_limit(), 0
 
     def first_value(self) -> float:
         """Return the median of the run's first values; 0 before there is one."""
         ordered = sorted(self.first)
         return ordered[len(ordered) >> 1] if ordered else 0.0
 
-    def _compute(self) -> float | None:
+    def _compute_limit(self) -> float | None:
         config = self._config
         if len(self.window) < config.warm_up:
             largest = max(map(abs, self.first), default=0.0)
@@ -359,7 +360,7 @@ class OutlierRule(Detector):
             self._suspended -= 1
         # By the device's verdict and the limits in the record: the current limits are newer. The
         # other detectors report outliers that were applied.
-        spikes = self._spikes(record) if record.withheld else ()
+        spikes = self._spike_findings(record) if record.withheld else ()
         if record.skipped or record.overflow or record.failed_ranks or record.nonfinite_ranks:
             return spikes
         loss, norm = record.loss, record.grad_norm
@@ -369,7 +370,7 @@ class OutlierRule(Detector):
             self._grad_norm.push(norm)
         return spikes
 
-    def _spikes(self, record: StepRecord) -> tuple[Finding, ...]:
+    def _spike_findings(self, record: StepRecord) -> tuple[Finding, ...]:
         spikes = []
         for metric, label, value, limit in (
             ("loss", "loss", record.loss, record.loss_limit),

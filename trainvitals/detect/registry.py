@@ -57,7 +57,7 @@ class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Its section of the settings."""
 
 
-def _numbers(name: str, alert: str = "", *, level: bool = False) -> Kind:
+def _acceptable_kind(name: str, alert: str = "", *, level: bool = False) -> Kind:
     return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
 
 
@@ -77,15 +77,15 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="rank_failed", subject="machine"),
         Kind(name="unguarded", alert="Unguarded", subject="machine"),
         Kind(name="zero_gradient", alert="ZeroGradient"),
-        _numbers("spike", "SpikeSeen"),
-        _numbers("level_shift"),
-        _numbers("grad_explosion", "GradientExplosion"),
-        _numbers("divergence", "LossDiverged", level=True),
-        _numbers("plateau", "LossPlateau", level=True),
-        _numbers("collapse", "LossCollapsed", level=True),
-        _numbers("lost_progress", "ProgressLost", level=True),
-        _numbers("state_damaged", "StateDamaged"),
-        _numbers("lr_jump", "LearningRateAnomaly"),
+        _acceptable_kind("spike", "SpikeSeen"),
+        _acceptable_kind("level_shift"),
+        _acceptable_kind("grad_explosion", "GradientExplosion"),
+        _acceptable_kind("divergence", "LossDiverged", level=True),
+        _acceptable_kind("plateau", "LossPlateau", level=True),
+        _acceptable_kind("collapse", "LossCollapsed", level=True),
+        _acceptable_kind("lost_progress", "ProgressLost", level=True),
+        _acceptable_kind("state_damaged", "StateDamaged"),
+        _acceptable_kind("lr_jump", "LearningRateAnomaly"),
         Kind(name="learning_rate", alert="LearningRateAnomaly"),
         Kind(name="schedule", alert="LearningRateAnomaly"),
         Kind(

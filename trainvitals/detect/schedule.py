@@ -90,13 +90,13 @@ class LRSchedule:
         """Return the range of the rate at a step, as multiples of the peak."""
         if step < self.warmup_steps:
             return Band(0.0, 1.0 + _SHAPE_TOLERANCE)
-        near = [self._at(each, total_steps) for each in (step - 1, step, step + 1)]
+        near = [self._band_at(each, total_steps) for each in (step - 1, step, step + 1)]
         return Band(
             min(low for low, _ in near) - _SHAPE_TOLERANCE,
             max(high for _, high in near) + _SHAPE_TOLERANCE,
         )
 
-    def _at(self, step: int, total_steps: int) -> Band:
+    def _band_at(self, step: int, total_steps: int) -> Band:
         if self.kind == "constant":
             return Band(1.0, 1.0)
         begin = self.warmup_steps
@@ -171,13 +171,15 @@ class ScheduleFollower(Stateful):
             and self._is_off(rate, band := expected.times(scale))
         ]
         if off:
-            return self._departed(step, off)
+            return self._record_departure(step, off)
         if any(r is not None and b is not None for r, b in zip(rates, declared, strict=True)):
             self._off = min(0, self._off) - 1
             self._on = self._on and self._off > -CLEAR_AFTER
         return None
 
-    def _departed(self, step: int, off: Sequence[tuple[int, float, Band]]) -> Finding | None:
+    def _record_departure(
+        self, step: int, off: Sequence[tuple[int, float, Band]]
+    ) -> Finding | None:
         if self._off <= 0:
             self._since = step
         self._off = max(0, self._off) + 1
@@ -191,14 +193,14 @@ class ScheduleFollower(Stateful):
             level="advisory",
             step=step,
             detector="schedule",
-            reason=self._text(step, off),
+            reason=self._departure_text(step, off),
             value=rate,
             limit=expected,
             onset_step=self._since,
             cause="schedule",
         )
 
-    def _text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
+    def _departure_text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
         named = ", ".join(
             f"{_of_group(group)}{rate:.4g} instead of {_format_band(band)}"
             for group, rate, band in off[:_MOST_NAMED]

@@ -198,9 +198,9 @@ class SpikeDetector(Detector):
         self._recurring_told = -1
         self._accepted: list[float] = []
         """Time on the clock and logarithm of the highest value of the latest accepted level."""
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self._farthest = 0.0
         self._wandered = 0.0
         self._highest = 0.0
@@ -242,7 +242,7 @@ class SpikeDetector(Detector):
             self._end()  # held steps become a level only in a row, and this one ends the row
         if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
             if clean:
-                self._push(value, logarithm, distance)
+                self._push_deviation(value, logarithm, distance)
             return ()
         return self._evidence(record, value, logarithm, distance, beyond, clean)
 
@@ -263,7 +263,7 @@ class SpikeDetector(Detector):
             course = self._course.median() if len(self._course) else value
             if value > 0.0 and course > 0.0:
                 logarithm = math.log(value)
-                self._push(value, logarithm, logarithm - math.log(course))
+                self._push_deviation(value, logarithm, logarithm - math.log(course))
             else:
                 self._push_plain(value)
         if not self._suspended and len(self._course) >= min(
@@ -272,7 +272,7 @@ class SpikeDetector(Detector):
             self._refresh()
         return ()
 
-    def _push(self, value: float, logarithm: float, distance: float) -> None:
+    def _push_deviation(self, value: float, logarithm: float, distance: float) -> None:
         self._deviations.push(distance)
         # A window of 200 forgets too soon, and a maximum never: one far step of a clean run widens
         # the limit for about a thousand steps.
@@ -344,7 +344,7 @@ class SpikeDetector(Detector):
 
     # ------------------------------------------------------------------------- high steps
 
-    def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
+    def _update_evidence_sum(self, record: StepRecord, distance: float, beyond: float) -> None:
         config = self._config
         share = min(beyond, _MOST)
         if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
@@ -367,7 +367,7 @@ class SpikeDetector(Detector):
     ) -> tuple[Finding, ...]:
         assert self._far is not None
         limit = min(self._course.median() * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
-        self._collect(record, distance, beyond)
+        self._update_evidence_sum(record, distance, beyond)
         self._held.append(value)
         onset = self._onset
         if self._is_noise():
@@ -411,20 +411,20 @@ class SpikeDetector(Detector):
         clean: bool,
     ) -> tuple[Finding, ...]:
         """Add up a step that is below the limit; hold it back while there is evidence."""
-        self._collect(record, distance, beyond)
+        self._update_evidence_sum(record, distance, beyond)
         if self._sum == 0.0:
             self._release(value, logarithm, distance, clean)
             return ()
         if self._sum <= _MOST - 0.5 and not self._told:
             if clean:
-                self._push(value, logarithm, distance)
+                self._push_deviation(value, logarithm, distance)
             return ()
         if clean or beyond > 0.0:
             self._held.append(value)
         findings: tuple[Finding, ...] = ()
         if self._is_enough(beyond):
             self._silent = self._begin_told() or self._is_known(logarithm)
-            findings = () if self._silent else (self._together(record, value),)
+            findings = () if self._silent else (self._burst_finding(record, value),)
         return findings + self._accept_if_steady(record)
 
     def _is_enough(self, beyond: float) -> bool:
@@ -437,7 +437,7 @@ class SpikeDetector(Detector):
             return False
         return height >= max(math.log(_TOGETHER), _OF_HIGHER * self._highest)
 
-    def _together(self, record: StepRecord, value: float) -> Finding:
+    def _burst_finding(self, record: StepRecord, value: float) -> Finding:
         course = self._course.median()
         ratio = math.exp(self._height / self._num)
         return Finding(
@@ -460,7 +460,7 @@ class SpikeDetector(Detector):
             self._wandered = max(self._wandered, most)
         self._end()
         if clean:
-            self._push(value, logarithm, distance)
+            self._push_deviation(value, logarithm, distance)
 
     # --------------------------------------------------------------------- what is known
 
@@ -595,7 +595,7 @@ class SpikeDetector(Detector):
         self._newest.clear()
         self._accepted, self._recurring_told = [], -1
         self._suspended = max(self._suspended, steps)
-        self._forget()
+        self._reset_state()
 
 
 # ------------------------------------------------------------------------------ a norm that rises
@@ -685,17 +685,17 @@ class BurstDetector(Detector):
             return ()
         self._clock += 1
         if falls or len(self._window) < self._config.warm_up:
-            self._end()
+            self._end_burst()
             if clean:
-                self._push(norm)
+                self._push_norm(norm)
             return ()
         beyond = self._distance(norm) - _NORM_ALLOWANCE
         if beyond <= 0.0:
-            self._end()  # two spikes with a normal step between them are two spikes
+            self._end_burst()  # two spikes with a normal step between them are two spikes
             if clean:
-                self._push(norm)
+                self._push_norm(norm)
             return ()
-        return self._evidence(record, norm, beyond, clean)
+        return self._add_evidence(record, norm, beyond, clean)
 
     def _loss_falls(self, record: StepRecord) -> bool:
         loss = record.loss
@@ -717,7 +717,7 @@ class BurstDetector(Detector):
         )
         return (math.log(norm) - math.log(self._window.median()) - middle) / deviation
 
-    def _evidence(
+    def _add_evidence(
         self, record: StepRecord, norm: float, beyond: float, clean: bool
     ) -> tuple[Finding, ...]:
         config = self._config
@@ -730,8 +730,8 @@ class BurstDetector(Detector):
         usual = self._window.median()
         if len(self._held) >= config.accept_after:
             for outlier in self._held:
-                self._push(outlier)
-            self._end()
+                self._push_norm(outlier)
+            self._end_burst()
         if self._sum < config.enough or self._told:
             return ()
         self._told = True
@@ -758,11 +758,11 @@ class BurstDetector(Detector):
         self._bursts.append([clock, distance])
         return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
 
-    def _end(self) -> None:
+    def _end_burst(self) -> None:
         self._held.clear()
         self._sum, self._onset, self._told = 0.0, -1, False
 
-    def _push(self, norm: float) -> None:
+    def _push_norm(self, norm: float) -> None:
         if len(self._window):
             self._deviations.push(math.log(norm) - math.log(self._window.median()))
         else:
@@ -775,4 +775,4 @@ class BurstDetector(Detector):
         self._deviations.clear()
         self._course.clear()
         self._bursts.clear()
-        self._end()
+        self._end_burst()

@@ -125,11 +125,11 @@ def parse_condition(text: str) -> RuleCondition:
             "as loss, or a scalar that the loop records"
         )
     return RuleCondition(
-        function, series, _window(function, match["window"]), match["operator"], limit
+        function, series, _parse_window(function, match["window"]), match["operator"], limit
     )
 
 
-def _window(function: str, text: str | None) -> int:
+def _parse_window(function: str, text: str | None) -> int:
     if function == "last":
         if text is not None:
             raise ValueError("last(...) takes no window")
@@ -338,7 +338,7 @@ def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:
     return sum(values) / len(values)
 
 
-def _rate(values: Sequence[float], steps: Sequence[int]) -> float:
+def _change_per_step(values: Sequence[float], steps: Sequence[int]) -> float:
     # Values of one step, such as micro-batches, have no rate; NaN is above and below nothing.
     steps_between = steps[-1] - steps[0]
     return (values[-1] - values[0]) / steps_between if steps_between > 0 else math.nan
@@ -349,7 +349,7 @@ _MEASURES: Mapping[str, Callable[[deque[float], deque[int]], float]] = {
     "mean": _mean,
     "min": lambda values, _: min(values),
     "max": lambda values, _: max(values),
-    "rate": _rate,
+    "rate": _change_per_step,
     "nonfinite": lambda values, _: sum(values),
 }
 

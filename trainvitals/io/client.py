@@ -187,7 +187,9 @@ class CollectorClient:
             headers[WRITER_KEY_HEADER] = writer_key
         content = b"".join(raws)
         answer = tuple[IngestReply, ...]
-        replies = self._call(answer, "POST", "/v1/ingest", content=content, headers=headers)
+        replies = self._send_and_decode(
+            answer, "POST", "/v1/ingest", content=content, headers=headers
+        )
         if len(replies) != len(raws):
             raise TransportError(
                 f"{self.url}/v1/ingest gave {len(replies)} replies to {len(raws)} batches",
@@ -197,9 +199,9 @@ class CollectorClient:
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
         """Report that a command is in the run's mailbox, for this incarnation of its rank 0."""
-        path = _path("runs", run_id, "commands", str(number), "delivered")
+        path = _url_path("runs", run_id, "commands", str(number), "delivered")
         request = DeliveredRequest(incarnation=incarnation)
-        self._send("POST", path, **_json(msgspec.json.encode(request)))
+        self._send("POST", path, **_json_body_kwargs(msgspec.json.encode(request)))
 
     # ------------------------------------------------------------------------- for readers
 
@@ -220,31 +222,39 @@ class CollectorClient:
     def ask(self, question: Question[A]) -> A:
         """Return the collector's response."""
         request = as_request(question)
-        how = {"params": request.params} if request.body is None else _json(request.body)
-        answer: A = self._call(request.answer, request.method, request.path, **how)
+        how = (
+            {"params": request.params} if request.body is None else _json_body_kwargs(request.body)
+        )
+        answer: A = self._send_and_decode(request.answer, request.method, request.path, **how)
         return answer
 
     # -------------------------------------------------------------------------- for orders
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
         """Write a note at a step; it is shown on the curves and stored forever."""
-        path = _path("runs", run_id, "annotations")
-        return self._call(AnnotationView, "POST", path, **_json(msgspec.json.encode(request)))
+        path = _url_path("runs", run_id, "annotations")
+        return self._send_and_decode(
+            AnnotationView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
+        )
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it if ``silence_seconds`` is given."""
-        path = _path("alerts", fingerprint, "ack")
-        return self._call(AlertView, "POST", path, **_json(msgspec.json.encode(request)))
+        path = _url_path("alerts", fingerprint, "ack")
+        return self._send_and_decode(
+            AlertView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
+        )
 
     def silence(self, request: SilenceRequest) -> SilenceView:
         """Silence all alerts that fit the matchers."""
-        body = _json(msgspec.json.encode(request))
-        return self._call(SilenceView, "POST", _path("silences"), **body)
+        body = _json_body_kwargs(msgspec.json.encode(request))
+        return self._send_and_decode(SilenceView, "POST", _url_path("silences"), **body)
 
     def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
         """End a silence early."""
-        body = _json(msgspec.json.encode(request))
-        return self._call(SilenceView, "POST", _path("silences", str(silence_id), "end"), **body)
+        body = _json_body_kwargs(msgspec.json.encode(request))
+        return self._send_and_decode(
+            SilenceView, "POST", _url_path("silences", str(silence_id), "end"), **body
+        )
 
     def send_command(
         self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
@@ -263,8 +273,10 @@ class CollectorClient:
         command = sign_order(
             request.command(run_id, issued_by=issued_by, now_unix_ns=now, after=newest), keys
         )
-        path = _path("runs", run_id, "commands")
-        return self._call(CommandView, "POST", path, **_json(msgspec.json.encode(command)))
+        path = _url_path("runs", run_id, "commands")
+        return self._send_and_decode(
+            CommandView, "POST", path, **_json_body_kwargs(msgspec.json.encode(command))
+        )
 
     # ---------------------------------------------------------------------------- plumbing
 
@@ -283,7 +295,7 @@ class CollectorClient:
     ) -> None:
         self.close()
 
-    def _call(self, answer: type[T], method: str, path: str, **how: Any) -> T:
+    def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
@@ -437,11 +449,11 @@ def read_tokens(path: Path | str) -> CollectorTokens:
         raise UsageError(f"{path} is not a token file: {error}", hint=hint) from error
 
 
-def _path(*parts: str) -> str:
+def _url_path(*parts: str) -> str:
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _json_body_kwargs(body: bytes) -> dict[str, Any]:
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 

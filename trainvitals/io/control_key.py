@@ -56,12 +56,12 @@ def make_control_key(folder: Path) -> None:
         return
     try:
         with contextlib.suppress(FileExistsError):
-            _write(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
+            _write_key_file(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
         secret = _read_key_file(folder / SECRET_FILE)
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
         public = key.public_key().public_bytes_raw()
         with contextlib.suppress(FileExistsError):
-            _write(folder / PUBLIC_FILE, public)
+            _write_key_file(folder / PUBLIC_FILE, public)
     except OSError as error:
         raise StorageError(
             f"{folder}: the control key cannot be created: {error.strerror}"
@@ -155,7 +155,7 @@ def _signed_part(command: Command) -> bytes:
     return _CONTEXT + msgspec.msgpack.encode(signed_fields, order="sorted")
 
 
-def _write(path: Path, raw: bytes) -> None:
+def _write_key_file(path: Path, raw: bytes) -> None:
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.write(fd, raw.hex().encode() + b"\n")

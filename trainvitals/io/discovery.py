@@ -86,13 +86,13 @@ def discover(base: Path, run_id: str = "") -> list[JournalRef]:
     otherwise list 50 directories each time.
     """
     journals: list[JournalRef] = []
-    for folder in [base / run_id] if run_id else _folders(base):
+    for folder in [base / run_id] if run_id else _subdirectories(base):
         try:
             check_run_id(folder.name)
         except UsageError:
             continue  # not a run's directory: other files may exist here
         run_dir = _run_dir_of(folder)
-        journals += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
+        journals += [JournalRef(folder.name, path, run_dir) for path in _subdirectories(folder)]
     return sorted(journals)
 
 
@@ -103,7 +103,7 @@ def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> N
     )
 
 
-def _folders(path: Path) -> list[Path]:
+def _subdirectories(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
             return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]

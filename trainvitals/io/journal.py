@@ -127,7 +127,7 @@ class JournalWriter:
         if self._flusher is not None and not self._flusher.stop():
             return  # the disk blocks; its thread still holds the files
         for stream in self._streams.values():
-            stream._shut()
+            stream._close_segment()
         try:
             mark_closed(
                 self.directory, {s.schema.stream: s.next_seq for s in self._streams.values()}
@@ -166,29 +166,29 @@ class JournalWriter:
         if not self.in_memory:
             return self.max_bytes
         status = os.statvfs(self.directory)
-        free = status.f_bavail * status.f_frsize + self._used()
+        free = status.f_bavail * status.f_frsize + self._used_bytes()
         return min(self.max_bytes, int(free * self.max_share))
 
     def _make_room(self, size: int, bound: int) -> None:
         if size > bound // 2:
             text = f"{size} bytes are too much for a journal of {bound}, its share of what is free"
             raise OSError(errno.ENOSPC, text, str(self.directory))
-        if self._used() + size > bound:  # the reader may have freed some
+        if self._used_bytes() + size > bound:  # the reader may have freed some
             self._segments = [entry for entry in self._segments if entry[1].exists()]
-        while self._used() + size > bound:
+        while self._used_bytes() + size > bound:
             victim = self._victim(bound)
             if victim is None:
                 raise OSError(errno.ENOSPC, f"the journal's bound of {bound} bytes is reached")
             victim[1].unlink(missing_ok=True)
             self._segments.remove(victim)
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         return sum(size for _, _, size in self._segments)
 
     def _victim(self, bound: int) -> tuple[str, Path, int] | None:
         """The oldest sealed segment: of samples, unless events use more than half the bound."""
         events = EVENT_SCHEMA.stream
-        active = {stream._path for stream in self._streams.values()}
+        active = {stream._segment_path for stream in self._streams.values()}
         sealed = [entry for entry in self._segments if entry[1] not in active]
         event_bytes = sum(size for name, _, size in self._segments if name == events)
         if event_bytes <= bound // 2:
@@ -241,7 +241,7 @@ class StreamWriter:
             seq = self.next_seq
             row = self._pack(seq, values)
             if self._map is None or seq >= self._room_until:
-                return self._put(1, row)
+                return self._append_rows(1, row)
             self.next_seq = seq + 1
             offset = self._row_zero + seq * len(row)
             self._map[offset : offset + len(row)] = row
@@ -258,24 +258,24 @@ class StreamWriter:
         )
         with self._lock:
             packed = [self._pack(self.next_seq + i, row) for i, row in enumerate(rows)]
-            return self._put(len(packed), b"".join(packed))
+            return self._append_rows(len(packed), b"".join(packed))
 
     def __reduce__(self) -> str:
         return self.journal.__reduce__()
 
-    def _put(self, num_rows: int, raw: bytes) -> int:
+    def _append_rows(self, num_rows: int, raw: bytes) -> int:
         journal, seq = self.journal, self.next_seq
         if journal._is_closed:
             self.dropped += num_rows
             return -1
         self.next_seq = seq + num_rows
         if journal._flusher is None:
-            self._store(self.schema, seq, num_rows, raw)
+            self._write_rows(self.schema, seq, num_rows, raw)
         else:
             self._enqueue(seq, num_rows, raw)
         return seq + num_rows - 1
 
-    def _store(self, schema: Schema, seq: int, num_rows: int, raw: bytes) -> None:
+    def _write_rows(self, schema: Schema, seq: int, num_rows: int, raw: bytes) -> None:
         slots = self._slots
         try:
             if slots is None or seq + num_rows > slots.end_seq or slots.schema is not schema:
@@ -290,7 +290,7 @@ class StreamWriter:
 
     def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
         """Start a new segment; None if one was refused a few rows ago."""
-        self._shut()
+        self._close_segment()
         if seq < self._retry_at:
             return None
         self._retry_at = seq + _RETRY_ROWS
@@ -321,7 +321,7 @@ class StreamWriter:
             self._queue.clear()
             self._num_queued = 0
         for schema, seq, num_rows, raw in taken:
-            self._store(schema, seq, num_rows, raw)
+            self._write_rows(schema, seq, num_rows, raw)
 
     def _drop_queue(self) -> None:
         with self._lock:
@@ -335,10 +335,10 @@ class StreamWriter:
             self.schema, self._pack, self._map = schema, schema.pack, None
 
     @property
-    def _path(self) -> Path | None:
+    def _segment_path(self) -> Path | None:
         return self._slots.file.path if self._slots is not None else None
 
-    def _shut(self) -> None:
+    def _close_segment(self) -> None:
         self._map = None
         if self._slots is not None:
             self._slots.file.close()

@@ -52,7 +52,7 @@ class JournalReader:
         """The writer; None until the first segment exists."""
         if self._identity is None:
             closed = self._is_closed()
-            self._learn(self._list(), closed=closed)
+            self._read_headers(self._list(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
@@ -68,7 +68,7 @@ class JournalReader:
         """
         closed = self._is_closed()  # before the listing, so that all sealed segments are in it
         listing = self._list()
-        self._learn(listing, closed=closed)
+        self._read_headers(listing, closed=closed)
         if self._unsaid is not None:
             error, self._unsaid = self._unsaid, None
             raise error
@@ -86,7 +86,7 @@ class JournalReader:
             return False
         marker = self._marker()
         listing = self._list()
-        self._learn(listing, closed=True)
+        self._read_headers(listing, closed=True)
         for segments in listing.values():
             if any(self._rest(path) for _, path in segments):
                 return False
@@ -101,7 +101,7 @@ class JournalReader:
         if not closed and len(self._listing.get(stream, ())) == 1:
             return  # it is the one that is written to
         segments = self._list().get(stream, [])
-        self._learn({stream: segments}, closed=closed)
+        self._read_headers({stream: segments}, closed=closed)
         for i, (_, path) in enumerate(segments):
             later = self._known.get(segments[i + 1][1]) if i + 1 < len(segments) else None
             if later is not None:
@@ -141,7 +141,7 @@ class JournalReader:
         except (FileNotFoundError, *UNREADABLE):
             return ClosedMarker()
 
-    def _learn(self, listing: _Listing, *, closed: bool) -> None:
+    def _read_headers(self, listing: _Listing, *, closed: bool) -> None:
         for segments in listing.values():
             for i, (_, path) in enumerate(segments):
                 if path in self._known or path in self.unreadable_segments:
@@ -183,7 +183,9 @@ class JournalReader:
         batches: list[Batch] = []
         for begin, end in runs:
             for first, last in _cuts(schema, raw, begin, end, max_rows):
-                batches.append(self._batch(header, base + first, raw[first * size : last * size]))
+                batches.append(
+                    self._build_batch(header, base + first, raw[first * size : last * size])
+                )
                 max_rows -= last - first
                 if max_rows <= 0:
                     return batches
@@ -211,7 +213,7 @@ class JournalReader:
             for _ in _cuts(schema, raw, begin, end, end - begin)
         )
 
-    def _batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
+    def _build_batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
         stream = header.stream_schema.stream
         num_rows = len(rows) // header.stream_schema.row_size
         gap = max(0, first_seq - self._next.get(stream, 0))

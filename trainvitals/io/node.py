@@ -30,8 +30,8 @@ def spot_of(host: str, run_folder: Path | None) -> Spot:
     if run_folder is None:
         return Spot(host, "", "")
     status = run_folder.parent.stat()
-    memory = f"{_text(boot)}:{status.st_dev}:{status.st_ino}"
-    return Spot(host, memory, _link(Path("/proc/self/ns/pid")))
+    memory = f"{_read_text(boot)}:{status.st_dev}:{status.st_ino}"
+    return Spot(host, memory, _read_link(Path("/proc/self/ns/pid")))
 
 
 def name_nodes(spots: Sequence[Spot]) -> list[str]:
@@ -40,30 +40,30 @@ def name_nodes(spots: Sequence[Spot]) -> list[str]:
     The suffix is the same in every start, as long as the node's shared memory lasts: files of an
     earlier start belong to the same node.
     """
-    return [_name(spot, spots) for spot in spots]
+    return [_unique_node_name(spot, spots) for spot in spots]
 
 
-def _name(spot: Spot, spots: Sequence[Spot]) -> str:
+def _unique_node_name(spot: Spot, spots: Sequence[Spot]) -> str:
     others = {each for each in spots if each.host == spot.host and each.memory} - {spot}
     if not spot.memory or not others:
         return spot.host
     if not any(each.memory == spot.memory for each in others):
-        return f"{spot.host}-{_short(spot.memory)}"
-    return f"{spot.host}-{_short(spot.memory + spot.processes)}"
+        return f"{spot.host}-{_short_hash(spot.memory)}"
+    return f"{spot.host}-{_short_hash(spot.memory + spot.processes)}"
 
 
-def _short(text: str) -> str:
+def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-def _link(path: Path) -> str:
+def _read_link(path: Path) -> str:
     try:
         return str(path.readlink())
     except OSError:

@@ -65,7 +65,7 @@ def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Ite
         text = f"VITALS_SHM is {configured!r}; it must be an existing folder"
         refused.append(StorageError(text, hint="unset VITALS_SHM to use /dev/shm"))
         return
-    for parent in [Path(configured)] if configured else _parents(environ):
+    for parent in [Path(configured)] if configured else _candidate_parents(environ):
         try:
             base = ensure_private_dir(parent.absolute() / f"trainvitals-{os.getuid()}")
         except VitalsError as error:
@@ -74,7 +74,7 @@ def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Ite
             yield base
 
 
-def _parents(environ: Mapping[str, str]) -> list[Path]:
+def _candidate_parents(environ: Mapping[str, str]) -> list[Path]:
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
         first = [_SHARED_MEMORY]
     else:
@@ -96,7 +96,7 @@ def ensure_private_dir(path: Path) -> Path:
         pass  # whatever is there is judged below
     except OSError as error:
         raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
-    _check(path, path.lstat(), stat.S_ISDIR, "folder", Owner.us(), private=True)
+    _check_path_security(path, path.lstat(), stat.S_ISDIR, "folder", Owner.us(), private=True)
     return path
 
 
@@ -116,7 +116,7 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
             opened for writing.
         OSError: as ``os.open``.
     """
-    return _open(path, flags, 0o600, Owner.us(), private=True, any_links=any_links)
+    return _open_checked(path, flags, 0o600, Owner.us(), private=True, any_links=any_links)
 
 
 # ---------------------------------------------------------------- what others may read, not write
@@ -214,7 +214,7 @@ def open_own(
             second name when opened for writing.
         OSError: as ``os.open``.
     """
-    return _open(path, flags, mode, owner or Owner.us())
+    return _open_checked(path, flags, mode, owner or Owner.us())
 
 
 def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
@@ -312,7 +312,7 @@ def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder)
             raise
-        _sync(folder)
+        _sync_directory(folder)
     finally:
         os.close(folder)
 
@@ -321,12 +321,12 @@ def sync_folder(path: Path) -> None:
     """Sync the names in the directory, if its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _sync(fd)
+        _sync_directory(fd)
     finally:
         os.close(fd)
 
 
-def _sync(folder: int) -> None:
+def _sync_directory(folder: int) -> None:
     with contextlib.suppress(OSError):  # some network file systems refuse to
         os.fsync(folder)
 
@@ -366,7 +366,7 @@ def is_memory_backed(path: Path) -> bool:
     return False
 
 
-def _open(
+def _open_checked(
     path: Path,
     flags: int,
     mode: int,
@@ -385,7 +385,7 @@ def _open(
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode) and owner.owns(status):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        _check(path, status, stat.S_ISREG, "file", owner, private=private)
+        _check_path_security(path, status, stat.S_ISREG, "file", owner, private=private)
         is_written = flags & os.O_ACCMODE != os.O_RDONLY
         if is_written and status.st_nlink > 1 and not any_links:
             raise InsecurePathError(
@@ -408,12 +408,12 @@ def _explain(path: Path, owner: Owner, error: OSError, *, private: bool) -> None
         return
     if error.errno != errno.EEXIST:
         try:
-            _check(path, status, stat.S_ISREG, "file", owner, private=private)
+            _check_path_security(path, status, stat.S_ISREG, "file", owner, private=private)
         except InsecurePathError as refused:
             raise refused from error
 
 
-def _check(
+def _check_path_security(
     path: Path,
     status: os.stat_result,
     is_kind: Callable[[int], bool],

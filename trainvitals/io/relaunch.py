@@ -31,7 +31,9 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
     """Return the ``nth`` run of this launch's first start; None if this is the first."""
     for key, is_restart in _launches(environ, sys.argv, nth):
         for path in (
-            (_path(_user_directory(base), key), _path(base / _FOLDER, key)) if is_restart else ()
+            (_key_path(_user_directory(base), key), _key_path(base / _FOLDER, key))
+            if is_restart
+            else ()
         ):
             try:
                 return check_run_id(read_own(path).decode().strip())
@@ -54,7 +56,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
     for key, _ in _launches(environ, sys.argv, nth):
         base.mkdir(parents=True, exist_ok=True)
         folder = ensure_own_dir(_user_directory(base), read=0)
-        replace_file(_path(folder, key), run_id.encode() + b"\n", mode=0o600)
+        replace_file(_key_path(folder, key), run_id.encode() + b"\n", mode=0o600)
         _forget_oldest(folder)
 
 
@@ -103,7 +105,7 @@ def _user_directory(base: Path) -> Path:
     return base / f"{_FOLDER}-{os.geteuid()}"
 
 
-def _path(folder: Path, key: str) -> Path:
+def _key_path(folder: Path, key: str) -> Path:
     return folder / hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -161,7 +161,7 @@ class RunDir:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _unreadable(vitals_dir, error) from error
+            raise _unreadable_error(vitals_dir, error) from error
         return [RunDir(path) for path in paths if is_run_id(path.name) and path.is_dir()]
 
     @property
@@ -173,7 +173,7 @@ class RunDir:
 
     def info(self) -> RunInfo | None:
         """Return the run's attributes, or None if rank 0 has not written them."""
-        raw = self._read("run.json")
+        raw = self._read_file("run.json")
         if raw is None:
             return None
         try:
@@ -195,7 +195,7 @@ class RunDir:
         loaded.
         """
         path = self.path / "checkpoints"
-        return path if path.is_symlink() else self._folder(path.name)
+        return path if path.is_symlink() else self._ensure_directory(path.name)
 
     @property
     def profiles_dir(self) -> Path:
@@ -211,7 +211,7 @@ class RunDir:
     def agent_dir(self, node: str) -> Path:
         """Return the directory of one node's agent, created if needed."""
         path = self.agent_path(node)
-        self._folder("agents")
+        self._ensure_directory("agents")
         return ensure_own_dir(path)
 
     def spool_dirs(self) -> dict[str, Path]:
@@ -279,7 +279,7 @@ class RunDir:
 
     def put_command(self, command: Command) -> Path:
         """Leave a signed command for this run's agent."""
-        path = self._folder("commands") / f"{command.number}.json"
+        path = self._ensure_directory("commands") / f"{command.number}.json"
         replace_file(path, msgspec.json.encode(command))
         return path
 
@@ -291,7 +291,7 @@ class RunDir:
         paths = [path for path in entries if _COMMAND_FILE.match(path.name) and path.is_file()]
         for path in sorted(paths, key=lambda p: int(p.stem)):
             try:
-                raw = self._read(f"commands/{path.name}")
+                raw = self._read_file(f"commands/{path.name}")
                 if raw is None:
                     continue
                 command = msgspec.json.decode(raw, type=Command)
@@ -311,7 +311,7 @@ class RunDir:
         """
         path = self.path / "HALTED"
         try:
-            raw = self._read(path.name)
+            raw = self._read_file(path.name)
             return None if raw is None else msgspec.json.decode(raw, type=HaltMarker)
         except InsecurePathError as error:
             if not self._owner().owns(path.lstat()):
@@ -341,7 +341,7 @@ class RunDir:
             InsecurePathError: it is a link, or another user's.
         """
         try:
-            raw = self._read(_RESTARTS)
+            raw = self._read_file(_RESTARTS)
             return [] if raw is None else msgspec.json.decode(raw, type=list[int])
         except UNREADABLE as error:
             raise FormatError(f"{self.path / _RESTARTS} is damaged: {error}") from error
@@ -388,7 +388,7 @@ class RunDir:
                 wrong.
         """
         path = self.path / "plan.jsonl"
-        raw = self._read(path.name, max_bytes=_MAX_PLAN_BYTES) or b""
+        raw = self._read_file(path.name, max_bytes=_MAX_PLAN_BYTES) or b""
         key = self.file_key(create=True) if self._was_open else b""
         entries: list[dict[str, object]] = []
         offset = 0
@@ -420,13 +420,13 @@ class RunDir:
         """The directory's owner, whose files are trusted. A reader may be another user."""
         return Owner(self.path.stat().st_uid)
 
-    def _read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+    def _read_file(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         try:
             return read_own(self.path / name, owner=self._owner(), max_bytes=max_bytes)
         except FileNotFoundError:
             return None
 
-    def _folder(self, name: str) -> Path:
+    def _ensure_directory(self, name: str) -> Path:
         return ensure_own_dir(self.path / name)
 
 
@@ -458,10 +458,10 @@ def check_folder(folder: Path) -> None:
     except NotADirectoryError:
         raise UsageError(f"{folder} is a file, not a folder", hint=hint) from None
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
 
 
-def _unreadable(folder: Path, error: OSError) -> StorageError:
+def _unreadable_error(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{folder} cannot be read: {error.strerror}",
         hint=f"`ls -ld {folder}` shows its owner and permissions",

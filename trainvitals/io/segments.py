@@ -168,7 +168,7 @@ class MappedSegment:
     def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
-        temporary, fd = _create(path)
+        temporary, fd = _create_temporary(path)
         try:
             # Before the map: no page to be had is an OSError here, and would be a SIGBUS later.
             os.posix_fallocate(fd, 0, num_bytes)
@@ -196,7 +196,7 @@ class PlainSegment:
     def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
-        temporary, self._fd = _create(path)
+        temporary, self._fd = _create_temporary(path)
         try:
             self.write(0, header)
             temporary.rename(path)
@@ -215,6 +215,6 @@ class PlainSegment:
         os.close(self._fd)
 
 
-def _create(path: Path) -> tuple[Path, int]:
+def _create_temporary(path: Path) -> tuple[Path, int]:
     temporary = path.with_suffix(".tmp")
     return temporary, open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)

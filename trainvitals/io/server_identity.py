@@ -190,7 +190,7 @@ def tls_context(trust: TlsTrust) -> ssl.SSLContext:
     """
     try:
         if trust.certificates:
-            context: ssl.SSLContext = _pinned(trust.certificates)
+            context: ssl.SSLContext = _pinned_context(trust.certificates)
         else:
             context = ssl.create_default_context(cadata=trust.ca or None)
         if trust.client_cert:
@@ -204,7 +204,7 @@ def tls_context(trust: TlsTrust) -> ssl.SSLContext:
     return context
 
 
-def _pinned(certificates: tuple[str, ...]) -> _PinnedContext:
+def _pinned_context(certificates: tuple[str, ...]) -> _PinnedContext:
     context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the key matters, not the name
     # A certificate that a CA signed is trusted itself: without this flag, only together with that

@@ -197,7 +197,7 @@ class Spool:
             if has_room:
                 self._write_if_retained_must_go(raw)
             else:
-                self._change(dropped_rows=self._state.dropped_rows + header.num_rows)
+                self._update_state(dropped_rows=self._state.dropped_rows + header.num_rows)
             added = self._unsynced if has_room else self._refused
             added[key] = max(header.last_seq, added.get(key, -1))
             return has_room
@@ -238,7 +238,7 @@ class Spool:
         with self._lock, self._disk("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
                 return
-            self._change(acked=position)
+            self._update_state(acked=position)
             done = self._retain()
             saved = self._saved.acked
             if done or position.file != saved.file or position.offset - saved.offset > SAVE_BYTES:
@@ -263,7 +263,7 @@ class Spool:
         with self._lock, self._disk("cannot be read"):
             if self._retained or not self._sizes:
                 return bool(self._retained)
-            age = self._now() - self._path(max(self._sizes)).stat().st_mtime
+            age = self._now() - self._file_path(max(self._sizes)).stat().st_mtime
             return age < self._retain_seconds
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class Spool:
         for number in sorted(self._retained):
             if self._retained[number] > oldest and self.retained_bytes <= self._retain_bytes:
                 return
-            self._remove(number)
+            self._remove_file(number)
 
     # -------------------------------------------------------------------------- writing
 
@@ -298,13 +298,13 @@ class Spool:
         """Write the batch; on a full disk, delete acknowledged files, the oldest first."""
         while True:
             try:
-                return self._write(raw)
+                return self._append_batch(raw)
             except (OSError, StorageError) as error:
                 if not is_full(error) or not self._retained:
                     raise
-                self._remove(min(self._retained))
+                self._remove_file(min(self._retained))
 
-    def _write(self, raw: bytes) -> None:
+    def _append_batch(self, raw: bytes) -> None:
         if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
             self._save_state()
             self._leave()
@@ -318,14 +318,14 @@ class Spool:
             with contextlib.suppress(OSError):  # the next batch overwrites it
                 os.ftruncate(fd, size)
             raise
-        self._resize(self._number, size + len(stored))
+        self._record_file_size(self._number, size + len(stored))
         if stored is raw:
             self._headers.remember(raw, size)
 
     def _start_file(self) -> None:
         """Start a new file; its number was never used before."""
         self._number += 1
-        path = self._path(self._number)
+        path = self._file_path(self._number)
         fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             sync_folder(self.directory)
@@ -337,7 +337,7 @@ class Spool:
         self._fd, self._synced_size, self._headers = fd, 0, Headers()
         self._sizes[self._number] = 0
         for number in empty:
-            self._remove(number)
+            self._remove_file(number)
 
     def _leave(self) -> None:
         """Stop appending to the current file."""
@@ -370,7 +370,7 @@ class Spool:
         fd, number, size = self._fd, self._number, self._synced_size
         with contextlib.suppress(OSError):  # otherwise they stay: duplicate rows count once
             os.ftruncate(fd, size)
-            self._resize(number, size)
+            self._record_file_size(number, size)
         self._leave()
 
     def _make_room(self, size: int) -> bool:
@@ -384,15 +384,15 @@ class Spool:
         oldest = min(self._sizes)
         acked, num_dropped = self._state.acked, self._state.dropped_rows
         num_rows = self._num_unacked_rows(oldest)
-        self._change(
+        self._update_state(
             acked=max(acked, SpoolPosition(oldest + 1)), dropped_rows=num_dropped + num_rows
         )
         try:
             self._save_state()  # first: otherwise rows would be lost without a count
         except (OSError, StorageError):
-            self._change(acked=acked, dropped_rows=num_dropped)
+            self._update_state(acked=acked, dropped_rows=num_dropped)
             raise
-        self._remove(oldest)
+        self._remove_file(oldest)
 
     def _num_unacked_rows(self, number: int) -> int:
         acked = self._state.acked
@@ -401,7 +401,7 @@ class Spool:
         start = acked.offset if number == acked.file else 0
         num_rows = 0
         try:
-            with self._opened(number) as file:
+            with self._open_file(number) as file:
                 for _, raw in scan_file(file, start, complete=True):
                     header = None if raw is None else _header(raw)
                     num_rows += header.num_rows if header is not None else 0
@@ -409,20 +409,20 @@ class Spool:
             self._num_corrupt += 1  # it is unreadable, and has to be deleted anyway
         return num_rows
 
-    def _remove(self, number: int) -> None:
+    def _remove_file(self, number: int) -> None:
         if number not in self._sizes:
             return
-        self._path(number).unlink(missing_ok=True)
+        self._file_path(number).unlink(missing_ok=True)
         if number == self._number:
             self._leave()
-        self._resize(number, 0)
+        self._record_file_size(number, 0)
         del self._sizes[number]
         self._retained.pop(number, None)
         positions = {position for position in self._corrupt_at if position.file == number}
         self._corrupt_at -= positions
         self._num_corrupt += len(positions)
 
-    def _resize(self, number: int, size: int) -> None:
+    def _record_file_size(self, number: int, size: int) -> None:
         self._num_bytes += size - self._sizes[number]
         self._sizes[number] = size
 
@@ -439,15 +439,15 @@ class Spool:
             _LOG.warning("vitals: %s is another user's, or no file; nothing of it is read", path)
         return writer_files
 
-    def _opened(self, number: int) -> BinaryIO:
-        return stream_own(self._path(number), owner=self._owner)
+    def _open_file(self, number: int) -> BinaryIO:
+        return stream_own(self._file_path(number), owner=self._owner)
 
-    def _path(self, number: int) -> Path:
+    def _file_path(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tvs"
 
     # ------------------------------------------------------------------ state, restarts
 
-    def _change(self, **changes: object) -> None:
+    def _update_state(self, **changes: object) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)
 
     def _save_state(self) -> None:
@@ -459,7 +459,7 @@ class Spool:
             _note(last, key, seq)
         last_seqs = [(*key, seq) for key, seq in last.items()]
         retained = sorted(self._retained.items())
-        self._change(scanned=scanned, last_seqs=last_seqs, retained=retained)
+        self._update_state(scanned=scanned, last_seqs=last_seqs, retained=retained)
         with self._disk("cannot be written", self.directory / STATE_FILE):
             replace_file(self.directory / STATE_FILE, sealed_state(self._state))
         self._saved, self._last = self._state, last
@@ -476,7 +476,7 @@ class Spool:
         """A refused batch is sent again, refused again, and counted then."""
         self._refused.clear()
         if self.keep:
-            self._change(dropped_rows=self._saved.dropped_rows)
+            self._update_state(dropped_rows=self._saved.dropped_rows)
 
     def _recover(self) -> None:
         """Find batches appended after the state was saved; truncate the last file's torn tail."""
@@ -489,10 +489,10 @@ class Spool:
             start = scanned.offset if number == scanned.file else 0
             end = self._rescan(number, start, complete=number < newest)
             if number == newest and end < self._sizes[number]:
-                fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
+                fd = open_own(self._file_path(number), os.O_RDWR, owner=self._owner)
                 os.ftruncate(fd, end)
                 os.close(fd)
-                self._resize(number, end)
+                self._record_file_size(number, end)
         used = (self._state.acked, self._state.scanned)
         self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
         # the last writes of a killed owner exist, but may not be synced
@@ -509,7 +509,7 @@ class Spool:
         writer has to send it again.
         """
         end, is_noted = start, True
-        with self._opened(number) as file:
+        with self._open_file(number) as file:
             for here, raw in scan_file(file, start, complete=complete):
                 end = here
                 header = None if raw is None else _header(raw)
@@ -528,7 +528,7 @@ class Spool:
         Another fsync is not enough after a failed write: the kernel may treat the pages as written.
         A reader has seen the same bytes at the same place.
         """
-        fd = open_own(self._path(number), os.O_RDWR, owner=self._owner)
+        fd = open_own(self._file_path(number), os.O_RDWR, owner=self._owner)
         try:
             while part := os.pread(fd, _CHUNK_BYTES, start):
                 write_all(fd, part, start)
@@ -543,7 +543,7 @@ class Spool:
         try:
             yield
         except OSError as error:
-            where = path or (self._path(self._number) if self._fd >= 0 else self.directory)
+            where = path or (self._file_path(self._number) if self._fd >= 0 else self.directory)
             text = f"{where}: {error.strerror or error}; {outcome}"
             raise StorageError(text, hint=_HINT) from error
 

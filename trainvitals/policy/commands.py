@@ -38,7 +38,7 @@ def respond(
 ) -> PolicyResult:
     """Carry out a command or refuse it, on top of the step's own verdict."""
     decision = result.decision
-    refusal = _refusal(result, command, context)
+    refusal = _refusal_reason(result, command, context)
     if refusal:
         return _acknowledge(result, command, "refused", refusal, context)
     if command.action == "accept":
@@ -169,7 +169,7 @@ def _with_level(
     return (*(level for level in levels if level.turn != turn), level)
 
 
-def _refusal(result: PolicyResult, command: Proposal, context: DecisionContext) -> str:
+def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionContext) -> str:
     decision = result.decision
     if context.mode == "observe":
         return "mode is 'observe': Vitals takes no action; restart in guard or heal"

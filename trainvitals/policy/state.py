@@ -480,12 +480,13 @@ def limits_in_force(limits: Limits, state: PolicyState, turn: int = 0) -> Limits
     for level in state.facts.accepted:
         if level.turn == turn:
             limits = Limits(
-                _raised(limits.loss, level.loss), _raised(limits.grad_norm, level.grad_norm)
+                _raise_limit(limits.loss, level.loss),
+                _raise_limit(limits.grad_norm, level.grad_norm),
             )
     return limits
 
 
-def _raised(limit: float | None, least: float) -> float | None:
+def _raise_limit(limit: float | None, least: float) -> float | None:
     return None if limit is None else max(limit, least)
 
 

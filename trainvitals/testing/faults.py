@@ -41,38 +41,38 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     faults: tuple[Fault, ...] = ()
 
-    def _with(self, fault: Fault) -> Self:
+    def _with_fault(self, fault: Fault) -> Self:
         return type(self)((*self.faults, fault))
 
     def nan_gradient_at(self, *, rank: int, step: int) -> Self:
         """Make one gradient element NaN on one rank, after the ranks' gradients were averaged."""
-        return self._with(Fault(kind="nan_gradient", rank=rank, step=step))
+        return self._with_fault(Fault(kind="nan_gradient", rank=rank, step=step))
 
     def spike_gradient_at(self, *, rank: int, step: int) -> Self:
         """Multiply one rank's gradients by 1e6 after they were averaged."""
-        return self._with(Fault(kind="spike_gradient", rank=rank, step=step))
+        return self._with_fault(Fault(kind="spike_gradient", rank=rank, step=step))
 
     def nan_loss_at(self, *, rank: int, step: int) -> Self:
         """Make one rank's loss NaN before backward."""
-        return self._with(Fault(kind="nan_loss", rank=rank, step=step))
+        return self._with_fault(Fault(kind="nan_loss", rank=rank, step=step))
 
     def poison_batches(self, *, first: int, last: int) -> Self:
         """Replace the data of batches ``first`` to ``last`` (exclusive) on every rank."""
         if not 0 <= first < last:
             raise UsageError(f"poisoned batches {first} to {last}; the first must come before last")
-        return self._with(Fault(kind="poison_batches", step=first, last=last))
+        return self._with_fault(Fault(kind="poison_batches", step=first, last=last))
 
     def nan_parameters_at(self, *, rank: int, step: int) -> Self:
         """Overwrite parameters with NaN on one rank before the step's forward."""
-        return self._with(Fault(kind="nan_parameters", rank=rank, step=step))
+        return self._with_fault(Fault(kind="nan_parameters", rank=rank, step=step))
 
     def shuffled_parameters_at(self, *, step: int) -> Self:
         """Shuffle each parameter, alike on all ranks, before the step's forward: finite damage."""
-        return self._with(Fault(kind="shuffled_parameters", step=step))
+        return self._with_fault(Fault(kind="shuffled_parameters", step=step))
 
     def kill_at(self, *, rank: int, step: int) -> Self:
         """SIGKILL one rank in the middle of a step."""
-        return self._with(Fault(kind="kill", rank=rank, step=step))
+        return self._with_fault(Fault(kind="kill", rank=rank, step=step))
 
     def only(self, fault: Fault) -> Self:
         """Return a plan with only that fault."""

@@ -33,13 +33,15 @@ def merged_series(
         parts: dict[str, dict[str, Any]] = {"run": {}, "ranks": {}, "layers": {}}
         for name, values in columns:
             if i < len(values):
-                _put(parts, name, values[i], ranks)
+                _put_value(parts, name, values[i], ranks)
         step = first_step + i
         steps.append(MergedStep(step=step, attempt=attempt, time_unix_ns=step * _SECOND, **parts))
     return steps
 
 
-def _put(parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks: int) -> None:
+def _put_value(
+    parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks: int
+) -> None:
     layer, colon, column = name.rpartition(":")
     of_rank = _RANK.fullmatch(name)
     if of_rank is not None:

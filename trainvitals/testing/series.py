@@ -47,7 +47,7 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
         fields: dict[str, Any] = {}
         for name, values in columns.items():
             if i < len(values) and values[i] is not None:
-                fields[name] = _typed(name, values[i])
+                fields[name] = _field_value(name, values[i])
         records.append(StepRecord(step=first_step + i, attempt=attempt, **fields))
     return records
 
@@ -65,7 +65,7 @@ def values_of(word: str) -> list[float | None]:
     return [first + (last - first) * i / max(1, count - 1) for i in range(count)]
 
 
-def _typed(name: str, value: float | None) -> object:
+def _field_value(name: str, value: float | None) -> object:
     assert value is not None
     if name in _FLAGS:
         return bool(value)

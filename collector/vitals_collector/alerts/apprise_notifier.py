@@ -62,7 +62,7 @@ class AppriseNotifier:
                 )
                 log_text = log.getvalue()
             if not is_sent:
-                return _refusal(log_text)
+                return _failure_result(log_text)
         return DELIVERED
 
 
@@ -92,7 +92,7 @@ def _without_mentions(text: str) -> str:
     return re.sub("@(?=everyone|here|channel)", "@\u200b", text)
 
 
-def _refusal(text: str) -> DeliveryResult:
+def _failure_result(text: str) -> DeliveryResult:
     status = re.search(r"error\s*=\s*(\d{3})\b", text)
     if status is None:
         return DeliveryResult(recoverable=True, error="the message was not taken")

@@ -68,14 +68,16 @@ def issue(
     check_time(command, now_unix_ns)
     with store.write() as connection:
         _check_run(connection, run_id, now_unix_ns)
-        check_checkpoint(request.checkpoint_id, _checkpoints(connection, run_id))
+        check_checkpoint(request.checkpoint_id, _load_checkpoint_states(connection, run_id))
         check_step(request, _last_step(connection, run_id))
         _check_number(connection, command)
         connection.execute(insert(commands).values(_row_of(command)))
         who = f"{command.issued_by} (control key)"
         # Signed by then: only the copy for the audit can be redacted. Ours are before they are.
         reason = redact_text(command.reason)
-        _audit(connection, now_unix_ns, who, f"command {command.action}", command, reason)
+        _insert_audit_row(
+            connection, now_unix_ns, who, f"command {command.action}", command, reason
+        )
     view = CommandView(command=command, status="pending")
     if _leave_in_folder(command, folders):
         return mark_delivered(
@@ -111,7 +113,7 @@ def listed(
         .limit(MAX_LISTED)
     )
     with store.read_transaction() as connection:
-        views = [_view(row, now_unix_ns) for row in connection.execute(query)]
+        views = [_command_view(row, now_unix_ns) for row in connection.execute(query)]
     return tuple(view for view in views if status in ("", view.status))
 
 
@@ -150,7 +152,7 @@ def mark_delivered(
         row = connection.execute(select(commands).where(*conditions)).one_or_none()
         if row is None:
             raise UsageError(f"run {run_id} has no command {number}", code=UNKNOWN)
-        view = _view(row, now_unix_ns)
+        view = _command_view(row, now_unix_ns)
         if view.status == "expired" and row.status == "pending":
             raise UsageError(
                 f"command {number} expired before it was delivered",
@@ -161,7 +163,7 @@ def mark_delivered(
             return view
         values = {"status": "delivered", "updated_unix_ns": now_unix_ns}
         connection.execute(update(commands).where(*conditions).values(values))
-        _audit(connection, now_unix_ns, by, "delivered", view.command, "")
+        _insert_audit_row(connection, now_unix_ns, by, "delivered", view.command, "")
     return msgspec.structs.replace(view, status="delivered")
 
 
@@ -180,7 +182,7 @@ def expire(store: Store, now_unix_ns: int) -> int:
             .values(values | {"detail": "it expired before the run took it"})
         )
         for body in rows:
-            _audit(connection, now_unix_ns, "collector", "expired", _decode(body), "")
+            _insert_audit_row(connection, now_unix_ns, "collector", "expired", _decode(body), "")
     return len(rows)
 
 
@@ -210,7 +212,7 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
         )
 
 
-def _checkpoints(connection: Connection, run_id: str) -> list[tuple[str, str]]:
+def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
@@ -296,7 +298,7 @@ def _row_of(command: Command) -> dict[str, object]:
     }
 
 
-def _view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView:
+def _command_view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView:
     late = row.status == "pending" and row.expires_unix_ns <= now_unix_ns
     return CommandView(
         command=_decode(row.body),
@@ -327,7 +329,7 @@ def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
     return False
 
 
-def _audit(
+def _insert_audit_row(
     connection: Connection, now_unix_ns: int, actor: str, action: str, command: Command, detail: str
 ) -> None:
     connection.execute(

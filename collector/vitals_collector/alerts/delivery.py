@@ -167,7 +167,7 @@ class Dispatcher:
 
     def submit(self, alert: AlertView) -> None:
         """Queue the alert's current state for every receiver."""
-        self._queue(alert, self._lines.values())
+        self._queue_for_receivers(alert, self._lines.values())
 
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
         """Queue a state that was not settled, for the receivers that do not have it queued.
@@ -179,7 +179,7 @@ class Dispatcher:
         """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
-        self._queue(alert, lines, active_since=active_since)
+        self._queue_for_receivers(alert, lines, active_since=active_since)
 
     def keep_posting(self, alert: AlertView) -> None:
         """Repost a settled, firing alert to receivers that want it."""
@@ -189,7 +189,7 @@ class Dispatcher:
                 for line in self._lines.values()
                 if line.notifier.reposts and alert.fingerprint not in line.waiting
             ]
-        self._queue(alert, lines, settled=True)
+        self._queue_for_receivers(alert, lines, settled=True)
 
     def adopt(self, failing: Iterable[AlertView]) -> list[AlertView]:
         """Load failing receivers that an earlier process reported; return unknown ones' alerts."""
@@ -218,7 +218,7 @@ class Dispatcher:
                 if not (keep_posting and line.notifier.reposts):
                     line.waiting.pop(fingerprint, None)
 
-    def _queue(
+    def _queue_for_receivers(
         self,
         alert: AlertView,
         lines: Iterable[_ReceiverQueue],
@@ -232,7 +232,7 @@ class Dispatcher:
             for line in lines:
                 if line.takes(alert):
                     due_ns = self._due_ns(line, alert, active_since)
-                    self._put(line, _PendingAlert(alert, due_ns, settled=settled))
+                    self._add_to_queue(line, _PendingAlert(alert, due_ns, settled=settled))
                     line.wake.set()
 
     def _due_ns(self, line: _ReceiverQueue, alert: AlertView, active_since: float | None) -> int:
@@ -243,7 +243,7 @@ class Dispatcher:
         age = 0.0 if active_since is None else self._steady.time_ns() / 1e9 - active_since
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
-    def _put(self, line: _ReceiverQueue, item: _PendingAlert) -> None:
+    def _add_to_queue(self, line: _ReceiverQueue, item: _PendingAlert) -> None:
         waiting = line.waiting
         if (older := waiting.pop(item.alert.fingerprint, None)) is not None:
             item.failed_ns = older.failed_ns
@@ -266,8 +266,10 @@ class Dispatcher:
     def pump(self) -> float | None:
         """Deliver everything that is due; return the seconds until the next delivery, or None."""
         for line in self._lines.values():
-            self._pump(line)
-        waits = [self._wait(line) for line in self._lines.values()]  # one may put to others
+            self._process_queue(line)
+        waits = [
+            self._seconds_until_due(line) for line in self._lines.values()
+        ]  # one may put to others
         return min((wait for wait in waits if wait is not None), default=None)
 
     def start(self) -> None:
@@ -296,7 +298,7 @@ class Dispatcher:
             line.wake.clear()
             wait: float | None = _ERROR_SECONDS
             try:
-                wait = self._pump(line)
+                wait = self._process_queue(line)
             except Exception:  # noqa: BLE001 - without this thread the receiver hears nothing more
                 with self._lock:  # popped alerts are submitted again, because they are not settled
                     self._outcomes[line.notifier.name, "retried"] += 1
@@ -305,13 +307,13 @@ class Dispatcher:
                 return
             line.wake.wait(wait)
 
-    def _pump(self, line: _ReceiverQueue) -> float | None:
+    def _process_queue(self, line: _ReceiverQueue) -> float | None:
         while due := self._take_due(line):
-            self._deliver(line, due)
+            self._deliver_alerts(line, due)
         self._tell_if_failing(line)
-        return self._wait(line)
+        return self._seconds_until_due(line)
 
-    def _wait(self, line: _ReceiverQueue) -> float | None:
+    def _seconds_until_due(self, line: _ReceiverQueue) -> float | None:
         now = self._clock.monotonic_ns()
         with self._lock:
             dues = [max(w.due_ns, line.not_before_ns) for w in line.waiting.values()]
@@ -338,7 +340,7 @@ class Dispatcher:
                 del line.waiting[item.alert.fingerprint]
         return due
 
-    def _deliver(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
+    def _deliver_alerts(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
         due = self._still_wanted(line, due)
         if not due:
             return
@@ -358,7 +360,9 @@ class Dispatcher:
         """Return the alerts that the receiver still needs, by the store if it is readable."""
         name = line.notifier.name
         if line.unrecorded:
-            self._record(line, [])  # otherwise the end of a delivered alert would not be delivered
+            self._record_deliveries(
+                line, []
+            )  # otherwise the end of a delivered alert would not be delivered
         fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
         checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         alerts = [w.alert for w in fresh]
@@ -373,7 +377,7 @@ class Dispatcher:
                 _LOG.warning("receiver %s: delivering without the delivery log: %s", name, error)
         for item in due:
             if item not in fresh or item.alert.fingerprint in checked.had:
-                self._remember(line, item.alert)
+                self._remember_delivered(line, item.alert)
                 self._settle(item.alert)
         return [w for w in fresh if w.alert.fingerprint in checked.due]
 
@@ -384,15 +388,15 @@ class Dispatcher:
     def _after_delivery(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
         notifier, alerts = line.notifier, [w.alert for w in due if not w.settled]
         for item in due:
-            self._remember(line, item.alert)
-        self._record(line, alerts)
+            self._remember_delivered(line, item.alert)
+        self._record_deliveries(line, alerts)
         with self._lock:
             self._outcomes[notifier.name, "delivered"] += len(due)
             line.failures = line.refusals = 0
             for item in due:
                 if notifier.reposts and item.alert.state == "firing":
                     item.tries, item.failed_ns, item.settled = 0, None, True
-                    self._hold(line, item, self._config.repost_seconds)
+                    self._requeue_after(line, item, self._config.repost_seconds)
             recovered = None
             if not self._is_late(line):
                 recovered, line.failing = line.failing, None
@@ -414,13 +418,13 @@ class Dispatcher:
             for item in due:
                 item.tries += 1
                 item.failed_ns = now if item.failed_ns is None else item.failed_ns
-                self._hold(line, item, self._backoff(item.tries))
-            wait = self._backoff(line.failures) if result.recoverable else 0.0
+                self._requeue_after(line, item, self._backoff_seconds(item.tries))
+            wait = self._backoff_seconds(line.failures) if result.recoverable else 0.0
             retry_after = min(result.retry_after, self._config.max_retry_after_seconds)
             line.not_before_ns = now + int(max(wait, retry_after) * 1e9)
         self._tell_if_failing(line)
 
-    def _backoff(self, tries: int) -> float:
+    def _backoff_seconds(self, tries: int) -> float:
         wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
         return min(wait, self._config.max_retry_seconds)
 
@@ -449,20 +453,20 @@ class Dispatcher:
             _LOG.warning("alert %s of a receiver is not stored: %s", alert.fingerprint, error)
             self.submit(alert)
 
-    def _hold(self, line: _ReceiverQueue, item: _PendingAlert, seconds: float) -> None:
+    def _requeue_after(self, line: _ReceiverQueue, item: _PendingAlert, seconds: float) -> None:
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         # A later state that came in the meantime has priority.
         waiting = line.waiting.setdefault(item.alert.fingerprint, item)
         waiting.failed_ns = item.failed_ns
 
-    def _remember(self, line: _ReceiverQueue, alert: AlertView) -> None:
+    def _remember_delivered(self, line: _ReceiverQueue, alert: AlertView) -> None:
         with self._lock:
             line.delivered.pop(alert.fingerprint, None)
             line.delivered[alert.fingerprint] = delivery_id(alert, line.notifier.name)
             if len(line.delivered) > _REMEMBERED:
                 line.delivered.pop(next(iter(line.delivered)))
 
-    def _record(self, line: _ReceiverQueue, alerts: list[AlertView]) -> None:
+    def _record_deliveries(self, line: _ReceiverQueue, alerts: list[AlertView]) -> None:
         alerts = [*line.unrecorded, *alerts]
         if self._ledger is None or not alerts:
             return

@@ -237,7 +237,7 @@ class Inbox:
         changed = [
             (before, after)
             for run in runs
-            for before, after in self._changes(run, open_alerts.get(run.run_id, {}), now)
+            for before, after in self._alert_changes(run, open_alerts.get(run.run_id, {}), now)
         ]
         if not changed:
             return
@@ -251,7 +251,7 @@ class Inbox:
                     news[entry.view.fingerprint] = entry.view
         self._tell_all(news.values())
 
-    def _changes(
+    def _alert_changes(
         self, run: RunNow, open_entries: dict[str, InboxAlert], now: int
     ) -> list[tuple[InboxAlert | None, InboxAlert]]:
         holding = {alert.fingerprint: alert for alert in run.conditions}
@@ -260,7 +260,9 @@ class Inbox:
             if entry.view.fingerprint in run.lasting:
                 continue
             if entry.life.point and self._is_over(entry, run):
-                changes.append((entry, _resolved(entry, now, min(now, run.last_seen_unix_ns))))
+                changes.append(
+                    (entry, _resolved_alert(entry, now, min(now, run.last_seen_unix_ns)))
+                )
             elif not entry.life.point and entry.view.fingerprint not in holding:
                 changes.append((entry, self._advanced(entry, None, run, now)))
         for fingerprint, alert in holding.items():
@@ -296,12 +298,12 @@ class Inbox:
         )
         if alert is None:
             assert entry is not None, "only a known alert ends"
-            return _resolved(entry, now, now)
+            return _resolved_alert(entry, now, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
         life = Life(point=False, active_since=moved.active_since)
         # A condition found in a directory months later also started months ago.
         started = min(now, run.since.get(alert.fingerprint) or now)
-        return InboxAlert(_view(alert, run.run_id, state, started, now), life)
+        return InboxAlert(_alert_view(alert, run.run_id, state, started, now), life)
 
     # ------------------------------------------------------------------------- about no run
 
@@ -482,7 +484,7 @@ def settle(store: Store, view: AlertView) -> None:
 # ----------------------------------------------------------------------------------- life cycle
 
 
-def _view(
+def _alert_view(
     alert: Alert, run_id: str, state: Literal["pending", "firing"], started: int, now: int
 ) -> AlertView:
     return AlertView(
@@ -517,7 +519,7 @@ def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> Inbox
         earlier = () if is_new or entry is None else entry.life.ranks
         ranks = tuple(sorted({*earlier, alert.rank}))
         alert = replace(alert, summary=f"{alert.summary} (on {name_ranks(ranks)})")
-    view = _view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
+    view = _alert_view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or is_new:
         return _begun(
             entry, InboxAlert(view, Life(point=True, active_since=now / 1e9, ranks=ranks))
@@ -530,7 +532,7 @@ def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> Inbox
     return InboxAlert(updated_view, replace(entry.life, ranks=ranks))
 
 
-def _resolved(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
+def _resolved_alert(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
     # An alert that was only pending was never delivered; its end is not either.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
     ended = max(ended, entry.view.started_unix_ns)

@@ -120,7 +120,7 @@ class WebhookNotifier:
         self._url = check_url(url)
         self._clock = clock
         self._secret = secret
-        self._client = _client(timeout)
+        self._client = _build_client(timeout)
         self.ack_links: dict[str, str] = {}
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
@@ -167,7 +167,7 @@ class AlertmanagerNotifier:
     ) -> None:
         self._url = check_url(url).rstrip("/") + "/api/v2/alerts"
         self._links = links or Links()
-        self._client = _client(timeout)
+        self._client = _build_client(timeout)
         self._clock = clock
         self._hold_ns = int(hold_seconds * 1e9)
 
@@ -320,7 +320,7 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
         return await super().handle_async_request(request)
 
 
-def _client(timeout: float) -> httpx.Client:
+def _build_client(timeout: float) -> httpx.Client:
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 

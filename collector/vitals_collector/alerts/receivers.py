@@ -118,7 +118,7 @@ def notifier_settings(
     Raises:
         ConfigError: an address, a name or the file is wrong, or others may read the file.
     """
-    content = _File() if file is None else _read(file)
+    content = _File() if file is None else _read_settings_file(file)
     receivers = [
         ReceiverSettings(name="webhook" if i == 0 else f"webhook-{i + 1}", kind="webhook", url=url)
         for i, url in enumerate(webhooks)
@@ -142,7 +142,7 @@ def notifier_settings(
     return NotifierSettings(receivers=tuple(receivers), links=links, remote_write=pushed_to)
 
 
-def _read(file: Path) -> _File:
+def _read_settings_file(file: Path) -> _File:
     try:
         mode = file.stat().st_mode
         content = file.read_bytes()

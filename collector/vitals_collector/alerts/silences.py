@@ -51,10 +51,10 @@ def parse_matchers(arguments: Sequence[str]) -> tuple[Matcher, ...]:
     """
     if not 0 < len(arguments) <= _MAX_MATCHERS:
         raise UsageError(f"{len(arguments)} matchers were given; give 1 to {_MAX_MATCHERS}")
-    return tuple(_parse(word) for word in arguments)
+    return tuple(_parse_matcher(word) for word in arguments)
 
 
-def _parse(word: str) -> Matcher:
+def _parse_matcher(word: str) -> Matcher:
     field, equals, value = word.partition("=")
     if not equals or not field.isidentifier() or len(word) > _MAX_LENGTH or not word.isprintable():
         raise UsageError(
@@ -140,9 +140,9 @@ def listed_silences(
     query = select(silences).where(silences.c.ends_unix_ns > now)
     rows = connection.execute(query.order_by(silences.c.ends_unix_ns, silences.c.id)).all()
     return tuple(
-        _view(row, sum(Silences([row]).of(view) is not None for view in open_alerts))
+        _silence_view(row, sum(Silences([row]).of(view) is not None for view in open_alerts))
         if row.starts_unix_ns <= now
-        else _view(row, 0)
+        else _silence_view(row, 0)
         for row in rows
     )
 
@@ -158,7 +158,7 @@ def end_silence(connection: Connection, silence_id: int, now: int) -> SilenceVie
     row = connection.execute(statement).first()
     if row is None:
         raise unknown_silence(silence_id)
-    return _view(row, 0)
+    return _silence_view(row, 0)
 
 
 def unknown_silence(silence_id: int) -> UsageError:
@@ -175,7 +175,7 @@ def names_run(matchers: Sequence[str], reach: Collection[str]) -> bool:
     return any(word.removeprefix("run=") in reach for word in matchers if word.startswith("run="))
 
 
-def _view(row: Row[Any], num_firing: int) -> SilenceView:
+def _silence_view(row: Row[Any], num_firing: int) -> SilenceView:
     return SilenceView(
         id=row.id,
         matchers=msgspec.json.decode(row.matchers or "[]", type=tuple[str, ...]),

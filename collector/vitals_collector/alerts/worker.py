@@ -109,7 +109,7 @@ class WorkerNotifier:
 
     def _ask(self, line: bytes) -> bytes:
         """Return the response, or nothing if the process has ended."""
-        process = self._running()
+        process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
         self._is_late = False
         timer = threading.Timer(self._deadline_seconds, self._kill_late, (process,))
@@ -124,16 +124,16 @@ class WorkerNotifier:
         finally:
             timer.cancel()
         if not answer.endswith(b"\n"):
-            _end(process)
+            _kill_process(process)
             self._process = None
             return b""
         return answer
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._process is not None:
-            _end(self._process)
+            _kill_process(self._process)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vitals_collector.alerts.worker"],
             stdin=subprocess.PIPE,
@@ -156,11 +156,11 @@ class WorkerNotifier:
             process.kill()
         with self._lock:
             if self._process is not None:
-                _end(self._process)
+                _kill_process(self._process)
                 self._process = None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -234,7 +234,7 @@ def main() -> None:
             notifier = make_notifier(request.receiver, request.links)
         if isinstance(notifier, AckLinked):
             notifier.ack_links = request.ack_links
-        answers.write(msgspec.json.encode(_delivered(notifier, request.alerts)) + b"\n")
+        answers.write(msgspec.json.encode(_notify_or_failure(notifier, request.alerts)) + b"\n")
 
 
 def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
@@ -243,7 +243,7 @@ def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
     os._exit(0)  # the collector has ended, and a call may hang
 
 
-def _delivered(notifier: Notifier, alerts: Sequence[AlertView]) -> DeliveryResult:
+def _notify_or_failure(notifier: Notifier, alerts: Sequence[AlertView]) -> DeliveryResult:
     try:
         return notifier.notify(alerts)
     except Exception as error:  # noqa: BLE001 - a library's fault is an answer; its text may hold an address

@@ -29,9 +29,9 @@ def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
     def show(token: str) -> Response:
         """Show the alert; mail scanners follow links, so nothing changes here."""
         try:
-            return _page(links.alert_of(token))
+            return _alert_response(links.alert_of(token))
         except UsageError as error:
-            return _error(error)
+            return _error_response(error)
 
     @router.post(PATH + "{token}")
     async def acknowledge(token: str, request: Request) -> Response:
@@ -39,28 +39,28 @@ def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
         fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=10)
         by = fields.get("by", [""])[0]
         try:
-            return _page(await run_in_threadpool(links.acknowledge, token, by, inbox))
+            return _alert_response(await run_in_threadpool(links.acknowledge, token, by, inbox))
         except UsageError as error:
-            return _error(error)
+            return _error_response(error)
 
     return router
 
 
-def _page(view: AlertView) -> Response:
+def _alert_response(view: AlertView) -> Response:
     if view.acknowledged_by:
         end = f"<p>Acknowledged by {escape(view.acknowledged_by)}.</p>"
     elif view.state != "firing":
         end = "<p>Resolved.</p>"
     else:
         end = _FORM
-    return _html(f"<h1>{escape(view.title)}</h1><p>{escape(view.summary)}</p>{end}", 200)
+    return _html_response(f"<h1>{escape(view.title)}</h1><p>{escape(view.summary)}</p>{end}", 200)
 
 
-def _error(error: UsageError) -> Response:
-    return _html(f"<p>{escape(error.text)}. {escape(error.hint or '')}</p>", 400)
+def _error_response(error: UsageError) -> Response:
+    return _html_response(f"<p>{escape(error.text)}. {escape(error.hint or '')}</p>", 400)
 
 
-def _html(body: str, status: int) -> Response:
+def _html_response(body: str, status: int) -> Response:
     head = (
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )

@@ -125,7 +125,7 @@ def create_app(
     try:
         folder = FolderIngest(store, settings.folders)
         links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
-        acting = _acting(store, settings, clock, links, host_port)
+        acting = _build_acting(store, settings, clock, links, host_port)
         lease = Lease(
             store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port
         )
@@ -137,7 +137,7 @@ def create_app(
         if settings.notifiers.remote_write:
             writer = load_plugin("remote-write")(
                 settings.notifiers.remote_write,
-                _exposed(store, acting, clock, settings, reader),
+                _build_store_collector(store, acting, clock, settings, reader),
                 store.counters,
                 clock=clock,
                 leads=lambda: acting.lease.epoch() is not None,
@@ -225,7 +225,7 @@ def _maintenance_jobs(
     return [upkeep]
 
 
-def _acting(
+def _build_acting(
     store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, host_port: str
 ) -> Acting:
     return assemble(
@@ -270,7 +270,7 @@ def _add_routes(
         control_router(
             store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
         ),
-        metrics_router(_exposed(store, acting, clock, settings, reader)),
+        metrics_router(_build_store_collector(store, acting, clock, settings, reader)),
         discovery_router(store, liveness=query.liveness),
     )
 
@@ -280,7 +280,7 @@ def _add_routers(app: FastAPI, *routers: APIRouter) -> None:
     app.router.routes.extend(route for router in routers for route in router.routes)
 
 
-def _exposed(
+def _build_store_collector(
     store: Store,
     acting: Acting,
     clock: Clock,

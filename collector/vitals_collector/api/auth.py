@@ -261,7 +261,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             raise UsageError(f"this server speaks HTTP only, not {scope['type']!r}")
         try:
-            self._admit(scope)
+            self._authenticate_request(scope)
             if scope["path"] == INGEST_PATH and scope["method"] == "POST":
                 await self._ingest(scope, receive, send)
                 return
@@ -274,9 +274,9 @@ class AuthMiddleware:
             return
         except ClientDisconnect:
             return
-        await self._app(scope, _replay(body, receive), hardened(send))
+        await self._app(scope, _replay_body(body, receive), hardened(send))
 
-    def _admit(self, scope: Scope) -> None:
+    def _authenticate_request(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.getlist("host"))
         self._check_origin(headers)
@@ -406,14 +406,14 @@ def unlimited(request: Request) -> None:
     principal = principal_of(request)
     if principal.is_limited:
         raise UnauthorizedError(
-            f"the token is limited to {_limit(principal)}; this is about all runs",
+            f"the token is limited to {_describe_token_limit(principal)}; this is about all runs",
             hint="name a run of it (silences take the matcher run=RUN_ID), or use a token without "
             "--project and --run",
             code=LIMITED,
         )
 
 
-def _limit(principal: Principal) -> str:
+def _describe_token_limit(principal: Principal) -> str:
     of_project = f"project {principal.project}"
     return of_project if principal.project else f"run {principal.run_id}"
 
@@ -490,7 +490,7 @@ def _too_large(limit: int) -> Refused:
     return Refused(413, UsageError(f"the body is larger than {limit} bytes"))
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     is_replayed = False
 
     async def replay() -> Message:
@@ -587,11 +587,11 @@ class PatientProtocol(HttpToolsProtocol):
             _LOG.warning("connection_dropped: %d are open", self.max_connections)
             transport.abort()
             return
-        self._arm()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timeout."""
-        self._disarm()
+        self._cancel_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -605,7 +605,7 @@ class PatientProtocol(HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The request's head is too long.")
         elif self.cycle is None or self.cycle.response_complete:
-            self._arm()
+            self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Accept a header, in the head or after a chunked body, up to a number.
@@ -619,7 +619,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Cancel the timeout: the body has its own limits."""
-        self._disarm()
+        self._cancel_head_timer()
         self._in_head, self._has_head, self._num_head_bytes = False, True, 0
         super().on_headers_complete()
 
@@ -628,11 +628,11 @@ class PatientProtocol(HttpToolsProtocol):
         self._in_head = True
         super().on_message_complete()
 
-    def _arm(self) -> None:
+    def _start_head_timer(self) -> None:
         if self._patience is None:
             self._patience = self.loop.call_later(self.head_seconds, self._give_up)
 
-    def _disarm(self) -> None:
+    def _cancel_head_timer(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None

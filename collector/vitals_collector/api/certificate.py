@@ -83,7 +83,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
     try:
         fields = msgspec.json.decode(token_file.read_bytes(), type=dict[str, object])
         before = msgspec.convert(fields, CollectorTokens).tls
-        trust = _trust(before, certificate, ca)
+        trust = _updated_trust(before, certificate, ca)
         if trust != before:
             fields["tls"] = msgspec.to_builtins(trust)
             replace_file(token_file, msgspec.json.encode(fields) + b"\n", mode=0o600)
@@ -95,7 +95,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
         ) from error
 
 
-def _trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
+def _updated_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
     certificates: tuple[str, ...] = ()
     if not ca:
         pem = _certificate_in(certificate)

@@ -45,8 +45,8 @@ from vitals_collector.storage.store import (
 from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
-def _codes(of: type[VitalsError]) -> set[str]:
-    return {of.code}.union(*(_codes(error) for error in of.__subclasses__()))
+def _error_codes(of: type[VitalsError]) -> set[str]:
+    return {of.code}.union(*(_error_codes(error) for error in of.__subclasses__()))
 
 
 MAX_RUNS = 50
@@ -59,7 +59,7 @@ MAX_ALERTS = 500
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long a resolved alert is exported as 0: alert rules treat an older 1 as firing for the same
 time, so that the death of this process resolves nothing."""
-_REJECTIONS = [(code,) for code in sorted(_codes(VitalsError) | {BUSY, FULL, LOCKED})]
+_REJECTIONS = [(code,) for code in sorted(_error_codes(VitalsError) | {BUSY, FULL, LOCKED})]
 _REFUSALS = [(code,) for code in (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)]
 OUTCOMES = ("delivered", "retried", "failed", "dropped")
 """Results of messages to receivers, and of pushes by remote write."""
@@ -110,7 +110,7 @@ class StoreCollector(Collector):
             lost_after_seconds=self._lost_after_seconds,
         )
         with self._store.read_transaction() as connection:
-            shown = _shown(overview.summaries(connection, when), now)
+            shown = _exposed_runs(overview.summaries(connection, when), now)
             moment = self._store.snapshot_on(connection)
             families = _run_families(moment, shown)
             families["train_goodput_seconds_total"] = self._buckets(shown)
@@ -130,7 +130,7 @@ class StoreCollector(Collector):
             product(self._acting.receivers, OUTCOMES), self._acting.dispatcher.outcomes().items()
         )
         for name, samples in families.items():
-            yield _family(spec(name), samples)
+            yield _metric_family(spec(name), samples)
 
     def _buckets(self, shown: Sequence[RunSummary]) -> Samples:
         """Return the runs' time by bucket, as it was trained: a counter must not decrease.
@@ -228,7 +228,7 @@ def metrics_router(collector: Collector) -> APIRouter:
     return router
 
 
-def _family(metric: MetricSpec, samples: Samples) -> Metric:
+def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
     kinds: dict[str, Callable[..., CounterMetricFamily | GaugeMetricFamily]] = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,
@@ -246,7 +246,7 @@ def _label(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in cut)
 
 
-def _shown(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSummary]:
+def _exposed_runs(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSummary]:
     horizon = now_unix_ns - SHOWN_AFTER_END_SECONDS * 1e9
     recent = [r for r in every if r.state == "running" or r.last_seen_unix_ns >= horizon]
     newest = sorted(recent, key=lambda r: (r.state == "running", r.run_id), reverse=True)
@@ -269,7 +269,7 @@ def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Sa
     families["train_steps_total"] = _step_counts(connection, ids)
     skips = overview.skips_by_cause(connection)
     families["train_skipped_steps_total"] = _reasons(ids, skips)
-    families["train_rollbacks_total"] = _reasons(ids, _rollbacks(connection, ids))
+    families["train_rollbacks_total"] = _reasons(ids, _count_rollbacks(connection, ids))
     lost = overview.lost_work(connection, ids)
     families["train_lost_steps_total"] = {(of,): float(steps) for of, (steps, _) in lost.items()}
     families["train_dropped_batches_total"] = {(of,): float(num) for of, (_, num) in lost.items()}
@@ -328,7 +328,7 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
     return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
 
 
-def _rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], int]:
+def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], int]:
     query = (
         select(decisions.c.run_id, decisions.c.cause, func.count())
         .where(decisions.c.run_id.in_(ids), decisions.c.action == "rollback", decisions.c.acted)

@@ -339,7 +339,7 @@ class ByteBudget:
             self._free -= num_bytes
             return
         if len(self._queue) >= self._max_waiting:
-            raise _busy()
+            raise _busy_error()
         turn = asyncio.get_running_loop().create_future()
         self._queue.append((num_bytes, turn))
         try:
@@ -351,7 +351,7 @@ class ByteBudget:
             turn.cancel()
             self._hand_out()
             if isinstance(error, TimeoutError):
-                raise _busy() from None
+                raise _busy_error() from None
             raise
 
     def release(self, num_bytes: int) -> None:
@@ -431,7 +431,9 @@ class IngestApp:
         except FormatError as error:
             self._store.counters.reject(error.code)
             raise
-        replies = await self._stored(raws, len(body), principal, accepts_resend=accepts_resend)
+        replies = await self._store_batches(
+            raws, len(body), principal, accepts_resend=accepts_resend
+        )
         # All numbers in replies are integers: no search for non-finite ones is needed.
         return Response(msgspec.json.encode(replies), media_type="application/json")
 
@@ -442,11 +444,11 @@ class IngestApp:
             FormatError: one of them is refused.
             StorageError: nothing was stored; retry later.
         """
-        for reply in await self._stored(raws, sum(map(len, raws)), principal):
+        for reply in await self._store_batches(raws, sum(map(len, raws)), principal):
             if reply.code:
                 raise FormatError(reply.text, code=reply.code)
 
-    async def _stored(
+    async def _store_batches(
         self,
         raws: Sequence[bytes],
         num_bytes: int,
@@ -503,7 +505,7 @@ def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
             turn.set_result(outcome)
 
 
-def _busy() -> StorageError:
+def _busy_error() -> StorageError:
     return StorageError(
         "the collector receives more than it can store",
         hint="try again later; agents keep their spools and retry by themselves",

@@ -40,11 +40,11 @@ def question_router() -> APIRouter:
     """
     router = APIRouter()
     for route in ROUTES.values():
-        _add(router, route)
+        _add_route(router, route)
     return router
 
 
-def _add(router: APIRouter, route: Route) -> None:
+def _add_route(router: APIRouter, route: Route) -> None:
     body: Any = _body_type(route) if route.method == "POST" else None
     parameters = [Parameter(_ASKER, Parameter.KEYWORD_ONLY, annotation=Request)]
     parameters += [_parameter(field, Path) for field in route.in_path]
@@ -164,12 +164,15 @@ _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
 
 def answers(body: Any) -> dict[int | str, dict[str, Any]]:
     """Return a route's ``responses``: its view, and a problem."""
-    return {200: _documented("The answer.", body), "4XX": _documented("A problem.", Problem)}
+    return {
+        200: _openapi_response("The answer.", body),
+        "4XX": _openapi_response("A problem.", Problem),
+    }
 
 
 def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
     """Return a route's ``openapi_extra``: its body, if FastAPI does not parse it."""
-    schema = {"type": "string", "format": "binary"} if body is bytes else _refer(body)
+    schema = {"type": "string", "format": "binary"} if body is bytes else _schema_ref(body)
     content = {media_type: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -214,12 +217,12 @@ def _allow_words(properties: dict[str, Any]) -> None:
             of["additionalProperties"] = {"anyOf": [{"type": "number"}, _WORDS]}
 
 
-def _documented(text: str, body: Any) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": _refer(body)}}}
+def _openapi_response(text: str, body: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _schema_ref(body)}}}
 
 
 @functools.cache
-def _refer(body: Any) -> dict[str, Any]:
+def _schema_ref(body: Any) -> dict[str, Any]:
     _TYPES[str(body)] = body
     (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
     return schema

@@ -181,7 +181,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
     (data / COLLECTOR_FILE).unlink(missing_ok=True)  # of a killed process: no one listens
     # uvicorn raises the signal again after its shutdown: without a handler, that would kill this
     # process here.
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         _Server(config, data, url).run(sockets=[bound])
     finally:
@@ -214,7 +214,7 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 

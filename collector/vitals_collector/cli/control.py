@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
     about = "List, acknowledge or silence alerts; test the receivers."
     example = "vitals alerts list --state firing"
     alerts = add_group(app, "alerts", commands, about=about, example=example)
-    alerts.callback(invoke_without_command=True, no_args_is_help=False)(_alerts)
+    alerts.callback(invoke_without_command=True, no_args_is_help=False)(_list_by_default)
 
 
 # -------------------------------------------------------------------------------------- command
@@ -306,7 +306,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
 # --------------------------------------------------------------------------------------- alerts
 
 
-def _alerts(context: typer.Context) -> None:
+def _list_by_default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         list_alerts(server=Server())
 

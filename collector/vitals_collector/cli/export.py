@@ -53,10 +53,10 @@ def export(
     A step that was trained again after a rollback has a row of each attempt.
     """
     with server.open(choice) as (opened, summary):
-        stretches = _stretches(opened.reader, summary, stream)
+        stretches = _iter_column_chunks(opened.reader, summary, stream)
         if form == "parquet":
             with replaced(_free(parquet_file(output), force=force)) as part:
-                write_parquet(stretches, part, _type)
+                write_parquet(stretches, part, _arrow_type)
         elif output is None:
             _write_csv(stretches, sys.stdout)
         else:
@@ -64,7 +64,9 @@ def export(
                 _write_csv(stretches, to)
 
 
-def _stretches(reader: Reader, summary: RunSummary, stream: ExportStream) -> Iterator[Columns]:
+def _iter_column_chunks(
+    reader: Reader, summary: RunSummary, stream: ExportStream
+) -> Iterator[Columns]:
     if stream == "steps" or stream == "ranks":
         yield from _of_table(reader, summary, stream)
         return
@@ -92,7 +94,7 @@ def _of_table(
         reply = reader.ask(question)
         names = names or reply.columns
         columns: Columns = dict(zip(reply.columns, reply.data, strict=True))
-        return columns if _length(columns) == reply.num_total else None
+        return columns if _num_rows(columns) == reply.num_total else None
 
     yield from _query_in_parts(ask, summary.last_step)
 
@@ -146,7 +148,7 @@ def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -
             )
 
 
-def _length(columns: Columns) -> int:
+def _num_rows(columns: Columns) -> int:
     return len(next(iter(columns.values()), ()))
 
 
@@ -158,7 +160,7 @@ def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
         is_first = False
 
 
-def _type(arrow: Any, name: str, values: Sequence[object]) -> Any:
+def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
     if name in _WHOLE:
         return arrow.int64()
     return arrow.string() if any(isinstance(v, str) for v in values) else arrow.float64()

@@ -56,15 +56,15 @@ def follow(choice: RunChoice, server: Server, *, every: int) -> None:
         server: the collector to query, unless the run is in a directory.
         every: steps between two lines if stdout is not a terminal.
     """
-    display = _display(every)
+    display = _build_display(every)
     with (
         contextlib.suppress(KeyboardInterrupt),
         opened_run(choice, server) as (opened, run_id),
     ):
-        _follow(ProgressReader(opened.reader, run_id), opened.refresh, display)
+        _follow_run(ProgressReader(opened.reader, run_id), opened.refresh, display)
 
 
-def _follow(
+def _follow_run(
     reader: ProgressReader,
     refresh: Callable[[], object],
     display: Display,
@@ -94,7 +94,7 @@ def _follow(
             )
         pause = (cpu_seconds() - began) / CPU_SHARE
         sleep(min(max(pause, POLL_SECONDS), MAX_POLL_SECONDS))
-    display.say(_end(progress, reader.how_it_ended()))
+    display.say(_ending_line(progress, reader.how_it_ended()))
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
 # -------------------------------------------------------------------------------- display
 
 
-def _display(every: int) -> Display:
+def _build_display(every: int) -> Display:
     if not sys.stdout.isatty():
         return Lines(every)
     from rich.console import Console
@@ -249,7 +249,7 @@ def _values(progress: Progress) -> dict[str, str]:
     texts = {"step": f"{progress.step:,}"}
     for name, column in (("loss", "loss"), ("grad norm", "grad_norm"), ("lr", "learning_rate")):
         if column in values:
-            texts[name] = _number(values[column])
+            texts[name] = _format_number(values[column])
     speeds = []
     if progress.steps_per_second is not None:
         speeds.append(f"{progress.steps_per_second:,.3g} steps/s")
@@ -262,7 +262,7 @@ def _values(progress: Progress) -> dict[str, str]:
     return texts
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isfinite(value):
         return f"{value:.4g}"
     return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -300,13 +300,13 @@ class LivePanel:
         with self._console.capture() as capture:
             self._console.print(Panel(grid, title=title, title_align="left", expand=False))
         self._drawn = capture.get()
-        self._write("")
+        self._redraw_panel("")
 
     def say(self, line: str) -> None:
         """Write the line above the panel."""
-        self._write(printable(line) + "\n")
+        self._redraw_panel(printable(line) + "\n")
 
-    def _write(self, above: str) -> None:
+    def _redraw_panel(self, above: str) -> None:
         erase = f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
         sys.stdout.write(f"{erase}{above}{self._drawn}")
         sys.stdout.flush()
@@ -324,7 +324,7 @@ def _title(summary: RunSummary) -> str:
     )
 
 
-def _end(progress: Progress, said: str) -> str:
+def _ending_line(progress: Progress, said: str) -> str:
     summary = progress.summary
     steps = f"after step {progress.step:,}" if progress.step >= 0 else "before its first step"
     skips = f"{humanize_count(summary.num_skips, 'update')} skipped"

@@ -58,7 +58,9 @@ def show_goodput(
         "--data-seconds": data_seconds,
     }
     if every:
-        _refuse([*(["RUN"] if run else []), *(name for name, value in named.items() if value)])
+        _reject_options(
+            [*(["RUN"] if run else []), *(name for name, value in named.items() if value)]
+        )
         _show_all(folder, server, form)
         return
     if run and folder is None and _is_log(Path(run)):
@@ -67,19 +69,21 @@ def show_goodput(
             step=step, time=time, step_seconds=step_seconds, data_seconds=data_seconds
         )
         history = importers.read_history(Path(run), choice)
-        _write(_of_log(history.source, importers.log_goodput(history)), form)
+        _write_goodput(_of_log(history.source, importers.log_goodput(history)), form)
         return
     if run and folder is None and Path(run).name != run and not Path(run).exists():
         raise UsageError(
             f"there is no file or folder {run}", hint="give a log's file or folder, or a run's id"
         )
-    _refuse([name for name, value in named.items() if value], "a run has these recorded")
+    _reject_options([name for name, value in named.items() if value], "a run has these recorded")
     with server.open(RunChoice(run, folder)) as (opened, summary):
         view = opened.reader.ask(GoodputQuestion(run_id=summary.run_id))
-    _write(view, form)
+    _write_goodput(view, form)
 
 
-def _refuse(named: Sequence[str], why: str = "--all shows each run by what it recorded") -> None:
+def _reject_options(
+    named: Sequence[str], why: str = "--all shows each run by what it recorded"
+) -> None:
     if named:
         raise UsageError(
             f"{', '.join(named)}: {why}", hint="leave them out, or give a log's file or folder"
@@ -118,21 +122,24 @@ def _show_all(folder: Path | None, server: Server, form: Format) -> None:
     header += ("failures", "GPU-hours", "price")
     rows = [
         (
-            *(view.run_id, view.name, view.state, _seconds(_wall(view), is_csv)),
-            *(_share(view.ratio, is_csv), *(_cell(view, bucket, is_csv) for bucket in shown)),
-            *(view.num_failures, _rounded(view.gpu_hours), _rounded(view.money)),
+            *(view.run_id, view.name, view.state, _seconds_cell(_wall_time_ns(view), is_csv)),
+            *(
+                _ratio_cell(view.ratio, is_csv),
+                *(_bucket_cell(view, bucket, is_csv) for bucket in shown),
+            ),
+            *(view.num_failures, _round_or_none(view.gpu_hours), _round_or_none(view.money)),
         )
         for view in views
     ]
     write_table(header, rows, form, body=views)
 
 
-def _write(view: GoodputView, form: Format) -> None:
+def _write_goodput(view: GoodputView, form: Format) -> None:
     if form is Format.JSON:
         write_json(view)
         return
     is_csv = form is Format.CSV
-    wall = _wall(view)
+    wall = _wall_time_ns(view)
     if is_csv:
         rows = [(LABELS[b], view.nanoseconds.get(b, 0) / 1e9) for b in BUCKETS]
         write_rows(("bucket", "seconds"), [*rows, ("wall", wall / 1e9)], form)
@@ -145,33 +152,33 @@ def _write(view: GoodputView, form: Format) -> None:
     total = [("wall time", humanize_seconds(wall / 1e9), "100 %")] if wall else []
     write_rows(("where the time went", "time", "share"), [*shares, *total], form)
     typer.echo("")
-    ratio = "not known" if view.ratio is None else _share(view.ratio, False)
+    ratio = "not known" if view.ratio is None else _ratio_cell(view.ratio, False)
     facts = [("run" if view.run_id else "log", view.run_id or view.name), ("goodput", ratio)]
     write_rows(("field", "value"), [*facts, *view.cost()], form)
     for note in view.notes:
         typer.echo(f"\n{note}")
 
 
-def _wall(view: GoodputView) -> int:
+def _wall_time_ns(view: GoodputView) -> int:
     return view.end_unix_ns - view.begin_unix_ns
 
 
-def _seconds(nanoseconds: int, is_csv: bool) -> object:
+def _seconds_cell(nanoseconds: int, is_csv: bool) -> object:
     return nanoseconds / 1e9 if is_csv else humanize_seconds(nanoseconds / 1e9)
 
 
-def _cell(view: GoodputView, bucket: Bucket, is_csv: bool) -> object:
-    taken, wall = view.nanoseconds.get(bucket, 0), _wall(view)
+def _bucket_cell(view: GoodputView, bucket: Bucket, is_csv: bool) -> object:
+    taken, wall = view.nanoseconds.get(bucket, 0), _wall_time_ns(view)
     if is_csv:
         return taken / 1e9
     return f"{100 * taken / wall:.1f} %" if taken and wall else ""
 
 
-def _share(ratio: float | None, is_csv: bool) -> object:
+def _ratio_cell(ratio: float | None, is_csv: bool) -> object:
     if ratio is None or is_csv:
         return ratio
     return f"{100 * ratio:.1f} %"
 
 
-def _rounded(value: float | None) -> object:
+def _round_or_none(value: float | None) -> object:
     return None if value is None else float(f"{value:.4g}")

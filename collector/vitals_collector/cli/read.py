@@ -138,7 +138,12 @@ def why(
         names = sorted({name for row in view.rows for name in row.values})
         header = ("source", "attempt", *names, "nonfinite")
         rows = [
-            (row.source, row.attempt, *(row.values.get(name) for name in names), *_joined(row))
+            (
+                row.source,
+                row.attempt,
+                *(row.values.get(name) for name in names),
+                *_nonfinite_cell(row),
+            )
             for row in view.rows
         ]
         write_rows(header, rows, Format.CSV)
@@ -202,5 +207,5 @@ def tail(
             summary = shown.go_on()
 
 
-def _joined(row: object) -> tuple[str]:
+def _nonfinite_cell(row: object) -> tuple[str]:
     return (" ".join(getattr(row, "nonfinite", ())),)

@@ -210,12 +210,12 @@ def _replay_run(
     name = printable(summary.name or summary.run_id)
     judged_steps = done.judged()
     if plot is not None:
-        _draw(judged_steps, plot, name)
-    _write(judged_steps, done.document(), form)
+        _draw_plot(judged_steps, plot, name)
+    _write_judged_steps(judged_steps, done.document(), form)
     differences = done.differences()
     for line in (*differences, *done.missing()):
-        _say(line)
-    _say(
+        _print_to_stderr(line)
+    _print_to_stderr(
         f"{name}: {humanize_count(len(done.records), 'step')}, "
         f"{humanize_count(len(done.decisions), 'decision')}: "
         + ("not as recorded" if differences else "all as recorded")
@@ -239,7 +239,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
     for line in (importers.about(history), *assumptions, *history.notes):
-        _say(printable(line))
+        _print_to_stderr(printable(line))
     every = list(
         judge_history(
             history.steps,
@@ -250,7 +250,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         )
     )
     if plot is not None:
-        _draw(every, plot, Path(history.source).name)
+        _draw_plot(every, plot, Path(history.source).name)
     judged_steps = [
         judged
         for judged in every
@@ -258,11 +258,11 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         or judged.judgement.readings
         or judged.judgement.decision is not None
     ]
-    _write(judged_steps, document(judged_steps), form)
-    _say(_counted(judged_steps))
+    _write_judged_steps(judged_steps, document(judged_steps), form)
+    _print_to_stderr(_counts_line(judged_steps))
 
 
-def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
+def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
     findings = Counter(f.level for judged in judged_steps for f in judged.judgement.findings)
     counts = Counter(
         judged.judgement.decision.action
@@ -285,7 +285,9 @@ def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
 # ------------------------------------------------------------------------------------- writing
 
 
-def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat) -> None:
+def _write_judged_steps(
+    judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat
+) -> None:
     if form == "json":
         write_json(body)
         return
@@ -307,7 +309,12 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
         ]
         if decision is not None:
             entries.append(
-                (f"decision {decision.action}", decision.step, _need(decision), decision.reason)
+                (
+                    f"decision {decision.action}",
+                    decision.step,
+                    _probe_cell(decision),
+                    decision.reason,
+                )
             )
         for what, step, probe, reason in entries:
             line = open_at.get(what)
@@ -332,13 +339,13 @@ def _answer(read: "StateRead") -> tuple[str, str]:
     return ("asked", of_reading(read)) if is_answered else ("would be asked", describe_query(read))
 
 
-def _need(decision: "Decision") -> str:
-    from trainvitals.judged_log import could_be_ruled_out
+def _probe_cell(decision: "Decision") -> str:
+    from trainvitals.judged_log import is_prevented_by_healthy_probe
 
-    return "could rule it out" if could_be_ruled_out(decision) else "not needed"
+    return "could rule it out" if is_prevented_by_healthy_probe(decision) else "not needed"
 
 
-def _draw(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
+def _draw_plot(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
     from vitals_collector.report.curves import judged_curves, judged_marks
     from vitals_collector.report.svg_plot import curves_file
 
@@ -346,5 +353,5 @@ def _draw(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
     write_file(plot, drawn.encode(), force=True)
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     sys.stderr.write(text + "\n")

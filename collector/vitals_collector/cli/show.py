@@ -76,13 +76,13 @@ def show(
             series = opened.reader.ask(
                 SeriesQuestion(run_id=summary.run_id, metric=metric, source=source, points=points)
             )
-            out.write(_columns(series, out.form), body=series)
+            out.write(_series_columns(series, out.form), body=series)
             return
         with out.open() as to:
             write_run(opened.reader, summary.run_id, out.form, to, names=names)
 
 
-def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+def _series_columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
     marks = {(mark.step, mark.attempt): mark.kind for mark in series.nonfinite}
     points = zip(series.step, series.attempt, series.value, strict=True)
     values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
@@ -109,8 +109,10 @@ def write_run(
         write_json({**body, "events": events}, to=to)
         return
     facts = run_facts(detail, ledger, _learning_rates(reader, detail.summary))
-    facts += _volume(detail.volume)
-    facts.append(("series", ", ".join(detail.metrics) if names else _counted(detail.metrics)))
+    facts += _volume_rows(detail.volume)
+    facts.append(
+        ("series", ", ".join(detail.metrics) if names else _series_count_text(detail.metrics))
+    )
     facts += verdict_rows(verdict)
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
@@ -184,7 +186,7 @@ def _pictures(
 
     marks = curves.marks(ledger)
     width = min(max(shutil.get_terminal_size((100, 24)).columns, MIN_WIDTH), MAX_WIDTH)
-    has_braille = can_write(to, text_plot.BRAILLE)
+    has_braille = can_encode(to, text_plot.BRAILLE)
     lines: list[str] = []
     for curve in curves.curves(reader, detail.summary.run_id, detail.metrics):
         lines += [*text_plot.draw(curve, marks, width=width, has_braille=has_braille), ""]
@@ -195,7 +197,7 @@ def _pictures(
     return [*lines, text_plot.legend(marks)]
 
 
-def can_write(to: TextIO, text: str) -> bool:
+def can_encode(to: TextIO, text: str) -> bool:
     """Return whether the encoding of an output stream has all characters of a text."""
     try:
         text.encode(to.encoding or "utf-8")
@@ -211,11 +213,11 @@ def _colored(line: str) -> str:
     return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
 
 
-def _counted(metrics: Sequence[str]) -> str:
+def _series_count_text(metrics: Sequence[str]) -> str:
     return f"{len(metrics)}; --series lists them" if metrics else ""
 
 
-def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
+def _volume_rows(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""

@@ -102,7 +102,7 @@ def size(
     with choice.open() as store:
         volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
         whole = store_size(store)
-        names = _names(store)
+        names = _run_names(store)
     rows = [
         (
             run_id,
@@ -122,7 +122,7 @@ def size(
     write_table(header, rows, form, body={"store": whole, "runs": volumes})
     if form is Format.JSON:
         return
-    _say(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
+    _print_to_stderr(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
 
 
 def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
@@ -139,7 +139,7 @@ def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
     header = tuple(name.replace("_", " ") for name in Damaged._fields)
     write_table(header, rows, form, body={"damaged": [each._asdict() for each in damaged]})
-    _say(f"everything was read; damaged: {len(damaged)}")
+    _print_to_stderr(f"everything was read; damaged: {len(damaged)}")
     if damaged:
         raise typer.Exit(1)
 
@@ -168,7 +168,9 @@ def copy(
             "folder of the rows; restore with pg_restore --dbname=URL FILE",
         )
     result = backup(data_dir(choice.data), folder)
-    _say(f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}")
+    _print_to_stderr(
+        f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}"
+    )
 
 
 def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
@@ -184,7 +186,7 @@ def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
         num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()
         after = store_size(store)
-    _say(
+    _print_to_stderr(
         f"{humanize_count(num_rows, 'row')} thinned; {before.num_bytes} bytes before, "
         f"{after.num_bytes} now"
     )
@@ -206,12 +208,12 @@ def delete(
     with choice.open() as store:
         run_id = find_run(store, run)
         if not yes:
-            name = _names(store)[run_id]
+            name = _run_names(store)[run_id]
             typer.confirm(f"Permanently remove run {run_id} ({name or 'no name'})?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
             deleted = removal.delete_run(store, run_id, by=user(), when=when)
-    _say(
+    _print_to_stderr(
         f"run {deleted.run_id} removed: {deleted.num_bytes} bytes, which the collector gives back "
         "within 10 minutes (`vitals store compact` at once)"
     )
@@ -231,7 +233,7 @@ def pin(
     with choice.open() as store:
         run_id = find_run(store, run)
         pin(store, run_id, by=user(), now_unix_ns=time.time_ns(), is_kept=not off)
-    _say(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely")
+    _print_to_stderr(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely")
 
 
 @contextmanager
@@ -279,7 +281,7 @@ def data_dir(data: Path | None) -> Path:
     return usual
 
 
-def _names(store: "Store") -> dict[str, str]:
+def _run_names(store: "Store") -> dict[str, str]:
     from sqlalchemy import select
 
     from vitals_collector.storage.schema import runs
@@ -293,7 +295,7 @@ def find_run(store: "Store", id_or_name: str) -> str:
     """Return the only run with that id, start of an id, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
-    names = _names(store)
+    names = _run_names(store)
     by_id = [run_id for run_id in names if run_id.startswith(id_or_name.upper())]
     matches = by_id or [run_id for run_id, name in names.items() if name == id_or_name]
     if len(matches) != 1 or not id_or_name:
@@ -315,5 +317,5 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     sys.stderr.write(text + "\n")

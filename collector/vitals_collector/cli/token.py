@@ -91,13 +91,13 @@ def create(
                 scopes=scopes,
                 project=project,
                 run_id=run_id,
-                expires_unix_ns=_end(days, now),
+                expires_unix_ns=_expiry_unix_ns(days, now),
                 by=user(),
                 now_unix_ns=now,
             )
             if output is not None:
                 _write(output, secret, scopes, data_dir(choice.data), is_new=True)
-    _tell(token_id, owner, secret, output)
+    _print_token(token_id, owner, secret, output)
 
 
 def _run_of_name(store: "Store", name: str, owner: str) -> str:
@@ -166,13 +166,13 @@ def rotate(
             connection,
             token,
             overlap_seconds=overlap_hours * 3600.0,
-            expires_unix_ns=None if days is None else _end(days, now),
+            expires_unix_ns=None if days is None else _expiry_unix_ns(days, now),
             by=user(),
             now_unix_ns=now,
         )
         if output is not None:
             _write(output, secret, row.scopes.split(), data_dir(choice.data), is_new=False)
-    _tell(token, row.owner, secret, output)
+    _print_token(token, row.owner, secret, output)
 
 
 def revoke(*, token: TokenId, choice: StoreChoice) -> None:
@@ -184,7 +184,7 @@ def revoke(*, token: TokenId, choice: StoreChoice) -> None:
     sys.stderr.write(f"token {token} is revoked; collectors refuse it within seconds\n")
 
 
-def _end(days: float, now_unix_ns: int) -> int:
+def _expiry_unix_ns(days: float, now_unix_ns: int) -> int:
     return now_unix_ns + int(days * _DAY_NS) if days else 0
 
 
@@ -212,7 +212,7 @@ def _write(
         raise StorageError(f"{output} cannot be written: {error.strerror}") from error
 
 
-def _tell(token_id: str, owner: str, secret: str, output: Path | None) -> None:
+def _print_token(token_id: str, owner: str, secret: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(f"{secret}\n")
         sys.stderr.write(f"token {token_id} of {owner}: this is the only time it is shown\n")

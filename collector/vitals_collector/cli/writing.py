@@ -82,7 +82,7 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
         UsageError: a file with other content exists.
         StorageError: it cannot be written; the previous file is unchanged.
     """
-    with _translated(path):
+    with _translate_os_errors(path):
         if path.exists() and not path.is_file():  # such as /dev/stdout; a directory is an OSError
             path.write_bytes(content)
             return
@@ -103,7 +103,7 @@ def replaced(path: Path) -> Iterator[Path]:
         StorageError: it cannot be written; the previous file is unchanged.
     """
     part = path.with_name(f".{path.name[:40]}-{os.getpid()}")
-    with _translated(path):
+    with _translate_os_errors(path):
         try:
             yield part
             part.replace(path)
@@ -112,7 +112,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -116,7 +116,7 @@ class Lease:
         Args:
             epoch: the time as the holder in which it is written.
         """
-        return self._store.checked(self._check(epoch))
+        return self._store.checked(self._lease_check(epoch))
 
     def start(self) -> None:
         """Try to acquire the lease once, then renew it in a thread."""
@@ -156,7 +156,7 @@ class Lease:
             is_held = "lost" if epoch is None else f"taken epoch={epoch}"
             _LOG.info("lease name=%s is %s", self.name, is_held)
 
-    def _check(self, epoch: int) -> Callable[[Connection], None]:
+    def _lease_check(self, epoch: int) -> Callable[[Connection], None]:
         def check(connection: Connection) -> None:
             if self.is_shared:
                 hold(connection, self.name, self.holder, epoch)
@@ -180,7 +180,7 @@ def acquire(
     """
     _bound(connection)
     rows = [
-        {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _end()}
+        {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _lease_expiry()}
         for name in sorted(names)  # in order, to avoid deadlocks
     ]
     statement = insert(connection, leases).values(rows)
@@ -191,7 +191,7 @@ def acquire(
         set_={
             "holder": holder,
             "epoch": leases.c.epoch + case((is_mine, 0 if is_held else 1), else_=1),
-            "expires_unix_ns": _end(),
+            "expires_unix_ns": _lease_expiry(),
         },
         where=is_of_my_place | (leases.c.expires_unix_ns < NOW),
     )
@@ -224,7 +224,7 @@ def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[s
     connection.execute(
         select(leases.c.name).where(condition).order_by(leases.c.name).with_for_update()
     )
-    statement = update(leases).where(condition).values(expires_unix_ns=_end())
+    statement = update(leases).where(condition).values(expires_unix_ns=_lease_expiry())
     renewed = connection.execute(statement.returning(leases.c.name, leases.c.epoch))
     return {row.name: row.epoch for row in renewed}
 
@@ -335,7 +335,7 @@ def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) ->
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=changed))
 
 
-def _end() -> ColumnElement[int]:
+def _lease_expiry() -> ColumnElement[int]:
     return NOW + int(LEASE_SECONDS * 1e9)
 
 

@@ -132,7 +132,7 @@ class RunOwners:
             others = lease_names - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
-            names[name]: _elsewhere(names[name], holders.get(name, "").partition(" ")[0])
+            names[name]: _not_owner_error(names[name], holders.get(name, "").partition(" ")[0])
             for name in others
         }
         owned: dict[str, _Owned] = {}
@@ -143,7 +143,7 @@ class RunOwners:
                 renewed = renew(connection, self._holder, taken)
             for name, epoch in renewed.items():
                 if epoch == taken[name]:
-                    owned[names[name]] = _Owned(epoch, _until(asked_ns), now_ns)
+                    owned[names[name]] = _Owned(epoch, _lease_end_ns(asked_ns), now_ns)
             _LOG.info("runs_owned num=%d first=%s", len(epochs), min(epochs))
         with self._lock:
             # Runs that ended elsewhere are not requested again, and would stay.
@@ -208,7 +208,7 @@ class RunOwners:
                 # A lease that expired while the database was slow is acquired again, with a new
                 # number.
                 if renewed.get(RUN + run_id) == owned.epoch and owned.until_ns > later_ns:
-                    owned.until_ns = _until(now_ns)
+                    owned.until_ns = _lease_end_ns(now_ns)
                 else:
                     del self._owned[run_id]
 
@@ -233,11 +233,11 @@ class RunOwners:
             _LOG.warning("runs_not_released: %s; others have them in %g s", error, LEASE_SECONDS)
 
 
-def _until(asked_ns: int) -> int:
+def _lease_end_ns(asked_ns: int) -> int:
     return asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
 
 
-def _elsewhere(run_id: str, url: str) -> NotOwnerError:
+def _not_owner_error(run_id: str, url: str) -> NotOwnerError:
     is_url = url.startswith(("http://", "https://"))
     where = url if is_url else f"the one on {url}"
     return NotOwnerError(

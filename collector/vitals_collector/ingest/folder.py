@@ -19,7 +19,7 @@ from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.io.spool import SpoolPosition, read_batches
 from trainvitals.io.spool_files import STATE_FILE
 from vitals_collector.ingest.ingest import Stored, announce, check_batches, runs_in, store_batches
-from vitals_collector.ingest.tail_loss import TailLoss
+from vitals_collector.ingest.tail_loss import LostRowCounter
 from vitals_collector.storage.schema import positions
 from vitals_collector.storage.store import Store, insert
 
@@ -45,7 +45,7 @@ class FolderIngest:
         self._store = store
         self._folders = [folder.expanduser().absolute() for folder in folders]
         self._logged: set[str] = set()
-        self._tail_loss = TailLoss(store)
+        self._tail_loss = LostRowCounter(store)
         self.unreadable: dict[str, str] = {}
         """By run that the last poll could not read completely: the reason."""
         for folder in self._folders:
@@ -104,10 +104,10 @@ class FolderIngest:
         self._log_once(f"{where}{error}", None if is_ours else error)
 
     def _store_spool(self, spool: Path, stop: threading.Event) -> int:
-        position, now = self._position(spool), time.time()
+        position, now = self._load_position(spool), time.time()
         if position == SpoolPosition():
             self._store.is_importing = True
-        promised = self._tail_loss.read_if_changed(spool)
+        promised = self._tail_loss.read_new_state(spool)
 
         def damaged(begin: SpoolPosition, end: SpoolPosition) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
@@ -161,13 +161,13 @@ class FolderIngest:
             return [], True
         with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store, checked)
-            _remember(connection, spool, group[len(checked) - 1][0])
+            _save_position(connection, spool, group[len(checked) - 1][0])
         for outcome in stored:
             if outcome.error is not None:
                 self._log_once(f"{spool}: a batch is skipped: {outcome.error}")
         return stored, newer >= 0
 
-    def _position(self, spool: Path) -> SpoolPosition:
+    def _load_position(self, spool: Path) -> SpoolPosition:
         query = select(positions.c.position).where(positions.c.spool == str(spool))
         with self._store.read_transaction() as connection:
             body = connection.execute(query).scalar()
@@ -203,7 +203,7 @@ def _next_of(
     return group
 
 
-def _remember(connection: Connection, spool: Path, position: SpoolPosition) -> None:
+def _save_position(connection: Connection, spool: Path, position: SpoolPosition) -> None:
     values = {"position": msgspec.msgpack.encode(position)}
     statement = insert(connection, positions).values(spool=str(spool), **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -264,7 +264,7 @@ def store_batches(
     written = _Written(connection, store, received_unix_ns, named)
     stored = iter(_store_or_halve(written, good) if good else ())
     return [
-        _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
+        _refused_result(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
         for batch_or_error in checked
     ]
 
@@ -306,7 +306,7 @@ def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
     return tuple(outcome.reply for outcome in stored)
 
 
-def _refused(error: FormatError) -> Stored:
+def _refused_result(error: FormatError) -> Stored:
     reply = IngestReply(
         durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
     )
@@ -328,21 +328,21 @@ def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]
     try:
         # A savepoint: a refused batch must be undone, but the transaction belongs to all batches.
         with written.connection.begin_nested():
-            return _store(written, batches)
+            return _store_batches(written, batches)
     except _MovedError:
         written.store.offsets.clear()
         return _store_or_halve(written, batches)
     except (OverflowError, DataError) as error:
         if len(batches) == 1:
             text = f"the batch holds a value that no database stores: {error}"
-            return [_refused(FormatError(text))]
+            return [_refused_result(FormatError(text))]
     except Exception as error:
         if not _is_of_a_batch(error):
             raise
         if len(batches) == 1:
             _LOG.exception("batch_not_stored key=%s", key_of(batches[0]))
             text = f"the batch cannot be stored: {type(error).__name__}: {error}"
-            return [_refused(FormatError(text))]
+            return [_refused_result(FormatError(text))]
     half = len(batches) // 2
     return [
         *_store_or_halve(written, batches[:half]),
@@ -360,7 +360,7 @@ def _is_of_a_batch(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, VitalsError))
 
 
-def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
+def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     connection, store, received_unix_ns, named = written
     numbers = store.numbers
     keys = [key_of(batch) for batch in batches]
@@ -381,14 +381,14 @@ def _store(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             stored.append(_pass_over(batch))
             continue
         if id(batch) in foreign:
-            stored.append(_refused(foreign[id(batch)]))
+            stored.append(_refused_result(foreign[id(batch)]))
             continue
         try:
             offset = _check_offset(batch, offsets.get(key), named.get(id(batch), OWN))
             if batch.header.first_seq > offset.last_seq + 1:
                 _check_gap(batch, offset, received_unix_ns)
         except FormatError as error:
-            stored.append(_refused(error))
+            stored.append(_refused_result(error))
             continue
         of_rows = key[2] != EVENTS
         missing = numbers.missing(key) if of_rows and key[0] in damaged else ()
@@ -579,7 +579,7 @@ def _register_streams(
 
     A batch whose identity does not fit in a database is left out: it gets no offset.
     """
-    new = [batch for batch in new if _fits(batch.header.identity)]
+    new = [batch for batch in new if _fits_int64(batch.header.identity)]
     if not new:
         return
     started: dict[str, int] = {}
@@ -668,7 +668,7 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
         )
 
 
-def _fits(identity: Identity) -> bool:
+def _fits_int64(identity: Identity) -> bool:
     numbers = (
         identity.pid,
         identity.rank,
@@ -886,7 +886,7 @@ def summarize(batches: Sequence[Batch]) -> list[Summary]:
     """Return the data about each batch's rows."""
     summaries: dict[int, Summary] = {}
     for schema, which in _by_schema(batches):
-        of_schema = _summaries(schema, [batches[i] for i in which])
+        of_schema = _summarize_batches(schema, [batches[i] for i in which])
         summaries |= zip(which, of_schema, strict=True)
     return [summaries[i] for i in range(len(batches))]
 
@@ -901,7 +901,7 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
         yield batches[which[0]].header.stream_schema, which
 
 
-def _summaries(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
+def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
     rows, starts, counts = _joined(schema, batches)
     validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
     times = column_of(schema, rows, "time_unix_ns")[0]
@@ -1013,7 +1013,9 @@ def _note(
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
-    if len(moved) != _MOVE.execute(connection, [_moved(offset) for offset in moved.values()]):
+    if len(moved) != _MOVE.execute(
+        connection, [_offset_parameters(offset) for offset in moved.values()]
+    ):
         raise _MovedError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -1052,7 +1054,7 @@ def _note_columns(
         )
 
 
-def _moved(offset: StreamOffset) -> tuple[Any, ...]:
+def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
     offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
     return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 

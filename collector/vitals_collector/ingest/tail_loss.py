@@ -41,7 +41,7 @@ def num_lost_rows() -> ColumnElement[int]:
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
 
-class TailLoss:
+class LostRowCounter:
     """Counts rows that a rank wrote but that never arrived, from the state it left in its spool.
 
     Remembers which states were already compared with the store.
@@ -51,7 +51,7 @@ class TailLoss:
         self._store = store
         self._compared: dict[Path, Version] = {}  # a few numbers per existing spool
 
-    def read_if_changed(self, spool: Path) -> tuple[Version, State | None] | None:
+    def read_new_state(self, spool: Path) -> tuple[Version, State | None] | None:
         """Read a spool's state, unless it was already compared with the store.
 
         Call this before the spool is read, so that the spool's files contain every row that the
@@ -87,10 +87,10 @@ class TailLoss:
         if lost is None:
             return  # maybe another node's spool has introduced the run
         if lost:
-            self._note(spool, promised)
+            self._record_lost_rows(spool, promised)
         self._compared[spool] = version
 
-    def _note(self, spool: Path, promised: dict[StreamKey, int]) -> None:
+    def _record_lost_rows(self, spool: Path, promised: dict[StreamKey, int]) -> None:
         with self._store.write() as connection:
             lost = _lost(connection, promised) or {}
             rows = [
@@ -165,4 +165,4 @@ def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[Stream
     return {key: num for key, num in lost.items() if num > 0}
 
 
-__all__ = ["TailLoss", "num_lost_rows"]
+__all__ = ["LostRowCounter", "num_lost_rows"]

@@ -224,7 +224,7 @@ class AlertEngine:
             if epoch is not None:
                 with self._lease.fenced(epoch):
                     for writer in sorted(dirty):
-                        self._consume(writer)
+                        self._consume_decisions(writer)
             changed = self._refresh_runs(only_new=only_new, is_pager=epoch is not None)
             runs_with_findings = self._watch(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
@@ -387,7 +387,7 @@ class AlertEngine:
             self._inbox.update(self._with_lasting(run, fired) for run in runs)
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
-            self._resend()
+            self._resend_undelivered()
             self._claim_orphaned_runs()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
@@ -483,7 +483,7 @@ class AlertEngine:
         with self._lock:
             self._dirty |= unread
 
-    def _consume(self, writer: Writer) -> None:
+    def _consume_decisions(self, writer: Writer) -> None:
         run_id, incarnation = writer
         name = _cursor_name(writer)
         while True:
@@ -493,7 +493,7 @@ class AlertEngine:
                     .where(
                         decisions.c.run_id == run_id,
                         decisions.c.incarnation == incarnation,
-                        decisions.c.seq > _cursor(connection, name),
+                        decisions.c.seq > _load_cursor(connection, name),
                     )
                     .order_by(decisions.c.seq)
                     .limit(_AT_ONCE)
@@ -562,7 +562,7 @@ class AlertEngine:
                     findings.c.run_id == run_id,
                     findings.c.incarnation == incarnation,
                     findings.c.kind.in_(ALERTED_KINDS),
-                    findings.c.seq > _cursor(connection, cursor),
+                    findings.c.seq > _load_cursor(connection, cursor),
                 )
                 .order_by(findings.c.seq)
                 .limit(_AT_ONCE)
@@ -704,7 +704,7 @@ class AlertEngine:
             )
         ]
 
-    def _resend(self) -> None:
+    def _resend_undelivered(self) -> None:
         now = self._clock.monotonic_ns()
         if self._dispatcher is None:
             return
@@ -825,7 +825,7 @@ def _cursor_name(writer: Writer, what: str = "decisions") -> str:
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
-def _cursor(connection: Connection, name: str) -> int:
+def _load_cursor(connection: Connection, name: str) -> int:
     query = select(engine_state.c.body).where(engine_state.c.name == name)
     body = connection.execute(query).scalar()
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)

@@ -472,17 +472,17 @@ class FollowedRun:
         for step in merged:
             self._save_until((step.attempt, step.step))
             while rounds and rounds[0].time_unix_ns <= step.time_unix_ns:
-                records += self._sampled(rounds.popleft())
-            records += self._stepped(step)
+                records += self._process_node_samples(rounds.popleft())
+            records += self._process_step(step)
         if gate is None:
             self._save_until(self.steps.merged)
             for unjoined in rounds:
-                records += self._sampled(unjoined)
+                records += self._process_node_samples(unjoined)
         if is_running and self.is_drained and not self._is_paused:
             records += self._idle(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
-            records += self._timed(self._still.findings_due(now_ns), at)
+            records += self._timed_findings(self._still.findings_due(now_ns), at)
         if merged or rounds or records:
             self._keep_lasting(records)
         self.has_changed = self.has_changed or bool(merged or records)
@@ -510,27 +510,27 @@ class FollowedRun:
             gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
         return gates
 
-    def _stepped(self, step: MergedStep) -> list[TimedFinding]:
+    def _process_step(self, step: MergedStep) -> list[TimedFinding]:
         findings = self.watchers.update(step)
         self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
         if self.saved.open:
-            self._close("stalled")
-        return self._timed(findings, step.time_unix_ns) if findings else []
+            self._close_findings("stalled")
+        return self._timed_findings(findings, step.time_unix_ns) if findings else []
 
-    def _sampled(self, host_round: NodeSamples) -> list[TimedFinding]:
+    def _process_node_samples(self, host_round: NodeSamples) -> list[TimedFinding]:
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
             step=self.saved.last[1],
             gpus=host_round.gpus,
         )
-        return self._timed(self.watchers.update_node(sample), host_round.time_unix_ns)
+        return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
 
     def _idle(self, now_ns: int) -> list[TimedFinding]:
         """Check how long no row arrived, by this collector's clock."""
         at = self._now_of_run(now_ns)
-        return self._timed(self.watchers.idle(at), at)
+        return self._timed_findings(self.watchers.idle(at), at)
 
     def _now_of_run(self, now_ns: int) -> int:
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
@@ -541,24 +541,26 @@ class FollowedRun:
         while self._saves and self._saves[0][0] <= key:
             self.saved.checkpoint, step = self._saves.pop(0)
             self.watchers.saved(step)
-            self._close("checkpoint_overdue")
+            self._close_findings("checkpoint_overdue")
             self.has_changed = True
 
-    def _timed(self, findings: tuple[Finding, ...], time_unix_ns: int) -> list[TimedFinding]:
+    def _timed_findings(
+        self, findings: tuple[Finding, ...], time_unix_ns: int
+    ) -> list[TimedFinding]:
         for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
-                self._close(finding.kind)
+                self._close_findings(finding.kind)
                 self.saved.open = [*self.saved.open, finding]
         return [TimedFinding(finding, self.saved.last[0], time_unix_ns) for finding in findings]
 
-    def _close(self, kind: str) -> None:
+    def _close_findings(self, kind: str) -> None:
         self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
 
     # ------------------------------------------------------------------------- over restarts
 
     def saved_with(self, num_findings: int) -> RunWatchState:
         """Return the state to store with this many more findings. Valid after the commit."""
-        done = {"/".join(writer): seq for writer, seq in self._done().items() if seq >= 0}
+        done = {"/".join(writer): seq for writer, seq in self._processed_seqs().items() if seq >= 0}
         return msgspec.structs.replace(
             self.saved,
             done=self.saved.done | done,
@@ -569,7 +571,7 @@ class FollowedRun:
             next_seq=self.saved.next_seq + num_findings,
         )
 
-    def _done(self) -> Mapping[Writer, int]:
+    def _processed_seqs(self) -> Mapping[Writer, int]:
         return {**self.steps.done(), **self.hosts.done()}
 
 
@@ -706,7 +708,7 @@ class LiveMonitor:
         for run_id in run_ids:
             self._live.pop(run_id)
             self._pauses.pop(run_id, None)
-            self._forget(run_id)
+            self._drop_run(run_id)
 
     def poll(
         self,
@@ -801,7 +803,7 @@ class LiveMonitor:
         states: list[_StateToStore] = []
         taken = self._live.pop(run_id)  # before the store is opened: it must have these
         try:
-            followed = self._open.get(run_id) or self._opened(run_id)
+            followed = self._open.get(run_id) or self._open_followed_run(run_id)
             num = followed.add_committed(taken, now_ns)
             if followed.needs_store(taken, now_ns):
                 with self._store.read_transaction() as connection:
@@ -828,26 +830,26 @@ class LiveMonitor:
             self._pauses.pop(run_id, None)
             self._set_suspended(run_id, is_aside=False)
         if is_over and not states:
-            self._forget(run_id)
+            self._drop_run(run_id)
         return num, states
 
-    def _opened(self, run_id: str) -> FollowedRun:
+    def _open_followed_run(self, run_id: str) -> FollowedRun:
         with self._store.read_transaction() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 
     def _begin_again(self, run_id: str) -> None:
         """Reload the stored state, because memory is ahead of it."""
-        self._forget(run_id)
+        self._drop_run(run_id)
         self.note(run_id)
 
-    def _forget(self, run_id: str) -> None:
+    def _drop_run(self, run_id: str) -> None:
         self._open.pop(run_id, None)
         self._save_ns.pop(run_id, None)
 
     def _leave_alone(self, run_id: str, now_ns: int) -> None:
         """Pause a run after an internal error, in its exception handler."""
-        self._forget(run_id)
+        self._drop_run(run_id)
         seconds = self._pause(run_id, now_ns)
         self._store.counters.fail("watching")
         _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
@@ -900,7 +902,7 @@ class LiveMonitor:
             pause = max(len(body) / self._config.save_bytes_a_second, self._config.save_seconds)
             self._save_ns[followed.run_id] = now_ns + int(pause * 1e9)
             if is_over:
-                self._forget(followed.run_id)
+                self._drop_run(followed.run_id)
 
     def _store_all(self, states: Sequence[_StateToStore]) -> Collection[str]:
         """Store the states of runs; return the runs that are still owned here."""
@@ -928,12 +930,12 @@ def _to_keep(
     followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool
 ) -> _StateToStore:
     first = followed.saved.next_seq
-    rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
+    rows = [_finding_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
     saved = followed.saved_with(len(records))
     return _StateToStore(followed, saved, msgspec.msgpack.encode(saved), rows, is_over)
 
 
-def _row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
+def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
     finding = record.finding
     return {
         "run_id": run_id,

@@ -36,14 +36,14 @@ def summaries(
     """Return the summary of every run, or of one; the latest run first."""
     shown = select(runs).where(~is_being_removed())
     rows = connection.execute(
-        _of(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
+        _filter_by_run(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
     ).all()
     by_run = defaultdict(list)
-    for source in connection.execute(_of(select(sources), sources.c.run_id, run_id)):
+    for source in connection.execute(_filter_by_run(select(sources), sources.c.run_id, run_id)):
         by_run[source.run_id].append(source)
     last = _last_decisions(connection, run_id)
     counts = _Counts(connection, run_id)
-    return tuple(_summary(row, by_run[row.run_id], last, counts, when) for row in rows)
+    return tuple(_run_summary(row, by_run[row.run_id], last, counts, when) for row in rows)
 
 
 def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
@@ -57,7 +57,7 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
         columns.action == "skip_step", columns.acted
     )
     counts = (
-        _of(query, columns.run_id, run_id)
+        _filter_by_run(query, columns.run_id, run_id)
         .add_columns(func.count())
         .group_by(columns.run_id, columns.cause)
     )
@@ -97,9 +97,9 @@ class _Counts:
     """Counts by run."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
-        self.rollbacks = _counted(
+        self.rollbacks = _count_by_columns(
             connection,
-            _of(select(decisions.c.run_id), decisions.c.run_id, run_id).where(
+            _filter_by_run(select(decisions.c.run_id), decisions.c.run_id, run_id).where(
                 decisions.c.acted, decisions.c.action == "rollback"
             ),
             (decisions.c.run_id,),
@@ -107,26 +107,26 @@ class _Counts:
         self.skips = Counter[str]()
         for (of, _), num in skips_by_cause(connection, run_id).items():
             self.skips[of] += num
-        self.attempts = _counted(
+        self.attempts = _count_by_columns(
             connection,
-            _of(select(attempts.c.run_id), attempts.c.run_id, run_id),
+            _filter_by_run(select(attempts.c.run_id), attempts.c.run_id, run_id),
             (attempts.c.run_id,),
         )
-        self.firing = _counted(
+        self.firing = _count_by_columns(
             connection,
-            _of(select(alerts.c.run_id, alerts.c.severity), alerts.c.run_id, run_id).where(
-                alerts.c.state == "firing"
-            ),
+            _filter_by_run(
+                select(alerts.c.run_id, alerts.c.severity), alerts.c.run_id, run_id
+            ).where(alerts.c.state == "firing"),
             (alerts.c.run_id, alerts.c.severity),
         )
-        absences = _of(select(alerts.c.run_id, alerts.c.labels), alerts.c.run_id, run_id).where(
-            alerts.c.state == "firing", alerts.c.name.in_(ABSENCE_ALERTS)
-        )
+        absences = _filter_by_run(
+            select(alerts.c.run_id, alerts.c.labels), alerts.c.run_id, run_id
+        ).where(alerts.c.state == "firing", alerts.c.name.in_(ABSENCE_ALERTS))
         self.missing: dict[str, list[str]] = defaultdict(list)
         """By run, the lost nodes, agents and ranks."""
         for of, labels in connection.execute(absences):
             self.missing[of].append(msgspec.json.decode(labels, type=dict[str, str])["cause"])
-        damaged = _of(
+        damaged = _filter_by_run(
             select(
                 findings.c.run_id, findings.c.attempt, findings.c.kind, func.max(findings.c.step)
             ),
@@ -143,20 +143,20 @@ class _Counts:
         its steps as unmeasured."""
 
 
-def _counted(
+def _count_by_columns(
     connection: Connection, query: Select[Any], by: Iterable[Column[Any]]
 ) -> dict[tuple[str, ...], int]:
     rows = connection.execute(query.add_columns(func.count()).group_by(*by))
     return {tuple(row[:-1]): int(row[-1]) for row in rows}
 
 
-def _of(query: Select[Any], column: Column[Any], run_id: str | None) -> Select[Any]:
+def _filter_by_run(query: Select[Any], column: Column[Any], run_id: str | None) -> Select[Any]:
     return query if run_id is None else query.where(column == run_id)
 
 
 def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Decision]:
     newest = (
-        _of(
+        _filter_by_run(
             select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq")),
             decisions.c.run_id,
             run_id,
@@ -171,7 +171,7 @@ def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Dec
     return {of: _decision(body) for of, body in rows if body}
 
 
-def _summary(
+def _run_summary(
     row: Row[Any],
     of_run: Sequence[Row[Any]],
     decided: dict[str, Decision],

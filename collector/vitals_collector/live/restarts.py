@@ -72,7 +72,7 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
     ):
         last[of][attempt] = max((step, at, state), last[of].get(attempt, (-1, 0, "")))
     return {
-        run_id: _restarts(of_run, _rolled_back_to(connection, run_id), last[run_id])
+        run_id: _find_restarts(of_run, _rolled_back_to(connection, run_id), last[run_id])
         if run_id in several
         else []
         for run_id, of_run in branches.items()
@@ -90,7 +90,7 @@ def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
     return {_decision(body).new_attempt for body in bodies if body}
 
 
-def _restarts(
+def _find_restarts(
     branches: Iterable[tuple[AttemptRow, int]],
     rolled_back: set[int],
     last: Mapping[int, tuple[int, int, str]],

@@ -234,12 +234,14 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     head = newest.get("rank:0")
     if when.is_reading_in or head is None:
         return NOBODY
-    ranks = [_heard(source, when) for source in newest.values() if _is_rank_of(source, head)]
+    ranks = [
+        _last_report_times(source, when) for source in newest.values() if _is_rank_of(source, head)
+    ]
     launched = max(_launched(rank.source) for rank in ranks)
     relaunched = _relaunched(sources, ranks)
     present = [rank for rank in ranks if rank.source.last_received_unix_ns >= relaunched]
     expected = [rank for rank in present if not rank.source.ended_state]
-    is_silent = _silence(when)
+    is_silent = _silence_predicate(when)
     speaking = _last_of_nodes(newest.values(), when)
     dead = [rank for rank in expected if rank.source.alive == 0]
     ranks_of: dict[str, list[_Heard]] = defaultdict(list)
@@ -302,7 +304,7 @@ def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, step in steps.items() if step < furthest))
 
 
-def _heard(source: SourceState, when: Liveness) -> _Heard:
+def _last_report_times(source: SourceState, when: Liveness) -> _Heard:
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
     # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
@@ -311,7 +313,7 @@ def _heard(source: SourceState, when: Liveness) -> _Heard:
     )
 
 
-def _silence(when: Liveness) -> Callable[[int], bool]:
+def _silence_predicate(when: Liveness) -> Callable[[int], bool]:
     limit = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
     return lambda heard_ns: heard_ns < limit
 
@@ -733,11 +735,11 @@ def _replaced(connection: Connection, run_id: str) -> set[str]:
     starts: dict[str, list[Row[Any]]] = defaultdict(list)
     for rank in ranks:
         starts[rank.source].append(rank)
-    present = {_process(_heard_last(of_rank)) for of_rank in starts.values()}
-    return {_process(start) for of_rank in starts.values() for start in of_rank} - present
+    present = {_process_label(_heard_last(of_rank)) for of_rank in starts.values()}
+    return {_process_label(start) for of_rank in starts.values() for start in of_rank} - present
 
 
-def _process(rank: Row[Any]) -> str:
+def _process_label(rank: Row[Any]) -> str:
     return f"{rank.source.replace(':', ' ')} (pid {rank.pid} on {rank.node}) "
 
 

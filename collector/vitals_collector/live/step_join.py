@@ -428,13 +428,13 @@ class StepMerger:
 
     def add(self, rows: WriterRows, now_ns: int) -> None:
         """Add rows of ranks' steps; those of one writer in order."""
-        self._note(rows)
+        self._advance_read_seqs(rows)
         rows = rows.take(rows.origin.rank < MOST_RANKS)
         if not len(rows):
             return
         np.minimum(rows.origin.world_size, MOST_RANKS, out=rows.origin.world_size)
         self._positions.move(rows, self.merged)
-        self.num_held += self._hold(_Held(now_ns, rows))
+        self.num_held += self._hold_rows(_Held(now_ns, rows))
 
     def add_layers(self, part: LayerPart, now_ns: int) -> None:
         """Add rows of layers."""
@@ -449,13 +449,13 @@ class StepMerger:
             elif step > cadence.last:
                 self._cadence = _Cadence(attempt, step, step - cadence.last)
         self._awaits_layers = self._awaits_layers or rows.last() > self.merged
-        self._note(rows)
-        self._hold(_Held(now_ns, rows, part.names))
+        self._advance_read_seqs(rows)
+        self._hold_rows(_Held(now_ns, rows, part.names))
 
-    def _note(self, rows: WriterRows) -> None:
+    def _advance_read_seqs(self, rows: WriterRows) -> None:
         np.maximum.at(self._read, rows.origin.writer, rows.seq)
 
-    def _hold(self, pending: _Held) -> int:
+    def _hold_rows(self, pending: _Held) -> int:
         late = pending.rows.until(self.merged)
         if late.any():
             self.num_late += int(late.sum())
@@ -473,7 +473,7 @@ class StepMerger:
         """
         # Called several times a second for every run, mostly without result: ranks' positions come
         # from arrays, and no row is touched before a step is known to be complete.
-        until = max(self._whole(), self._overdue(now_ns), self._too_many())
+        until = max(self._whole(), self._overdue_key(now_ns), self._too_many())
         if gate is not None:
             until = min(until, gate)
         if until <= self.merged or not self._held:
@@ -522,7 +522,7 @@ class StepMerger:
             awaited.append(self._cadence.complete_through)
         return min(awaited, default=BEFORE_ALL)
 
-    def _overdue(self, now_ns: int) -> Key:
+    def _overdue_key(self, now_ns: int) -> Key:
         waited = now_ns - int(self.config.patience_seconds * 1e9)
         old = (pending.rows.last() for pending in self._held if pending.since_ns <= waited)
         return max(old, default=BEFORE_ALL)

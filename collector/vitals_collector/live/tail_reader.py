@@ -71,7 +71,9 @@ class RecentRows:
                 buffered.num_bytes += size
                 self._num_bytes += size
             while self._num_bytes > self._most:
-                self._drop(max(self._runs.values(), key=lambda buffered: buffered.num_bytes))
+                self._drop_oldest_batch(
+                    max(self._runs.values(), key=lambda buffered: buffered.num_bytes)
+                )
 
     def note(self, run_id: str) -> None:
         """Record that the store has rows of the run that were not given to ``add``."""
@@ -92,7 +94,7 @@ class RecentRows:
             self._num_bytes -= buffered.num_bytes
             return CommittedRows(tuple(buffered.batches), buffered.has_more)
 
-    def _drop(self, buffered: _BufferedRows) -> None:
+    def _drop_oldest_batch(self, buffered: _BufferedRows) -> None:
         batch = buffered.batches.popleft()
         size = len(batch.rows) + _BATCH_BYTES
         buffered.num_bytes -= size
@@ -174,7 +176,7 @@ class _Blocks:
     def add(self, stream: StreamProgress, schema: Schema, raw: bytes, num_rows: int) -> None:
         which = id(schema)
         if self._schema_of.setdefault(stream.number, which) != which:
-            self._close()
+            self._close_open_blocks()
             self._schema_of[stream.number] = which
         open_block = self._open.get(which)
         if open_block is None:
@@ -184,10 +186,10 @@ class _Blocks:
         open_block.raws.append(raw)
 
     def all(self) -> list[RowBlock]:
-        self._close()
+        self._close_open_blocks()
         return self._closed
 
-    def _close(self) -> None:
+    def _close_open_blocks(self) -> None:
         self._closed += [
             RowBlock(
                 open_block.streams,
@@ -257,7 +259,7 @@ class TailReader:
             if stream is None:
                 if kind not in WATCHED:
                     continue
-                stream = self._introduce(header)
+                stream = self._add_header_stream(header)
             last = header.first_seq + header.num_rows - 1
             if last <= stream.read_seq:
                 continue
@@ -271,9 +273,9 @@ class TailReader:
                 self._behind.pop(stream.writer, None)
         return blocks.all()
 
-    def _introduce(self, header: BatchHeader) -> StreamProgress:
+    def _add_header_stream(self, header: BatchHeader) -> StreamProgress:
         who = header.identity
-        return self._add(
+        return self._add_stream(
             (who.incarnation, header.stream),
             who.source,
             who.node,
@@ -283,7 +285,7 @@ class TailReader:
             who.gpu_uuid,
         )
 
-    def _add(
+    def _add_stream(
         self,
         writer: Writer,
         source: str,
@@ -331,7 +333,7 @@ class TailReader:
         )
         for incarnation, kind, last_seq, *about in connection.execute(query):
             writer = (incarnation, kind)
-            stream = self._streams.get(writer) or self._add(writer, *about)
+            stream = self._streams.get(writer) or self._add_stream(writer, *about)
             if writer not in self._nameless:
                 self._store_has(stream, last_seq)
 
@@ -411,7 +413,7 @@ class TailReader:
             if begin < end:
                 writer_rows = rows[begin:end]
                 stream.read_seq = int(writer_rows["seq"][-1])
-                stream.position = max(stream.position, _position(schema, writer_rows))
+                stream.position = max(stream.position, _last_position(schema, writer_rows))
                 blocks.add(stream, schema, writer_rows.tobytes(), end - begin)
             elif stream.last_seq > until:
                 self._pass_over(numbers, schema.stream, stream, until)
@@ -454,7 +456,7 @@ def _packed(schema: Schema, columns: Columns) -> npt.NDArray[np.void]:
     return rows
 
 
-def _position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
+def _last_position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     def last(name: str) -> int:
         return int(rows[f"c{schema.index[name]}"][-1])
 

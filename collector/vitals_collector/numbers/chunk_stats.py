@@ -72,12 +72,12 @@ def compute_chunk_stats(
     stretch = _chunk_numbers(stream, rows)
     last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
     everything = np.arange(len(stretch))
-    parts = [_entries(0, rows, stretch, last_seq, everything, np.zeros(len(stretch)))]
+    parts = [_column_stats(0, rows, stretch, last_seq, everything, np.zeros(len(stretch)))]
     for i, column in enumerate(columns.values(), 1):
         at = everything if not column.is_missing.any() else np.flatnonzero(~column.is_missing)
         if len(at):
             values = column.values[at].astype(np.float64, copy=False)
-            parts.append(_entries(i, rows, stretch, last_seq, at, values))
+            parts.append(_column_stats(i, rows, stretch, last_seq, at, values))
     return ChunkStats(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -94,11 +94,11 @@ def _chunk_numbers(stream: str, rows: StreamRows) -> Ints:
     return np.concatenate(([0], np.cumsum(is_new)))
 
 
-def _entries(
+def _column_stats(
     name: int, rows: StreamRows, chunk: Ints, last_seq: Ints, at: Ints, values: Floats
 ) -> ChunkStats:
     of_value = chunk[at]
-    starts = _starts(of_value)
+    starts = _group_starts(of_value)
     ends = np.append(starts[1:], len(at)) - 1
     nums = ends - starts + 1
     is_finite = np.isfinite(values)
@@ -143,7 +143,7 @@ def _entries(
     )
 
 
-def _starts(groups: Ints) -> Ints:
+def _group_starts(groups: Ints) -> Ints:
     return np.concatenate(([0], np.flatnonzero(np.diff(groups)) + 1))
 
 
@@ -151,4 +151,4 @@ def _first_of(values: Floats, group: Ints, starts: Ints, extreme: np.ufunc) -> I
     """Return the index of each group's first extreme value."""
     is_extreme: Mask = values == extreme.reduceat(values, starts)[group]
     at = np.flatnonzero(is_extreme)
-    return at[_starts(group[at])]
+    return at[_group_starts(group[at])]

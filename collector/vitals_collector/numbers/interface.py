@@ -213,7 +213,7 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
     if len(points) <= num_points:
         return points
     power = column_power(points, num_points, branch)
-    column = _columns(attempt, _along(points), power or 0)
+    column = _columns(attempt, _axis_values(points), power or 0)
     is_finite = np.isfinite(points.value)
     finite, others = np.flatnonzero(is_finite), np.flatnonzero(~is_finite)
     selected_parts = [others[_starts(column[others])], finite[:1], finite[-1:]]
@@ -230,7 +230,7 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
     points, attempt = _by_branch(points, branch)
     if not len(points):
         return None
-    along = _along(points)
+    along = _axis_values(points)
     is_finite = np.isfinite(points.value)
     extent = int(along.max()) - int(along.min())
     most = 3 * (1 + np.count_nonzero(np.diff(attempt)))
@@ -294,7 +294,7 @@ def _by_branch(points: Points, branch: Branch) -> tuple[Points, Ints]:
     return points, points.attempt
 
 
-def _along(points: Points) -> Ints:
+def _axis_values(points: Points) -> Ints:
     return points.step if points.step[-1] >= 0 else points.time_unix_ns
 
 

@@ -197,7 +197,7 @@ class Lake(OpenLake):
         states = self.catalogue.states({batch.header.identity.run_id for batch in batches})
         num_new, parts = [], list[Part]()
         for batch in batches:
-            header, key = batch.header, _key(batch)
+            header, key = batch.header, _stream_key(batch)
             first, end = header.first_seq, header.first_seq + header.num_rows
             stream = taken.get(key)
             if stream is None:
@@ -393,7 +393,7 @@ class Lake(OpenLake):
         lake_maintenance.delete(self.engine, self.catalogue, run_id, exclude)
 
 
-def _key(batch: Batch) -> StreamKey:
+def _stream_key(batch: Batch) -> StreamKey:
     header = batch.header
     return header.identity.run_id, header.identity.incarnation, header.stream
 

@@ -89,7 +89,7 @@ def places_for(schema: Schema, places: Places) -> Places:
         if (column.name, kind) in places:
             continue
         is_free = column.name.casefold() not in taken and _SPELLED not in column.name
-        lake_column = column.name if is_free else _spelled(column)
+        lake_column = column.name if is_free else _encoded_column_name(column)
         taken.add(lake_column.casefold())
         added[column.name, kind] = lake_column
     return added
@@ -119,11 +119,11 @@ def to_arrow(group: Sequence[Part], runs: Mapping[str, int], places: Places) -> 
     }
     for column in schema.columns:
         values, is_valid = column_of(schema, rows, column.name)
-        columns[places[column.name, type_of(column)]] = _array(values, is_valid)
+        columns[places[column.name, type_of(column)]] = _arrow_array(values, is_valid)
     return pa.table(columns)
 
 
-def _array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> pa.Array:
+def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> pa.Array:
     mask = None if is_valid.all() else ~is_valid
     if values.dtype.kind != "S":
         return pa.array(np.ascontiguousarray(values), mask=mask, from_pandas=False)
@@ -188,7 +188,7 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _spelled(column: RowColumn) -> str:
+def _encoded_column_name(column: RowColumn) -> str:
     return f"{type_of(column)}{_SPELLED}{column.name.encode().hex()}"
 
 
@@ -430,7 +430,7 @@ class Catalogue:
             new = {run_id: RunState(now) for run_id in due}
             there = {self.runs[run_id]: new[run_id] for run_id in due if run_id in self.runs}
             if there:
-                self._read(there)
+                self._load_run_states(there)
             self._states |= new
         states = {run_id: self._states[run_id] for run_id in run_ids}
         for state in states.values():
@@ -459,7 +459,7 @@ class Catalogue:
         if all(state.holes_read_at > before for state in states.values()):
             return
         there = {self.runs[run_id]: states[run_id] for run_id in states if run_id in self.runs}
-        holes = self._holes(there) if there else {}
+        holes = self._load_holes(there) if there else {}
         for run, state in there.items():
             state.holes = holes.get(run, {})
         for state in states.values():  # also of a run without rows, or it is read each time
@@ -470,7 +470,7 @@ class Catalogue:
             return _ALONE_SECONDS
         return _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
 
-    def _read(self, states: Mapping[int, RunState]) -> None:
+    def _load_run_states(self, states: Mapping[int, RunState]) -> None:
         for table in (NEW_MARKS, MARKS):
             self._engine.files.need(table, *states)
         runs = ", ".join(map(str, states))
@@ -479,7 +479,7 @@ class Catalogue:
             states[run].marks[incarnation, stream] = seq
             if source:
                 states[run].sources[incarnation, stream] = source
-        for run, holes in self._holes(states).items():
+        for run, holes in self._load_holes(states).items():
             states[run].holes = holes
         kinds = self._engine.ask(
             f"SELECT DISTINCT run, stream, name, kind FROM {KINDS} WHERE run IN ({runs})"
@@ -495,7 +495,7 @@ class Catalogue:
             self._read_holes({run_id: state}, time.monotonic())
         return state.holes
 
-    def _holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
+    def _load_holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
         holes: dict[int, dict[Writer, list[tuple[int, int]]]] = {}
         listed = self._engine.ask(
             f"SELECT run, incarnation, stream, first_seq, end_seq FROM {HOLES}"

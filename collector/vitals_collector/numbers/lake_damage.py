@@ -44,10 +44,10 @@ def check(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged or missing."""
     catalogue.look_again()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
-    return [_described(engine, catalogue, path) for path in paths]
+    return [_describe_damaged_file(engine, catalogue, path) for path in paths]
 
 
-def _described(engine: LakeEngine, catalogue: Catalogue, path: str) -> DamagedFile:
+def _describe_damaged_file(engine: LakeEngine, catalogue: Catalogue, path: str) -> DamagedFile:
     name = path.partition("/")[2]
     column_stats = engine.ask(
         f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
@@ -118,8 +118,9 @@ def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
     """
     ids = engine.ask(
         f"SELECT data_file_id AS id, table_id FROM {META}_data_file WHERE data_file_id IN"
-        f" (SELECT data_file_id FROM {META}_data_file WHERE path IN ({_marks(names)}) UNION ALL"
-        f" SELECT data_file_id FROM {META}_delete_file WHERE path IN ({_marks(names)}))",
+        f" (SELECT data_file_id FROM {META}_data_file WHERE path IN "
+        f"({_sql_placeholders(names)}) UNION ALL"
+        f" SELECT data_file_id FROM {META}_delete_file WHERE path IN ({_sql_placeholders(names)}))",
         [*names, *names],
     ).to_pydict()
     files = ", ".join(map(str, ids["id"]))
@@ -142,7 +143,7 @@ def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
             )
 
 
-def _marks(values: Sequence[object]) -> str:
+def _sql_placeholders(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 

@@ -240,7 +240,7 @@ class S3FileStore:
             UsageError: they are not there.
         """
         connection.execute("SET s3_uploader_max_filesize = '50GB'")  # 5 MB at a time, not 80
-        values = _secret()
+        values = _s3_secret_options()
         text = ", ".join(
             f"{name} '{value.replace(chr(39), 2 * chr(39))}'" for name, value in values
         )
@@ -277,7 +277,9 @@ class S3FileStore:
         globs = " UNION ALL ".join(
             f"SELECT file FROM glob('{self.root}main/{table}/{name}')" for table in sorted(tables)
         )
-        return [path.removeprefix(f"{self.root}main/") for path in _texts(self._ask(globs))]
+        return [
+            path.removeprefix(f"{self.root}main/") for path in _first_column_texts(self._ask(globs))
+        ]
 
     def crc(self, path: str) -> int | None:
         """Return a file's checksum; None if it is missing although its bucket exists.
@@ -302,12 +304,15 @@ class S3FileStore:
     def paths(self, table: str) -> set[str]:
         """Return the table's files in the catalogue."""
         kinds = " UNION ALL ".join(_PATHS.format(kind=k, table=table) for k in ("data", "delete"))
-        return {f"{table}/{name}" for name in _texts(self._ask(kinds))}
+        return {f"{table}/{name}" for name in _first_column_texts(self._ask(kinds))}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Store each checksum in a separate object."""
         for path, crc in checksums:
-            self._ask(f"COPY (SELECT {crc}) TO '{self._of(path)}/crc' (FORMAT csv, HEADER false)")
+            self._ask(
+                f"COPY (SELECT {crc}) TO '{self._checksum_path(path)}/crc' (FORMAT csv, "
+                f"HEADER false)"
+            )
 
     def deferred_checksums(self) -> list[tuple[str, int]]:
         """Return the checksums in separate objects."""
@@ -321,19 +326,19 @@ class S3FileStore:
         """Delete these objects: DuckDB does it before it writes a directory, here an empty one."""
         for path, _ in checksums:
             self._ask(
-                f"COPY (SELECT 0 AS crc, 0 AS part WHERE false) TO '{self._of(path)}'"
+                f"COPY (SELECT 0 AS crc, 0 AS part WHERE false) TO '{self._checksum_path(path)}'"
                 " (FORMAT csv, PARTITION_BY (part), OVERWRITE true)"
             )
 
-    def _of(self, path: str) -> str:
+    def _checksum_path(self, path: str) -> str:
         return f"{self._url}/checksums/{path.replace('/', _SLASH)}"
 
 
-def _texts(answer: pa.Table) -> list[str]:
+def _first_column_texts(answer: pa.Table) -> list[str]:
     return [str(text) for text in answer.column(0).to_pylist()]
 
 
-def _secret() -> list[tuple[str, str]]:
+def _s3_secret_options() -> list[tuple[str, str]]:
     env = os.environ
     if missing := [name for name in (_ID, _SECRET) if not env.get(name)]:
         raise UsageError(
@@ -348,12 +353,12 @@ def _secret() -> list[tuple[str, str]]:
     ]
     if token := env.get(_TOKEN):
         values.append(("SESSION_TOKEN", token))
-    if endpoint := _endpoint():
+    if endpoint := _s3_endpoint_url():
         values += [("ENDPOINT", urlsplit(endpoint).netloc), ("URL_STYLE", "path")]
     return values
 
 
-def _endpoint() -> str:
+def _s3_endpoint_url() -> str:
     value = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     parts = urlsplit(value)
     if value and (parts.scheme not in ("http", "https") or not parts.netloc or "@" in value):
@@ -365,7 +370,7 @@ def _endpoint() -> str:
 
 
 def _is_tls() -> bool:
-    return not _endpoint().startswith("http:")
+    return not _s3_endpoint_url().startswith("http:")
 
 
 def without_keys(text: str) -> str:
@@ -484,7 +489,7 @@ class Files:
         Raises:
             StorageError: one is damaged.
         """
-        self._need(
+        self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
@@ -494,9 +499,9 @@ class Files:
         Raises:
             StorageError: one is damaged.
         """
-        self._need(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
+        self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
-    def _need(self, table: str, is_needed: Callable[[str, _Unchecked], bool]) -> None:
+    def _check_needed_files(self, table: str, is_needed: Callable[[str, _Unchecked], bool]) -> None:
         def needed(files: dict[str, _Unchecked]) -> list[str]:
             table_files = ((path, of) for path, of in files.items() if path.startswith(f"{table}/"))
             return [path for path, bounds in table_files if is_needed(path, bounds)]
@@ -512,7 +517,7 @@ class Files:
         with self._lock:
             damaged = needed(self._damaged)
             if damaged:  # another collector may have removed them
-                live = {path for path, is_live, _ in self._listed(table) if is_live}
+                live = {path for path, is_live, _ in self._list_table_files(table) if is_live}
                 for path in set(damaged) - live:
                     del self._damaged[path]
                     self._dead.add(path)
@@ -530,7 +535,7 @@ class Files:
         live = {
             path: bounds
             for table in tables
-            for path, is_live, bounds in self._listed(table)
+            for path, is_live, bounds in self._list_table_files(table)
             if is_live
         }
         self._check(live)
@@ -544,7 +549,7 @@ class Files:
         return {
             path
             for table in tables
-            for path, is_live, _ in self._listed(table)
+            for path, is_live, _ in self._list_table_files(table)
             if is_live and path in listed
         }
 
@@ -569,7 +574,7 @@ class Files:
         seen = self._whole | self._damaged.keys() | self._unchecked.keys() | self._dead
         new = there - seen
         if new:
-            for path, is_live, bounds in self._listed(table):
+            for path, is_live, bounds in self._list_table_files(table):
                 if path in new:
                     new.discard(path)
                     if is_live:
@@ -581,7 +586,7 @@ class Files:
         if not new:  # otherwise another collector is about to commit one
             self._seen_at[table] = state
 
-    def _listed(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
+    def _list_table_files(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
         rows = self._ask(_LIVE.format(table=table)).to_pylist()
         return [
             (
@@ -667,7 +672,7 @@ class LakeEngine:
         self._kept_checksums: list[tuple[str, int]] = []
         self.files = Files(self._place, self.ask)
         with translated(folder / CATALOGUE):
-            self._root = self._attached()
+            self._root = self._attach_lake()
             has_rows = self._has_rows()
             self._place.prepare()
         self._refuse_rows_of_another()
@@ -680,7 +685,7 @@ class LakeEngine:
             )
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
-    def _attached(self) -> duckdb.DuckDBPyConnection:
+    def _attach_lake(self) -> duckdb.DuckDBPyConnection:
         # Nothing is downloaded, and nothing is written to the home directory. The extensions are
         # next to this program's code; hashing them each time takes 0.2 s of CPU.
         root = duckdb.connect(
@@ -759,7 +764,7 @@ class LakeEngine:
                 # Never by close(): that also closes cursors during another thread's query, which
                 # fails or ends the process. Dropping the last reference closes it.
                 self._let_go()
-                self._root = self._attached()
+                self._root = self._attach_lake()
                 self._num_commits = 0
                 self._readers.clear()
         pa.default_memory_pool().release_unused()
@@ -940,7 +945,7 @@ class LakeEngine:
         They are reused: a new one costs a third of a small query.
         """
         with self._asking_one() as asking:
-            root, asking.reader = self._root, self._reader()
+            root, asking.reader = self._root, self._acquire_reader()
             yield asking.reader
             if root is self._root:
                 self._readers.append((root, asking.reader))  # except for one that failed
@@ -959,7 +964,7 @@ class LakeEngine:
                 self._asking.remove(asking)
                 self._asked.notify_all()
 
-    def _reader(self) -> duckdb.DuckDBPyConnection:
+    def _acquire_reader(self) -> duckdb.DuckDBPyConnection:
         root, reader = self._root, None
         while self._readers and reader is None:
             with suppress(IndexError):  # another thread popped it

@@ -192,10 +192,12 @@ def _insert_chunk_stats(
     entries = compute_chunk_stats(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():
-        engine.insert(OUTLINES, _table(run, stream, entries, [ROWS, *columns], writers, sources))
+        engine.insert(
+            OUTLINES, _stats_table(run, stream, entries, [ROWS, *columns], writers, sources)
+        )
 
 
-def _table(
+def _stats_table(
     run: int,
     stream: str,
     entries: ChunkStats,

@@ -241,7 +241,7 @@ def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tu
         key = (span.run_id, span.stream, keyed, sources, *bounds, id(span.seqs), is_overview)
         members.setdefault(key, []).append(i)
     for (*_, is_overview), numbers in members.items():
-        group = _group(catalogue, curves, numbers)
+        group = _curve_group(catalogue, curves, numbers)
         if group is not None:
             yield group, is_overview
 
@@ -268,7 +268,7 @@ def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[
     return unique_curves, places
 
 
-def _group(
+def _curve_group(
     catalogue: Catalogue, curves: Sequence[CurveRequest], numbers: Sequence[int]
 ) -> Group | None:
     span = curves[numbers[0]].span
@@ -451,7 +451,7 @@ def _overviews(
         for i, (_, name, cell) in enumerate(group.curves):
             read = [] if rows is None else [rows.points(name, cell)]
             if reread is not None and len(ranges[i]):
-                read.append(_within(reread.points(name, cell), ranges[i], along))
+                read.append(_points_within(reread.points(name, cell), ranges[i], along))
             of_rows = on_branch(join(read), stream, attempts, branch)
             curve_points = points.take(np.arange(ends_of[i], ends_of[i + 1]))
             curve = arranged(join([curve_points, of_rows]), stream, attempts, branch)
@@ -662,7 +662,7 @@ def _is_within(along: Ints, ranges: _Ranges) -> Mask:
     return is_within
 
 
-def _within(points: Points, ranges: _Ranges, along: str) -> Points:
+def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 

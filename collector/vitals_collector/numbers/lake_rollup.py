@@ -105,7 +105,7 @@ def plan(
     ]
     selection = Chosen(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: own_expression(name, places) for name in names}
-    numbers = _numbers(engine, selection, expressions)
+    numbers = _query_statistics(engine, selection, expressions)
     if not len(numbers["step"].values):
         return None
     broken = [name for name in names if numbers[f"{name}:nonfinite"].values.any()]
@@ -127,7 +127,9 @@ def plan(
     return RollUpPlan(window, run, names, numbers, writers, result, reason)
 
 
-def _numbers(engine: LakeEngine, selection: Chosen, expressions: dict[str, str]) -> Columns:
+def _query_statistics(
+    engine: LakeEngine, selection: Chosen, expressions: dict[str, str]
+) -> Columns:
     engine.files.need("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
@@ -142,11 +144,11 @@ def _numbers(engine: LakeEngine, selection: Chosen, expressions: dict[str, str])
     columns = [to_column(column) for column in rows.columns]
     numbers = dict(zip(("step", "time_unix_ns", NUM_RANKS), columns, strict=False))
     for i, name in enumerate(expressions):
-        numbers |= _statistics(name, *columns[3 + 5 * i : 8 + 5 * i])
+        numbers |= _statistics_columns(name, *columns[3 + 5 * i : 8 + 5 * i])
     return numbers
 
 
-def _statistics(
+def _statistics_columns(
     name: str,
     low: ColumnValues,
     total: ColumnValues,
@@ -335,7 +337,7 @@ def thin(
     )
     engine.files.need(stream, run)
     with engine.transaction():
-        before = _numbered(engine, stream, rows)
+        before = _writer_seq_ranges(engine, stream, rows)
         if stream in HOST_STREAMS and not is_whole:
             ends = engine.query_in_transaction(_ends(stream, rows, places, every))
             engine.execute(f"DELETE FROM {stream} WHERE {rows}")
@@ -343,7 +345,7 @@ def thin(
         elif not is_whole:
             firsts = f"SELECT min(step) FROM {stream} WHERE {rows} GROUP BY step // {every}"
             engine.execute(f"DELETE FROM {stream} WHERE {rows} AND step NOT IN ({firsts})")
-        remaining_rows = before if is_whole else _numbered(engine, stream, rows)
+        remaining_rows = before if is_whole else _writer_seq_ranges(engine, stream, rows)
         num_left = dict(
             zip(*(remaining_rows[name].to_pylist() for name in ("writer", "num")), strict=True)
         )
@@ -355,7 +357,7 @@ def thin(
     return len(before) and sum(before["num"].to_pylist()) - sum(num_left.values())
 
 
-def _numbered(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
+def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
     return engine.query_in_transaction(
         "SELECT incarnation AS writer, min(seq) AS first, max(seq) AS last, count(*) AS num"
         f" FROM {stream} WHERE {rows} GROUP BY incarnation"

@@ -109,7 +109,7 @@ def views_of(
         has_records: whether the SQL database is attached, as ``db``.
     """
     views = {
-        view: _numbers(stream, columns[stream], which, has_names=has_records)
+        view: _numbers_view_sql(stream, columns[stream], which, has_names=has_records)
         for view, (stream, which) in _NUMBERS.items()
         if stream in columns
     }
@@ -124,7 +124,7 @@ def views_of(
     return views
 
 
-def _numbers(
+def _numbers_view_sql(
     stream: str, columns: Sequence[tuple[str, str]], which: str, *, has_names: bool
 ) -> str:
     kinds = {kind: short for short, kind in TYPES.items()}
@@ -194,7 +194,7 @@ def check(
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses
             more than the views.
     """
-    parsed = _parsed(connection, _explained(sql))
+    parsed = _parse_select(connection, _explained(sql))
     parts = {name.casefold() for name in _part_names(parsed)}
     shadowed = sorted(parts & set(taken))
     if shadowed:
@@ -232,7 +232,7 @@ def _explained(sql: str) -> str:
     return sql
 
 
-def _parsed(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     tree = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
     parsed = json.loads(tree[0]) if tree is not None else {"error": True}
     if parsed["error"]:
@@ -332,7 +332,9 @@ class LakeReader:
             }
         )
         with translated():
-            file_store = S3FileStore(bucket, self._rows) if bucket else LocalFileStore(folder)
+            file_store = (
+                S3FileStore(bucket, self._query_table) if bucket else LocalFileStore(folder)
+            )
             self._attach(folder, catalogue, database, file_store)
             self._make_views(has_records=bool(catalogue) or database is not None)
             self._lock_in(file_store)
@@ -350,7 +352,7 @@ class LakeReader:
         """Close the lake."""
         self._connection.close()
 
-    def _rows(self, sql: str) -> pa.Table:
+    def _query_table(self, sql: str) -> pa.Table:
         return self._connection.execute(sql).to_arrow_table()
 
     def _attach(

@@ -118,25 +118,28 @@ class MemoryNumbers:
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the stream's rows, each with its type."""
         kinds: dict[str, list[str]] = defaultdict(list)
-        for part in self._of(run_id, stream):
+        for part in self._stored_parts(run_id, stream):
             for column in part.schema.columns:
                 kinds[column.name].append(type_of(column))
         return {name: common_type(of_name) for name, of_name in kinds.items()}
 
     def sources(self, run_id: str, stream: str) -> list[str]:
         """Return the writers of the stream's rows, sorted by name."""
-        return sorted({part.identity.source for part in self._of(run_id, stream)})
+        return sorted({part.identity.source for part in self._stored_parts(run_id, stream)})
 
     def num_rows(self, span: RowSpan) -> int:
         """Return how many rows the span has."""
-        return sum(len(part.rows) for part in self._chosen(span))
+        return sum(len(part.rows) for part in self._matching_parts(span))
 
     def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
         all_names = tuple(dict.fromkeys((*ORDER, *names)))
-        matching_parts, kinds = self._chosen(span), self.kinds(span.run_id, span.stream)
+        matching_parts, kinds = self._matching_parts(span), self.kinds(span.run_id, span.stream)
         return in_order(
-            {n: _joined(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts) for n in all_names},
+            {
+                n: _concatenate_column(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts)
+                for n in all_names
+            },
             names,
         )
 
@@ -226,14 +229,14 @@ class MemoryNumbers:
             for key, parts in sorted(of_reason.items())
         ]
 
-    def _of(self, run_id: str, stream: str) -> list[_StoredRows]:
+    def _stored_parts(self, run_id: str, stream: str) -> list[_StoredRows]:
         with self._lock:
             return list(self._parts.get((run_id, stream), ()))
 
-    def _chosen(self, span: RowSpan) -> list[_StoredRows]:
+    def _matching_parts(self, span: RowSpan) -> list[_StoredRows]:
         parts = [
             part._replace(rows=part.rows[_is_in(span, part)])
-            for part in self._of(span.run_id, span.stream)
+            for part in self._stored_parts(span.run_id, span.stream)
             if not span.sources or part.identity.source in span.sources
         ]
         return [part for part in parts if len(part.rows)]
@@ -310,17 +313,17 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
     return has_key
 
 
-def _joined(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
+def _concatenate_column(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
     if not parts:
         return none_of(0)
-    columns = [_column(name, *part) for part in parts]
+    columns = [_part_column(name, *part) for part in parts]
     return ColumnValues(
-        np.concatenate([_as(column, _DTYPES[kind]) for column in columns]),
-        np.concatenate([_missing(column, _DTYPES[kind]) for column in columns]),
+        np.concatenate([_cast_values(column, _DTYPES[kind]) for column in columns]),
+        np.concatenate([_missing_mask(column, _DTYPES[kind]) for column in columns]),
     )
 
 
-def _column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
+def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
         texts = np.full(len(rows), of_writer[name], object)
@@ -342,7 +345,7 @@ def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
     return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
 
 
-def _as(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
+def _cast_values(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
     if dtype is object and column.values.dtype != object:
         return np.full(len(column.values), "", object)
     if dtype is not object and column.values.dtype == object:
@@ -350,6 +353,6 @@ def _as(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
     return column.values.astype(dtype)
 
 
-def _missing(column: ColumnValues, dtype: Any) -> npt.NDArray[np.bool_]:
+def _missing_mask(column: ColumnValues, dtype: Any) -> npt.NDArray[np.bool_]:
     is_other = (dtype is object) != (column.values.dtype == object)
     return np.ones_like(column.is_missing) if is_other else column.is_missing

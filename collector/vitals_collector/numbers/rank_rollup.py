@@ -96,20 +96,20 @@ def compute_rank_statistics(rows: Columns, names: Sequence[str]) -> Columns:
     newest = np.zeros(num, np.int64)
     np.maximum.at(newest, at, rows["time_unix_ns"].values)
     numbers = {
-        "step": _present(steps),
-        "time_unix_ns": _present(newest),
-        NUM_RANKS: _present(np.bincount(at, minlength=num)),
+        "step": _complete_column(steps),
+        "time_unix_ns": _complete_column(newest),
+        NUM_RANKS: _complete_column(np.bincount(at, minlength=num)),
     }
     for name in names:
-        numbers |= _statistics(name, rows[name], at, num)
+        numbers |= _column_statistics(name, rows[name], at, num)
     return numbers
 
 
-def _present(values: npt.NDArray[Any]) -> ColumnValues:
+def _complete_column(values: npt.NDArray[Any]) -> ColumnValues:
     return ColumnValues(values, np.zeros(len(values), np.bool_))
 
 
-def _statistics(name: str, column: ColumnValues, at: npt.NDArray[Any], num: int) -> Columns:
+def _column_statistics(name: str, column: ColumnValues, at: npt.NDArray[Any], num: int) -> Columns:
     is_finite = _is_finite(column)
     places, finite = at[is_finite], column.values[is_finite].astype(np.float64)
     low, high = np.full(num, np.inf), np.full(num, -np.inf)
@@ -152,7 +152,7 @@ def ranks_batch(
         numbers[f"{name}:mean"] = ColumnValues(np.minimum(high, np.maximum(low, mean)), is_missing)
     num = len(numbers["step"].values)
     key_columns = {"attempt": np.full(num, attempt), "monotonic_ns": np.zeros(num, np.int64)}
-    columns = [numbers.get(c.name) or _present(key_columns[c.name]) for c in schema.columns]
+    columns = [numbers.get(c.name) or _complete_column(key_columns[c.name]) for c in schema.columns]
     listed = [
         [
             None if is_missing else value

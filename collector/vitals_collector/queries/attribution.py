@@ -151,8 +151,8 @@ def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> It
     if not len(rows["step"].values):
         return
     layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
-    parts = [*_layers(moment.sql, run_id, layers, columns)]
-    yield from merge([_rows(rows, columns["steps"])], parts).steps
+    parts = [*_iter_layer_parts(moment.sql, run_id, layers, columns)]
+    yield from merge([_writer_rows(rows, columns["steps"])], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
@@ -173,7 +173,7 @@ def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
     return there
 
 
-def _rows(columns: Columns, names: list[str]) -> WriterRows:
+def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
     def whole(name: str) -> np.ndarray:
         return columns[name].values.astype(np.int64)
 
@@ -191,12 +191,12 @@ def _rows(columns: Columns, names: list[str]) -> WriterRows:
     )
 
 
-def _layers(
+def _iter_layer_parts(
     connection: Connection, run_id: str, columns: Columns, names: dict[str, list[str]]
 ) -> Iterator[LayerPart]:
     if not len(columns["step"].values):
         return
-    rows = _rows(columns, names["layers"])
+    rows = _writer_rows(columns, names["layers"])
     writers = np.array(columns["incarnation"].values.tolist())
     named = layer_names(connection, run_id)
     for writer in dict.fromkeys(writers.tolist()):
@@ -212,7 +212,7 @@ def _layers(
 def sentence(onset: Onset) -> str:
     """Return a sentence about what changed first, and what followed."""
     at = f"at step {onset.step:,}"
-    first_moved = f"Moved first: {_what(onset)} {at}{_numbers(onset)}."
+    first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
         first_moved += (
             " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
@@ -220,7 +220,7 @@ def sentence(onset: Onset) -> str:
     later = [effect for effect in onset.next if effect.step > onset.step]
     if later:
         listed = "; ".join(
-            f"{_followed(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]
+            f"{_effect_text(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]
         )
         more = len(later) - _MAX_TOLD
         first_moved += f" Then: {listed}{f'; and {more} more' if more > 0 else ''}."
@@ -240,8 +240,8 @@ _SERIES = {
 }
 
 
-def _what(onset: Onset) -> str:
-    where = _where(onset.where)
+def _onset_text(onset: Onset) -> str:
+    where = _location_text(onset.where)
     series = _SERIES.get(onset.series, onset.series.replace("_", " "))
     if onset.series == "weight_written_ratio":
         return f"weights of {where} were written by something else than the optimizer"
@@ -277,13 +277,13 @@ def _what(onset: Onset) -> str:
     return f"{series} of {where}"
 
 
-def _where(where: str) -> str:
+def _location_text(where: str) -> str:
     if not where:
         return ""
     return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
 
 
-def _numbers(onset: Onset) -> str:
+def _onset_values_text(onset: Onset) -> str:
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
     if onset.series == INFERRED_WEIGHTS:
@@ -297,7 +297,7 @@ def _numbers(onset: Onset) -> str:
     return f" ({humanize(onset.value, unit)}{usual}; {onset.sigmas:.3g} sigma)"
 
 
-def _followed(effect: Next) -> str:
+def _effect_text(effect: Next) -> str:
     as_onset = Onset(
         attempt=0,
         step=effect.step,
@@ -308,7 +308,7 @@ def _followed(effect: Next) -> str:
         value=1.0,
         sigmas=1.0,
     )
-    return _what(as_onset)
+    return _onset_text(as_onset)
 
 
 __all__ = ["Precursor", "precursor", "sentence", "stored_steps"]

@@ -70,7 +70,7 @@ def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition,
     """
     if len(texts) > MAX_CONDITIONS:
         raise UsageError(f"{len(texts)} conditions; there may be {MAX_CONDITIONS}")
-    return tuple(_parse(text, columns) for text in texts)
+    return tuple(_parse_condition(text, columns) for text in texts)
 
 
 def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
@@ -78,17 +78,17 @@ def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
     close = difflib.get_close_matches(name[:MAX_LENGTH], columns, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return UsageError(
-        f"there is no column {_short(name)}", hint=f"{meant}There are {', '.join(columns)}"
+        f"there is no column {_shortened_repr(name)}", hint=f"{meant}There are {', '.join(columns)}"
     )
 
 
-def _parse(text: str, columns: Mapping[str, Kind]) -> Condition:
+def _parse_condition(text: str, columns: Mapping[str, Kind]) -> Condition:
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a condition has {len(text)} characters; it may have {MAX_LENGTH}")
     match = _SHAPE.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"the condition {_short(text)} is not COLUMN OP VALUE",
+            f"the condition {_shortened_repr(text)} is not COLUMN OP VALUE",
             hint=f"such as `step >= 100` or `name ~ gpt`; OP is one of {' '.join(OPERATORS)}",
         )
     column, op, value = match["column"], match["op"], match["value"]
@@ -100,19 +100,23 @@ def _parse(text: str, columns: Mapping[str, Kind]) -> Condition:
         close = difflib.get_close_matches(op, OPERATORS, n=1, cutoff=0.1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise UsageError(
-            f"{_short(op)} in {_short(text)} is not an operator",
+            f"{_shortened_repr(op)} in {_shortened_repr(text)} is not an operator",
             hint=f"{meant}There are {' '.join(OPERATORS)}",
         )
     if value.lower() == "none" and op in ("=", "!="):
         return Condition(column, op, None)
-    return Condition(column, op, _value(text, column, op, value, kind))
+    return Condition(column, op, _parse_value(text, column, op, value, kind))
 
 
-def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | int | str | bool:
+def _parse_value(
+    text: str, column: str, op: str, value: str, kind: Kind
+) -> float | int | str | bool:
     if kind == "text":
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         if not value:
-            raise UsageError(f"{_short(text)} has no value", hint=f"write {column} {op} ''")
+            raise UsageError(
+                f"{_shortened_repr(text)} has no value", hint=f"write {column} {op} ''"
+            )
         return value[1:-1] if is_quoted else value
     if op == "~" or (kind == "bool" and op not in ("=", "!=")):
         raise UsageError(
@@ -122,13 +126,15 @@ def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | i
     if kind == "bool":
         if value.lower() in _TRUE + _FALSE:
             return value.lower() in _TRUE
-        raise UsageError(f"{column} is yes or no, not {_short(value)}", hint="write true or false")
+        raise UsageError(
+            f"{column} is yes or no, not {_shortened_repr(value)}", hint="write true or false"
+        )
     for read in (int, float):
         try:
             return read(value)
         except ValueError:  # perhaps a float; otherwise an error is raised below
             continue
-    raise UsageError(f"{column} is a number; {_short(value)} is none")
+    raise UsageError(f"{column} is a number; {_shortened_repr(value)} is none")
 
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
@@ -155,7 +161,7 @@ def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str 
     return np.fromiter((bool(how[op](v, value)) for v in values), bool, len(values))
 
 
-def _short(text: str) -> str:
+def _shortened_repr(text: str) -> str:
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
 
 

@@ -147,15 +147,15 @@ def total(each: Sequence[LostWork]) -> LostWork:
     return LostWork(
         steps=sum(lost.steps for lost in each),
         batches=sum(lost.batches for lost in each),
-        tokens=_sum([lost.tokens for lost in each if lost.steps]),
-        seconds=_sum([lost.seconds for lost in each if lost.steps]),
-        gpu_hours=_sum([lost.gpu_hours for lost in each if lost.steps]),
-        money=_sum([lost.money for lost in each if lost.steps]),
+        tokens=_sum_if_complete([lost.tokens for lost in each if lost.steps]),
+        seconds=_sum_if_complete([lost.seconds for lost in each if lost.steps]),
+        gpu_hours=_sum_if_complete([lost.gpu_hours for lost in each if lost.steps]),
+        money=_sum_if_complete([lost.money for lost in each if lost.steps]),
         down_seconds=sum(lost.down_seconds or 0.0 for lost in each) or None,
     )
 
 
-def _sum(values: Sequence[N | None]) -> N | None:
+def _sum_if_complete(values: Sequence[N | None]) -> N | None:
     measured = [value for value in values if value is not None]
     if not measured or len(measured) < len(values):
         return None

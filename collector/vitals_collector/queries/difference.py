@@ -36,7 +36,7 @@ def difference(moment: ReadSnapshot, question: DifferenceQuestion) -> Difference
     base, other, metric, along = question.run_id, question.other, question.metric, question.along
     if metric.partition(".")[0] in HOST_STREAMS:
         raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
-    first, theirs = (_curve(moment, run_id, metric, along) for run_id in (base, other))
+    first, theirs = (_load_sampled_curve(moment, run_id, metric, along) for run_id in (base, other))
     delta = subtract(first, theirs)
     step_positions = np.rint(delta.x).astype(np.int64)
     zero = np.zeros(len(step_positions), dtype=np.int64)
@@ -74,7 +74,9 @@ def subtract(base: SampledCurve, other: SampledCurve) -> SampledCurve:
     return SampledCurve(xs, values)
 
 
-def _curve(moment: ReadSnapshot, run_id: str, metric: str, along: Along) -> SampledCurve:
+def _load_sampled_curve(
+    moment: ReadSnapshot, run_id: str, metric: str, along: Along
+) -> SampledCurve:
     attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:
@@ -85,7 +87,7 @@ def _curve(moment: ReadSnapshot, run_id: str, metric: str, along: Along) -> Samp
     points = load(metric)
     x = points.step.astype(np.float64)
     if along == "tokens":
-        x = _tokens(load, x)
+        x = _tokens_at_steps(load, x)
     is_placed = np.isfinite(x)
     # A step without tokens has the position of the previous one: the last of them counts.
     x, value = np.maximum.accumulate(x[is_placed]), points.value[is_placed]
@@ -93,7 +95,7 @@ def _curve(moment: ReadSnapshot, run_id: str, metric: str, along: Along) -> Samp
     return SampledCurve(x[is_last], value[is_last])
 
 
-def _tokens(load: Callable[[str], Points], steps: Floats) -> Floats:
+def _tokens_at_steps(load: Callable[[str], Points], steps: Floats) -> Floats:
     counted = load(TOKENS)
     counted = counted.take(np.isfinite(counted.value))
     if not len(counted):

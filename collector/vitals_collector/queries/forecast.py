@@ -47,9 +47,9 @@ def forecast(
         "last_step": last_step,
         "total_steps": total,
     }
-    view |= _end(timed, run, total, now_unix_ns) | _loss(of_run, total)
+    view |= _finish_fields(timed, run, total, now_unix_ns) | _final_loss_fields(of_run, total)
     if question.other:
-        view |= _behind(of_run, _LineageCurves(moment, question.other), runs[1])
+        view |= _lag_fields(of_run, _LineageCurves(moment, question.other), runs[1])
     return ForecastView(**view)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,9 @@ _NO_TOTAL = (
 )
 
 
-def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) -> dict[str, object]:
+def _finish_fields(
+    timed: Points | None, run: RunSummary, total: int, now_unix_ns: int
+) -> dict[str, object]:
     if not total:
         return {"no_finish": _NO_TOTAL}
     is_over = timed is not None and int(timed.step[-1]) + 1 >= total
@@ -85,7 +87,7 @@ def _end(timed: Points | None, run: RunSummary, total: int, now_unix_ns: int) ->
     }
 
 
-def _loss(of_run: "_LineageCurves", total: int) -> dict[str, object]:
+def _final_loss_fields(of_run: "_LineageCurves", total: int) -> dict[str, object]:
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
@@ -99,7 +101,7 @@ def _loss(of_run: "_LineageCurves", total: int) -> dict[str, object]:
     }
 
 
-def _behind(
+def _lag_fields(
     of_run: "_LineageCurves", of_other: "_LineageCurves", other: RunSummary
 ) -> dict[str, object]:
     both = (of_run, of_other)

@@ -50,16 +50,16 @@ def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) ->
         run: the run.
         price: price of a GPU-hour; 0 if not set.
     """
-    starts = _starts(moment.sql, run)
+    starts = _load_starts(moment.sql, run)
     if not starts:
-        return _view(run, None, price, None, ("No process of the run has reported.",))
-    steps = _steps(moment, run.run_id, starts)
+        return _goodput_view(run, None, price, None, ("No process of the run has reported.",))
+    steps = _load_ended_steps(moment, run.run_id, starts)
     launches = [start.launch for start in starts]
     hangs = _hangs(moment.sql, run.run_id, launches, steps)
     pauses = _pauses(moment.sql, run.run_id, launches)
     sums = goodput(launches, steps, hangs=hangs, pauses=pauses)
     energy = _energy(moment.numbers, run.run_id, sums.begin_unix_ns, sums.end_unix_ns)
-    return _view(run, sums, price, energy, _notes(run, starts, steps))
+    return _goodput_view(run, sums, price, energy, _notes(run, starts, steps))
 
 
 # ------------------------------------------------------------------------------------ the launches
@@ -75,7 +75,7 @@ class _Start(NamedTuple):
     """Incarnations of the other ranks."""
 
 
-def _starts(connection: Connection, run: RunSummary) -> list[_Start]:
+def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
     table = sources.c
     query = select(sources).where(table.run_id == run.run_id, table.rank >= 0)
     rows = connection.execute(query.order_by(table.started_unix_ns)).all()
@@ -142,7 +142,7 @@ def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[st
 # --------------------------------------------------------------------------------------- the steps
 
 
-def _steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
+def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
     parts = [_of_launch(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
@@ -375,7 +375,7 @@ def _notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps) -> tupl
     return tuple(notes)
 
 
-def _view(
+def _goodput_view(
     run: RunSummary,
     sums: Goodput | None,
     price: float,

@@ -109,7 +109,8 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     for i, item in enumerate(items):
         groups.setdefault(sets.top(i), []).append(item)
     clusters = [
-        _deaths_first(_root_first(sorted(members, key=_order))) for members in groups.values()
+        _deaths_first(_root_first(sorted(members, key=_item_sort_key)))
+        for members in groups.values()
     ]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
@@ -163,7 +164,7 @@ def _came_again(rollback: Item, item: Item) -> bool:
     return before <= item.last and item.first <= behind
 
 
-def _order(item: Item) -> tuple[int, bool, int, int, int, str, int]:
+def _item_sort_key(item: Item) -> tuple[int, bool, int, int, int, str, int]:
     is_death = item.domain == "run"
     depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
     # The cause of a death precedes it; among deaths the root is first, regardless of its clock.
@@ -184,7 +185,7 @@ def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> No
         keys += [("rank", item.rank)] if item.rank >= 0 else []
         for key in keys:
             distance = SAME_CAUSE_STEPS if key[0] == "cause" else FOLLOWING_STEPS
-            _join(items, i, reach.get(key), item.first - distance, sets)
+            _join_within_reach(items, i, reach.get(key), item.first - distance, sets)
         _reach_further(items, i, keys, reach)
 
 
@@ -194,13 +195,15 @@ def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") 
     for i in order:
         item = items[i]
         join_key = ("whole" if item.rank >= 0 else "domain", item.domain)
-        _join(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
+        _join_within_reach(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
         keys: _Keys = [("domain", item.domain)]
         keys += [] if item.rank >= 0 else [("whole", item.domain)]
         _reach_further(items, i, keys, reach)
 
 
-def _join(items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets") -> None:
+def _join_within_reach(
+    items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets"
+) -> None:
     if j is not None and items[j].last >= since:
         sets.join(i, j)
 

@@ -64,7 +64,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
         UsageError: no such metric, or a number out of bounds.
     """
     run_id, metric = question.run_id, question.metric
-    _check(question.points, question.rows)
+    _check_map_size(question.points, question.rows)
     stream, column = _known(moment, run_id, metric)
     attempts = attempt_rows(moment.sql, run_id)
     curve = CurveRequest(
@@ -98,7 +98,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     )
 
 
-def _check(points: int, rows: int) -> None:
+def _check_map_size(points: int, rows: int) -> None:
     if not 1 <= points <= MAX_MAP_COLUMNS:
         raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
     if not 1 <= rows <= MAX_MAP_ROWS:

@@ -75,10 +75,10 @@ def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
     high = newest + 1 if span.to_step is None else min(span.to_step, newest + 1)
     # If rows of several writers share a range of thousands of steps, a window's count is too high.
     least = max(1, (high - low) * MAX_ROWS // (4 * num))
-    return _halves(numbers, span, low, high, least)
+    return _split_span(numbers, span, low, high, least)
 
 
-def _halves(
+def _split_span(
     numbers: NumbersReader, span: RowSpan, low: int, high: int, least: int
 ) -> list[RowSpan]:
     if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
@@ -86,8 +86,8 @@ def _halves(
     middle = (low + high) // 2
     before, after = span._replace(to_step=middle), span._replace(from_step=middle)
     return [
-        *_halves(numbers, before, low, middle, least),
-        *_halves(numbers, after, middle, high, least),
+        *_split_span(numbers, before, low, middle, least),
+        *_split_span(numbers, after, middle, high, least),
     ]
 
 
@@ -143,7 +143,7 @@ class _LayerOrder:
         row_of = np.zeros(len(distinct), dtype=np.int64)
         for i, at in enumerate(first.tolist()):
             layer_names = self._common if names_of is None else names_of[int(writer[at])]
-            row_of[i] = self._row(layer_names or {}, int(rank[at]), int(layer[at]))
+            row_of[i] = self._get_or_add_row(layer_names or {}, int(rank[at]), int(layer[at]))
         is_apart = len(set(row_of.tolist())) == len(row_of)
         return row_of[code], is_apart and _is_rising(columns["step"].values, code)
 
@@ -151,7 +151,7 @@ class _LayerOrder:
         """Return the rows by rank, then by the lowest number of the layer."""
         return sorted(range(len(self.names)), key=self._places.__getitem__)
 
-    def _row(self, layer_names: Mapping[int, str], rank: int, number: int) -> int:
+    def _get_or_add_row(self, layer_names: Mapping[int, str], rank: int, number: int) -> int:
         name = layer_names.get(number, f"layer {number}")
         row = self._row_of.setdefault(name, len(self.names))
         if row == len(self.names):
@@ -258,7 +258,7 @@ class _Filling:
     def add(self, rows: _Rows) -> None:
         """Add the values of further steps."""
         if self._grids is not None:
-            self._put(rows, self._grids)
+            self._add_to_grids(rows, self._grids)
         elif len(rows.step):
             self._held.append(rows)
             is_new = np.append(True, rows.step[1:] != rows.step[:-1])
@@ -267,22 +267,22 @@ class _Filling:
     def draw_columns(self, last: _Rows | None) -> None:
         """Create equally wide columns up to the end of the last rows, if any are left."""
         steps = last.step if last and len(last.step) else self._steps
-        self._draw(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
+        self._create_grids(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
     def finish(self, num_rows: int) -> tuple[Ints, Extremes, tuple[int, int] | None]:
         """Return the columns' first steps, the cells, and the discarded steps."""
-        lineage_grid, discarded_grid = self._grids or self._draw(self._steps)
+        lineage_grid, discarded_grid = self._grids or self._create_grids(self._steps)
         extremes = lineage_grid.extremes(num_rows).with_discarded(discarded_grid.extremes(num_rows))
         return lineage_grid.starts, extremes, self._rolled_back
 
-    def _draw(self, starts: Ints) -> tuple[Grid, Grid]:
+    def _create_grids(self, starts: Ints) -> tuple[Grid, Grid]:
         self._grids = grids = Grid(starts), Grid(starts)
         for rows in self._held:
-            self._put(rows, grids)
+            self._add_to_grids(rows, grids)
         self._held.clear()
         return grids
 
-    def _put(self, rows: _Rows, grids: tuple[Grid, Grid]) -> None:
+    def _add_to_grids(self, rows: _Rows, grids: tuple[Grid, Grid]) -> None:
         row, step, value, is_kept = rows
         if not is_kept.all():
             again = ~is_kept

@@ -150,7 +150,9 @@ def incidents(
     of_run = _read(moment, run, price, reach, run_dir)
     gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
-    return tuple(_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles)
+    return tuple(
+        _incident_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles
+    )
 
 
 def run_verdict(
@@ -402,11 +404,11 @@ def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Seque
         rows = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
         return [row for row in rows if row.body]
 
-    noted_events = [_said(row) for row in newest(*_OF_NOTE)]
+    noted_events = [_noted_event(row) for row in newest(*_OF_NOTE)]
     return [event for event in noted_events if event is not None], newest("BatchNoted")
 
 
-def _said(row: Row[Any]) -> Said | None:
+def _noted_event(row: Row[Any]) -> Said | None:
     view = event_view(row)
     if row.kind == "Note":
         note = _note(row.body)
@@ -708,7 +710,7 @@ def _runs_that_had(
     return [row.name or row.run_id for row in others if row.run_id in had], len(others)
 
 
-def _view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
+def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
     moment, run = of_run.moment, of_run.run
     evidence = Evidence()
     if is_whole:

@@ -78,13 +78,13 @@ class ProgressReader:
         """Return the run as it is now."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         happened = [
-            *self._actions(detail.summary),
+            *self._new_action_lines(detail.summary),
             *self._restarts(detail.attempts),
             *self._new_alerts(),
         ]
         newest = detail.attempts[-1] if detail.attempts else None
         step = detail.summary.last_step if newest is None else newest.last_step
-        series = self._series(detail, step)
+        series = self._recent_series(detail, step)
         # In the meantime, a collector may have stored more steps.
         step = max((reply.step[-1] for reply in series.values() if reply.step), default=step)
         progress = Progress(
@@ -106,7 +106,7 @@ class ProgressReader:
         events = self._reader.ask(EventsQuestion(run_id=self._run_id, kind="RunEnded"))
         return events[-1].text if events else ""
 
-    def _actions(self, summary: RunSummary) -> list[str]:
+    def _new_action_lines(self, summary: RunSummary) -> list[str]:
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted:
             return []
@@ -158,7 +158,7 @@ class ProgressReader:
             self._last_alert = _alert_text(new[-1])
         return [f"alert: {_alert_text(alert)}" for alert in new if alert.state == "firing"]
 
-    def _series(self, detail: RunDetail, step: int) -> dict[str, SeriesReply]:
+    def _recent_series(self, detail: RunDetail, step: int) -> dict[str, SeriesReply]:
         names = [name for name in _METRICS if f"steps.{name}" in detail.metrics]
         first = max(0, step - SPEED_STEPS + 1)
         requests = tuple(

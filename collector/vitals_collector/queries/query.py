@@ -248,7 +248,7 @@ def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
 
 
 @answer_to(RunQuestion)
-def _run(query: Query, question: RunQuestion) -> RunDetail:
+def _run_detail(query: Query, question: RunQuestion) -> RunDetail:
     with query.read() as moment:
         row = run_row(moment.sql, question.run_id)
         return RunDetail(
@@ -284,7 +284,7 @@ def _many_series(query: Query, question: ManySeriesQuestion) -> tuple[SeriesRepl
             f"{MAX_POINTS_AT_ONCE}"
         )
     with query.read(run_id) as moment:
-        selected_series = [_selected(moment, run_id, request) for request in requests]
+        selected_series = [_select_series(moment, run_id, request) for request in requests]
         attempts = series.attempt_rows(moment.sql, run_id)
         drawn: dict[int, DownsampledCurve] = {}
         for branch in {request.branch for request in requests}:
@@ -400,15 +400,15 @@ def _movers(query: Query, question: MoversQuestion) -> tuple[MoverView, ...]:
 
 @answer_to(IncidentsQuestion)
 def _incidents(query: Query, question: IncidentsQuestion) -> tuple[IncidentView, ...]:
-    return _judged(query, question.run_id, incidents)
+    return _judge_run(query, question.run_id, incidents)
 
 
 @answer_to(VerdictQuestion)
 def _verdict(query: Query, question: VerdictQuestion) -> RunVerdict:
-    return _judged(query, question.run_id, run_verdict)
+    return _judge_run(query, question.run_id, run_verdict)
 
 
-def _judged(query: Query, run_id: str, judge: Callable[..., A]) -> A:
+def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
     with query.read(run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), run_id)[0]
         return judge(
@@ -450,7 +450,7 @@ def _table(query: Query, question: TableQuestion) -> TableReply:
         return tables.ask(moment, question, query.liveness(), query.reach)
 
 
-def _selected(
+def _select_series(
     moment: ReadSnapshot, run_id: str, request: SeriesRequest
 ) -> tuple[str, CurveRequest]:
     steps = (request.from_step, request.to_step)
@@ -474,7 +474,7 @@ def _reach(weight: float) -> int:
     return 10 * math.ceil(21 / (1 - weight))
 
 
-def _smoothed(request: SeriesRequest, points: Points) -> Points:
+def _smooth_points(request: SeriesRequest, points: Points) -> Points:
     points = smooth(points, request.smoothing, request.branch)
     first = request.from_step
     return points if first is None else points.take(points.step >= first)
@@ -484,7 +484,7 @@ def _series_reply(
     run_id: str, request: SeriesRequest, source: str, curve: DownsampledCurve
 ) -> SeriesReply:
     if request.smoothing:
-        points = _smoothed(request, curve.points)
+        points = _smooth_points(request, curve.points)
         curve = DownsampledCurve(points, len(points))
     drawn = downsample(curve.points, request.points, request.branch)
     values: list[float | None] = drawn.value.tolist()

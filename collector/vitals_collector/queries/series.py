@@ -118,7 +118,7 @@ def _curve_of(
     if stream in NAMED:
         return _by_name(moment.sql, run_id, metric, source)
     if not _is_known(moment.sql, run_id, stream, name):
-        raise _unknown(moment.sql, run_id, metric)
+        raise _unknown_series_error(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; a column names the rank.
         rank = Source.parse(chosen_source).rank
@@ -127,10 +127,10 @@ def _curve_of(
         return chosen_source, CurveRequest(
             RowSpan(run_id, stream, keyed=SeriesKey("rank", rank)), name
         )
-    return chosen_source, CurveRequest(RowSpan(run_id, stream, _only(chosen_source)), name)
+    return chosen_source, CurveRequest(RowSpan(run_id, stream, _source_filter(chosen_source)), name)
 
 
-def _only(source: str) -> tuple[str, ...]:
+def _source_filter(source: str) -> tuple[str, ...]:
     return (source,) if source else ()
 
 
@@ -147,9 +147,9 @@ def _by_name(
     )
     keys = {row.incarnation: row.id for row in connection.execute(query)}
     if not keys:
-        raise _unknown(connection, run_id, metric)
+        raise _unknown_series_error(connection, run_id, metric)
     chosen_source = source or _whose(connection, run_id, keys)
-    span = RowSpan(run_id, stream, _only(chosen_source), keyed=SeriesKey(key_column, keys))
+    span = RowSpan(run_id, stream, _source_filter(chosen_source), keyed=SeriesKey(key_column, keys))
     return chosen_source, CurveRequest(span, column)
 
 
@@ -180,7 +180,7 @@ def _is_known(connection: Connection, run_id: str, stream: str, name: str) -> bo
     return connection.execute(query).first() is not None
 
 
-def _unknown(connection: Connection, run_id: str, metric: str) -> UsageError:
+def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> UsageError:
     series_names = names_of(connection, run_id)
     close = difflib.get_close_matches(metric, series_names, n=3)
     if close:

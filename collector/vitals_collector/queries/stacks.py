@@ -17,12 +17,12 @@ def stood(stacks: Sequence[StacksView], step: int) -> str:
         calls = view.collectives[-1:]
         parts += [
             f"Rank {rank}" + (f", last collective {calls[0]}:" if calls else ":"),
-            *(_shown(view.calls) or [f"  {view.detail}"]),
+            *(_truncate_calls(view.calls) or [f"  {view.detail}"]),
         ]
     return "\n".join(map(printable, parts))
 
 
-def _shown(calls: Sequence[str]) -> list[str]:
+def _truncate_calls(calls: Sequence[str]) -> list[str]:
     more = len(calls) - MAX_FRAMES
     return [*calls[:MAX_FRAMES], *([f"  ... and {more} more calls"] if more > 0 else [])]
 
@@ -50,7 +50,7 @@ def standing(stacks: Sequence[StacksView], world_size: int) -> str:
         last = same[0].collectives[-1:]
         in_call = f", last collective {last[0]}" if last else ""
         parts.append(f"{capital(_named([v.rank for v in same]))}, {at}{in_call}:")
-        parts += _shown(same[0].calls)
+        parts += _truncate_calls(same[0].calls)
     return "\n".join(map(printable, parts))
 
 

@@ -107,13 +107,13 @@ def find_steps(
     num_total = num_discarded = 0
     for span in _spans(moment.numbers, request, conditions):
         rows = moment.numbers.scan(span, names)
-        rank = _rank(span.sources[0])
+        rank = _rank_or_minus_one(span.sources[0])
         met, num_left = _met(rows, rank, request.branch, attempts, conditions)
         del rows  # free the memory for the next source
         num_total += len(met.step)
         num_discarded += num_left
-        matches = [_first(_joined([*matches, met]), request)]
-    return StepTableResult(_joined(matches), num_total, num_discarded)
+        matches = [_first(_concatenate_matches([*matches, met]), request)]
+    return StepTableResult(_concatenate_matches(matches), num_total, num_discarded)
 
 
 def read_steps(
@@ -200,7 +200,7 @@ def _spans(
     if request.table == "steps":
         sources = ["rank:0"]
     else:
-        sources = sorted(numbers.sources(request.run_id, "steps"), key=_rank)
+        sources = sorted(numbers.sources(request.run_id, "steps"), key=_rank_or_minus_one)
         if ranks:
             sources = [source for source in sources if source == f"rank:{ranks[0]}"]
     low, high = _bounds(request, conditions)
@@ -215,7 +215,7 @@ def _spans(
     return [span._replace(sources=(source,)) for source in sources]
 
 
-def _rank(source: str) -> int:
+def _rank_or_minus_one(source: str) -> int:
     rank = Source.parse(source).rank
     return -1 if rank is None else rank
 
@@ -238,17 +238,17 @@ def _met(
         if condition.column == "rank":
             cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
-            cells = _cells(rows[condition.column].take(which))
+            cells = _table_column(rows[condition.column].take(which))
         which = which[condition.met(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
     return MatchingSteps(ranks, step[which], attempt[which]), num_left
 
 
-def _cells(column: ColumnValues) -> TableColumn:
+def _table_column(column: ColumnValues) -> TableColumn:
     return TableColumn(column.values, ~column.is_missing if column.is_missing.any() else None)
 
 
-def _joined(parts: Sequence[MatchingSteps]) -> MatchingSteps:
+def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:
     if len(parts) == 1:
         return parts[0]
     none = MatchingSteps._make([np.zeros(0, dtype=np.int64)] * len(MatchingSteps._fields))

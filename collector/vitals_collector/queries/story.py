@@ -88,35 +88,41 @@ def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
 
     A paragraph is one line of plain text. The verdict contains the end and the cost.
     """
-    parts = [_began(incident)]
+    parts = [_onset_paragraph(incident)]
     if incident.evidence.is_gathered:
-        parts += [_numbers(incident), _moved(incident), _fed(incident), _gpus(incident)]
+        parts += [
+            _values_paragraph(incident),
+            _moved(incident),
+            _batches_paragraph(incident),
+            _gpu_paragraph(incident),
+        ]
     else:
         parts.append(
             "Too many incidents at once to show the numbers around each; see "
             f"`vitals why RUN {incident.onset}`."
         )
-    parts += [_state(incident), _decided(incident)]
+    parts += [_state(incident), _decisions_paragraph(incident)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
-def _began(incident: StoryFacts) -> str:
-    when = _moment(incident.started_unix_ns)
+def _onset_paragraph(incident: StoryFacts) -> str:
+    when = _time_phrase(incident.started_unix_ns)
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = episodes(view.finding for view in incident.findings)
-    sentences += [alert.text for alert in _few(alerts)]
-    sentences += _others(alerts, "custom alert")
+    sentences += [alert.text for alert in _first_few(alerts)]
+    sentences += _omitted_sentence(alerts, "custom alert")
     findings = _findings([view for view in incident.findings if not view.finding.severity])
-    sentences += _few(findings)
-    sentences += _others(findings, "finding")
+    sentences += _first_few(findings)
+    sentences += _omitted_sentence(findings, "finding")
     if not incident.findings:
         sentences.append("No finding about it is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
-    sentences += [_of_note(event) for event in _few(notes)]
-    sentences += _others(notes, "note")
+    sentences += [_of_note(event) for event in _first_few(notes)]
+    sentences += _omitted_sentence(notes, "note")
     if not incident.findings and not incident.decisions:
         sentences += [
-            f"Alert {alert.title}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
+            f"Alert {alert.title}: {alert.summary.rstrip('.')}."
+            for alert in _first_few(incident.alerts)
         ]
     return " ".join(sentences)
 
@@ -149,14 +155,14 @@ def _of_note(event: EventView) -> str:
     return f"{event.source.replace(':', ' ')}: {text}."
 
 
-def _numbers(incident: StoryFacts) -> str:
+def _values_paragraph(incident: StoryFacts) -> str:
     view = incident.evidence.view
     if view is None or not view.rows:
         return f"No row of step {incident.onset} is stored, so its numbers are missing."
-    if _head(view.rows) is None:
+    if _rank0_row(view.rows) is None:
         return f"No row of rank 0 is stored for step {incident.onset}, so its numbers are missing."
     sentences = [f"Step {incident.onset}: {why.of_attempt(view, incident.attempt)}"]
-    head = _head(view.rows)
+    head = _rank0_row(view.rows)
     if head is not None and "learning_rate" not in head.values:
         sentences.append("The learning rate was not recorded.")
     elif head is not None and head.values.get("lr_factor") not in (None, 1, 1.0):
@@ -164,7 +170,7 @@ def _numbers(incident: StoryFacts) -> str:
     return " ".join(sentences)
 
 
-def _head(rows: Iterable[StepRow]) -> StepRow | None:
+def _rank0_row(rows: Iterable[StepRow]) -> StepRow | None:
     return next((row for row in rows if row.source == "rank:0"), None)
 
 
@@ -194,12 +200,14 @@ def _in_order(movers: Sequence[Moved]) -> str:
 
 
 def _list_of(movers: Sequence[Moved]) -> str:
-    shown = "; ".join(f"{_name(mover.view)} {_how(mover)}" for mover in movers[:MAX_TOLD])
+    shown = "; ".join(
+        f"{_mover_name(mover.view)} {_change_text(mover)}" for mover in movers[:MAX_TOLD]
+    )
     more = len(movers) - MAX_TOLD
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
-def _name(view: MoverView) -> str:
+def _mover_name(view: MoverView) -> str:
     metric = split_unit(view.metric)[0].replace("grad norm", "gradient norm")
     if view.row == RUN:
         return metric
@@ -207,7 +215,7 @@ def _name(view: MoverView) -> str:
     return f"{row}: {metric}"
 
 
-def _how(mover: Moved) -> str:
+def _change_text(mover: Moved) -> str:
     view, unit = mover.view, split_unit(mover.view.metric)[1]
     usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
     if view.score >= NONFINITE_SCORE:
@@ -223,12 +231,12 @@ def _is_of_source(row: str) -> bool:
     return row == RUN or row.startswith("rank:")
 
 
-def _fed(incident: StoryFacts) -> str:
+def _batches_paragraph(incident: StoryFacts) -> str:
     view = incident.evidence.view
     data = list(incident.data) or list(view.data if view is not None else ())
     if data:
-        sentences = [why.fed(step_data, tells_attempt=False) for step_data in _few(data)]
-        return " ".join([*sentences, *_others(data, "batch", "batches")])
+        sentences = [why.fed(step_data, tells_attempt=False) for step_data in _first_few(data)]
+        return " ".join([*sentences, *_omitted_sentence(data, "batch", "batches")])
     batches = [
         f"{row.source.replace(':', ' ')} on batch {row.values['batch_index']} of epoch "
         f"{row.values.get('epoch') or 0}"
@@ -243,7 +251,7 @@ def _fed(incident: StoryFacts) -> str:
     return "The batches were not recorded."
 
 
-def _gpus(incident: StoryFacts) -> str:
+def _gpu_paragraph(incident: StoryFacts) -> str:
     if not incident.evidence.has_gpus:
         return "No GPU samples are stored around it."
     if not incident.evidence.gpus:
@@ -266,31 +274,31 @@ def _of_gpu(view: MoverView) -> str:
 def _state(incident: StoryFacts) -> str:
     """Return the results of the probe and of evaluations; nothing without any."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
-    sentences = [f"{text}." for text in _few(readings)]
-    return " ".join([*sentences, *_others(readings, "probe or evaluation result")])
+    sentences = [f"{text}." for text in _first_few(readings)]
+    return " ".join([*sentences, *_omitted_sentence(readings, "probe or evaluation result")])
 
 
-def _decided(incident: StoryFacts) -> str:
+def _decisions_paragraph(incident: StoryFacts) -> str:
     if not incident.decisions:
         return "Vitals took no action."
-    sentences = [why.decided(view) for view in _few(incident.decisions)]
-    sentences += _others(incident.decisions, "decision")
+    sentences = [why.decided(view) for view in _first_few(incident.decisions)]
+    sentences += _omitted_sentence(incident.decisions, "decision")
     skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
-    sentences += [f"Data: {text}." for text in _few(skipped)]
+    sentences += [f"Data: {text}." for text in _first_few(skipped)]
     return " ".join(sentences)
 
 
-def _few(things: Sequence[_T]) -> Sequence[_T]:
+def _first_few(things: Sequence[_T]) -> Sequence[_T]:
     return things[:MAX_TOLD]
 
 
-def _others(things: Sequence[object], name: str, plural: str = "") -> list[str]:
+def _omitted_sentence(things: Sequence[object], name: str, plural: str = "") -> list[str]:
     more = len(things) - MAX_TOLD
     text = humanize_count(more, f"more {name}", f"more {plural}" if plural else "")
     return [f"And {text}."] if more > 0 else []
 
 
-def _moment(time_unix_ns: int) -> str:
+def _time_phrase(time_unix_ns: int) -> str:
     try:
         when = datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC)
     except (OverflowError, ValueError, OSError):

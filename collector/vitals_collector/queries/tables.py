@@ -62,18 +62,18 @@ def ask(
     if request.run_id:
         run_row(moment.sql, request.run_id)
     if request.table in _OF_STEPS:
-        return _steps(moment, request)
+        return _step_table(moment, request)
     columns = _COLUMNS[request.table]
     conditions = parse(request.where, columns)
-    shown = _shown(request, columns, list(columns))
+    shown = _requested_columns(request, columns, list(columns))
     rows = _READ[request.table](moment.sql, request, when)
     if reach is not None:
         rows = [row for row in rows if row["run_id"] in reach]
-    which = _met(rows, columns, conditions)
+    which = _matching_indices(rows, columns, conditions)
     if request.newest_first:
         which = which[::-1]
     shown_rows = [rows[i] for i in which[: request.limit]]
-    data = tuple(tuple(_jsonable(row[name]) for row in shown_rows) for name in shown)
+    data = tuple(tuple(_to_json_scalar(row[name]) for row in shown_rows) for name in shown)
     return TableReply(columns=tuple(shown), data=data, num_total=len(which))
 
 
@@ -100,7 +100,7 @@ def _check(request: TableQuestion) -> None:
         )
 
 
-def _shown(
+def _requested_columns(
     request: TableQuestion, columns: Mapping[str, Kind], default: Sequence[str]
 ) -> Sequence[str]:
     for name in request.columns:
@@ -112,10 +112,10 @@ def _shown(
 # ---------------------------------------------------------------------------- steps and ranks
 
 
-def _steps(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
+def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
     columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
-    shown = _shown(request, columns, shown_columns(moment.sql, request.run_id, columns))
+    shown = _requested_columns(request, columns, shown_columns(moment.sql, request.run_id, columns))
     answer = find_steps(moment, request, conditions)
     read = read_steps(moment.numbers, request.run_id, answer.rows, shown)
     return TableReply(
@@ -152,11 +152,11 @@ def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
     return columns
 
 
-def _row(record: msgspec.Struct, **row_values: object) -> dict[str, Any]:
+def _row_dict(record: msgspec.Struct, **row_values: object) -> dict[str, Any]:
     return row_values | {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def _jsonable(value: Any) -> str | float | int | bool | None:
+def _to_json_scalar(value: Any) -> str | float | int | bool | None:
     if value is None or isinstance(value, str | float | int | bool):
         word: str | float | int | bool | None = jsonable(value)
         return word
@@ -165,75 +165,79 @@ def _jsonable(value: Any) -> str | float | int | bool | None:
     return msgspec.json.encode(jsonable(value), order="sorted").decode()
 
 
-def _met(
+def _matching_indices(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Kind], conditions: Sequence[Condition]
 ) -> list[int]:
     which = np.arange(len(rows))
     for condition in conditions:
         values = [rows[i][condition.column] for i in which.tolist()]
-        which = which[condition.met(_cells(values, columns[condition.column]))]
+        which = which[condition.met(_table_column(values, columns[condition.column]))]
     return [int(i) for i in which]
 
 
-def _cells(row_values: Sequence[Any], kind: Kind) -> TableColumn:
+def _table_column(row_values: Sequence[Any], kind: Kind) -> TableColumn:
     valid = np.array([value is not None for value in row_values], dtype=bool)
     if kind == "text":
         values = np.empty(len(row_values), dtype=object)
-        values[:] = [_jsonable(value) or "" for value in row_values]
+        values[:] = [_to_json_scalar(value) or "" for value in row_values]
         return TableColumn(values, valid)
     is_whole = all(value is None or isinstance(value, int) for value in row_values)
     dtype = np.int64 if is_whole and kind == "number" else bool if kind == "bool" else np.float64
     return TableColumn(np.array([value or 0 for value in row_values], dtype=dtype), valid)
 
 
-def _runs(connection: Connection, request: TableQuestion, when: Liveness) -> list[dict[str, Any]]:
+def _run_rows(
+    connection: Connection, request: TableQuestion, when: Liveness
+) -> list[dict[str, Any]]:
     views = overview.summaries(connection, when, request.run_id or None)
-    return [_row(view) for view in reversed(views)]
+    return [_row_dict(view) for view in reversed(views)]
 
 
-def _decisions(
+def _decision_rows(
     connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
-    query = _of(select(decisions), decisions, request)
-    rows = _all(
+    query = _filter_by_request(select(decisions), decisions, request)
+    rows = _fetch_rows(
         connection,
         query.order_by(decisions.c.time_unix_ns, decisions.c.run_id, decisions.c.ledger_seq),
     )
     return [
-        _row(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
+        _row_dict(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
         for r in rows
         if r.body
     ]
 
 
-def _findings(
+def _finding_rows(
     connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
-    query = _of(select(findings), findings, request)
+    query = _filter_by_request(select(findings), findings, request)
     order = (findings.c.time_unix_ns, findings.c.run_id, findings.c.step, findings.c.seq)
-    rows = _all(connection, query.order_by(*order))
+    rows = _fetch_rows(connection, query.order_by(*order))
     return [
-        _row(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows if r.body
+        _row_dict(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
+        for r in rows
+        if r.body
     ]
 
 
-def _alerts(
+def _alert_rows(
     connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
-    query = _of(select(alerts), alerts, request)
-    rows = _all(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
-    return [_row(entry_of(row).view) for row in rows]
+    query = _filter_by_request(select(alerts), alerts, request)
+    rows = _fetch_rows(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
+    return [_row_dict(entry_of(row).view) for row in rows]
 
 
-def _events(
+def _event_rows(
     connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
-    query = _of(select(events), events, request)
-    rows = _all(connection, query.order_by(events.c.time_unix_ns, events.c.id))
-    return [_row(event_view(row), run_id=row.run_id) for row in rows]
+    query = _filter_by_request(select(events), events, request)
+    rows = _fetch_rows(connection, query.order_by(events.c.time_unix_ns, events.c.id))
+    return [_row_dict(event_view(row), run_id=row.run_id) for row in rows]
 
 
-def _all(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
+def _fetch_rows(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
     rows = connection.execute(query.limit(MAX_LISTED + 1)).all()
     if len(rows) > MAX_LISTED:
         raise UsageError(
@@ -243,7 +247,7 @@ def _all(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
     return rows
 
 
-def _of(query: Select[Any], table: Table, request: TableQuestion) -> Select[Any]:
+def _filter_by_request(query: Select[Any], table: Table, request: TableQuestion) -> Select[Any]:
     if request.run_id:
         query = query.where(table.c.run_id == request.run_id)
     if request.from_step is not None:
@@ -262,11 +266,11 @@ _COLUMNS: dict[str, dict[str, Kind]] = {
     "events": _OWN | _fields(EventView),
 }
 _READ: dict[str, Callable[[Connection, TableQuestion, Liveness], list[dict[str, Any]]]] = {
-    "runs": _runs,
-    "decisions": _decisions,
-    "findings": _findings,
-    "alerts": _alerts,
-    "events": _events,
+    "runs": _run_rows,
+    "decisions": _decision_rows,
+    "findings": _finding_rows,
+    "alerts": _alert_rows,
+    "events": _event_rows,
 }
 
 __all__ = ["MAX_ROWS", "ask"]

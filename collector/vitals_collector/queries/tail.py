@@ -27,7 +27,7 @@ class Tail:
     def columns(self, from_step: int) -> dict[str, Sequence[object]]:
         """Return the steps from ``from_step`` as columns, without writing."""
         self._next_step = from_step
-        rows = self._rows()
+        rows = self._read_new_rows()
         return {name: [row[at] for row in rows] for at, name in enumerate(_HEADER)}
 
     def write_header(self, from_step: int) -> None:
@@ -35,7 +35,7 @@ class Tail:
         attempts = self._reader.ask(RunQuestion(run_id=self._run_id)).attempts
         self._attempt = attempts[-1].id if attempts else 0
         self._next_step = from_step
-        self._write(self._rows(), with_header=True)
+        self._write_steps(self._read_new_rows(), with_header=True)
 
     def go_on(self) -> RunSummary:
         """Write the new steps, and return the state of the run."""
@@ -43,10 +43,10 @@ class Tail:
         newest = detail.attempts[-1] if detail.attempts else None
         if newest is not None and newest.id != self._attempt:
             self._attempt, self._next_step = newest.id, newest.fork_step
-        self._write(self._rows(), with_header=False)
+        self._write_steps(self._read_new_rows(), with_header=False)
         return detail.summary
 
-    def _rows(self) -> list[_Row]:
+    def _read_new_rows(self) -> list[_Row]:
         values: dict[tuple[int, int], dict[str, object]] = {}
         for metric in _METRICS:
             reply = self._reader.ask(
@@ -64,7 +64,7 @@ class Tail:
             (*key, *(row.get(metric) for metric in _METRICS)) for key, row in sorted(values.items())
         ]
 
-    def _write(self, rows: list[_Row], *, with_header: bool) -> None:
+    def _write_steps(self, rows: list[_Row], *, with_header: bool) -> None:
         if self._form is Format.JSON:
             for row in rows:
                 write_json_line(dict(zip(_HEADER, row, strict=True)))

@@ -115,16 +115,16 @@ def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> 
     """Return the changes up to a step of an attempt, or of the lineage."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
-    there = _measured(moment.sql, run_id)
+    there = _load_measured_columns(moment.sql, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
     candidates: list[Moved] = []
     candidates += _of_layers(moment, run_id, (first, step), branch, there)
     candidates += _of_ranks(moment.numbers, run_id, (first, step), branch, there)
     candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
-    return tuple(sorted(candidates, key=_order)[:MAX_MOVERS])
+    return tuple(sorted(candidates, key=_mover_sort_key)[:MAX_MOVERS])
 
 
-def _order(mover: Moved) -> tuple[float, int, bool, str, str]:
+def _mover_sort_key(mover: Moved) -> tuple[float, int, bool, str, str]:
     # Layers and ranks are more exact than the run's own value: they come first.
     return (
         -mover.view.score,
@@ -148,7 +148,7 @@ def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[Attemp
     return list(ancestors.values())
 
 
-def _measured(connection: Connection, run_id: str) -> set[tuple[str, str]]:
+def _load_measured_columns(connection: Connection, run_id: str) -> set[tuple[str, str]]:
     table = measured_columns.c
     query = select(table.stream, table.name).where(table.run_id == run_id)
     return {(stream, name) for stream, name in connection.execute(query)}

@@ -127,7 +127,7 @@ class _Hang:
 
 def _hang(facts: VerdictFacts) -> _Hang | None:
     """Return the current hang; None if steps continue, or the run has ended."""
-    waits = _waits(facts)
+    waits = _wait_findings(facts)
     if not waits or not facts.is_open or facts.run.state != "running":
         return None
     step = max(view.finding.step for view in waits)
@@ -139,7 +139,7 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
     return _Hang(step, ranks, began, seconds)
 
 
-def _waits(facts: VerdictFacts) -> list[FindingView]:
+def _wait_findings(facts: VerdictFacts) -> list[FindingView]:
     return [view for view in facts.findings if view.finding.kind in _WAITS]
 
 
@@ -157,15 +157,15 @@ def verdict(facts: VerdictFacts) -> VerdictView:
     hang = _hang(facts)
     return VerdictView(
         incident_id=facts.incident_id,
-        state=_line(state(facts)),
+        state=_one_line(state(facts)),
         is_hung=hang is not None,
-        cause=_line(cause(facts)),
-        action=_line(action(facts.decisions, facts.restarts)),
-        cost=_line(_cost_of(facts, hang)),
-        before=_line(before(facts.precedent)),
-        next=_line(text),
-        played=_line(facts.played),
-        commands=tuple(_line(command) for command in commands),
+        cause=_one_line(cause(facts)),
+        action=_one_line(action(facts.decisions, facts.restarts)),
+        cost=_one_line(_cost_of(facts, hang)),
+        before=_one_line(before(facts.precedent)),
+        next=_one_line(text),
+        played=_one_line(facts.played),
+        commands=tuple(_one_line(command) for command in commands),
         lost=facts.lost,
         timeline=timeline(facts),
     )
@@ -177,7 +177,7 @@ def of_healthy(run: RunSummary) -> VerdictView:
     return VerdictView(state=f"{_of_run(run)}. No incidents.", commands=commands)
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
@@ -296,7 +296,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
             min(each.steps),
         ),
     )
-    sentences = [_sentence(each) for each in ordered]
+    sentences = [_trigger_sentence(each) for each in ordered]
     root = ordered[0] if ordered else None
     if root is not None and root.name == "nonfinite_params" == facts.cause and len(ordered) > 1:
         found_by = f"before step {facts.onset:,}, found by the check {_steps(root.steps)}"
@@ -326,7 +326,7 @@ def _went_down(restart: Restart) -> str:
     return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
-def _sentence(trigger: _Trigger) -> str:
+def _trigger_sentence(trigger: _Trigger) -> str:
     at = _steps(trigger.steps)
     # If all ranks had the fault, do not name the one that also reported it.
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
@@ -391,12 +391,17 @@ def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) 
     actions = [view.decision for view in decisions if view.decision.action != "continue"]
     done = [decision for decision in actions if decision.acted]
     if not done:
-        would = [_observed(name, [d for d in actions if d.action == name]) for name in _OBSERVED]
+        would = [
+            _observed_action_text(name, [d for d in actions if d.action == name])
+            for name in _OBSERVED
+        ]
         listed = " and ".join(text for text in would if text)
         waits = any(WAITS_UNTIL in decision.evidence for decision in actions)
         why = "Vitals waits for an answer; it would have" if waits else "Observed only; would have"
         return f"{why} {listed}." if listed else "Vitals took no action."
-    sentences = [_did(name, list(same)) for name, same in groupby(done, lambda d: d.action)]
+    sentences = [
+        _applied_action_text(name, list(same)) for name, same in groupby(done, lambda d: d.action)
+    ]
     more = len(sentences) - MAX_TIMELINE
     if more > 0:
         sentences = [*sentences[: MAX_TIMELINE - 1], f"And {more} more actions.", sentences[-1]]
@@ -421,14 +426,14 @@ def _resumed(restart: Restart) -> str:
     return f"{where} after it was restarted; its last step had been {restart.last_step:,}."
 
 
-def _observed(name: ActionName, same: Sequence[Decision]) -> str:
+def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
     if not same:
         return ""
     times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
     return _OBSERVED[name].format(humanize_count(len(same), "update")) + times
 
 
-def _did(name: ActionName, same: Sequence[Decision]) -> str:
+def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
     if name == "skip_step":
         return (
             f"Skipped {humanize_count(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
@@ -602,35 +607,48 @@ def _machine(findings: Sequence[FindingView]) -> str:
 def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     """Return the events in a few lines, by time: first finding, actions, pages, the end."""
     lines: list[TimelineEntry] = []
-    if waits := _waits(facts):
-        lines.append(_entry(_began(waits), waits[0].finding.step, "Last progress"))
+    if waits := _wait_findings(facts):
+        lines.append(_timeline_entry(_began(waits), waits[0].finding.step, "Last progress"))
     ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
     if ours:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
         text = f"Detected: {first.finding.reason}"
-        lines.append(_entry(first.time_unix_ns, first.finding.step, text))
+        lines.append(_timeline_entry(first.time_unix_ns, first.finding.step, text))
     actions = [view for view in facts.decisions if view.decision.action != "continue"]
     for (name, acted), same in groupby(actions, lambda v: (v.decision.action, v.decision.acted)):
         views = list(same)
         if acted and name != "skip_step":
-            lines += [_entry(v.time_unix_ns, v.decision.step, _did_once(v.decision)) for v in views]
+            lines += [
+                _timeline_entry(v.time_unix_ns, v.decision.step, _did_once(v.decision))
+                for v in views
+            ]
             continue
         decided = [view.decision for view in views]
-        text = _did(name, decided) if acted else f"Would have {_observed(name, decided)}."
-        lines.append(_entry(views[0].time_unix_ns, decided[0].step, text))
+        text = (
+            _applied_action_text(name, decided)
+            if acted
+            else f"Would have {_observed_action_text(name, decided)}."
+        )
+        lines.append(_timeline_entry(views[0].time_unix_ns, decided[0].step, text))
     for alert in facts.alerts:
         if alert.severity == "page":
             text = f"Paged: {alert.title}"
-            lines.append(_entry(alert.started_unix_ns, alert.step, text))
+            lines.append(_timeline_entry(alert.started_unix_ns, alert.step, text))
         if alert.acknowledged_by:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
-            lines.append(_entry(alert.updated_unix_ns, alert.step, text))
-    lines += [_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts]
+            lines.append(_timeline_entry(alert.updated_unix_ns, alert.step, text))
+    lines += [
+        _timeline_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts
+    ]
     notes = [e for e in facts.events if e.text.endswith("[rank_gone]") or is_about_wait(e)]
-    lines += [_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in notes]
+    lines += [
+        _timeline_entry(e.time_unix_ns, e.step, capital(_CODE.sub("", e.text))) for e in notes
+    ]
     # Every rank reports it; the first one's text represents all.
     ended = {event.text: event for event in reversed(facts.events) if event.kind == "RunEnded"}
-    lines += [_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()]
+    lines += [
+        _timeline_entry(e.time_unix_ns, e.step, f"Run ended: {e.text}") for e in ended.values()
+    ]
     lines.sort(key=lambda line: line.time_unix_ns)
     more = len(lines) - MAX_TIMELINE
     if more <= 0:
@@ -643,8 +661,8 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     return (*lines[:half], left_out, *lines[-(MAX_TIMELINE - half - 1) :])
 
 
-def _entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
-    return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_line(text))
+def _timeline_entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
+    return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))
 
 
 __all__ = [

@@ -85,7 +85,7 @@ def explain(
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
     parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id})."]
     for attempt, ordinal in times.items():
-        which = f"{_ordinal(ordinal, len(attempts))}: " if len(attempts) > 1 else ""
+        which = f"{_attempt_label(ordinal, len(attempts))}: " if len(attempts) > 1 else ""
         parts += [which + of_attempt(view, attempt), *_votes(view, attempt)]
     if not attempts:
         parts.append("No row of it is stored.")
@@ -93,12 +93,12 @@ def explain(
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
     # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
-    parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
+    parts += [_finding_sentence(entry) for entry in ours if entry.finding.reason not in reasons]
     own_alerts = [a.text for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
-        parts += [decided(entry), *_lost(entry)]
+        parts += [decided(entry), *_lost_work_sentences(entry)]
     if attempts and not (view.findings or view.decisions or own_alerts):
         parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
@@ -108,7 +108,7 @@ def explain(
         parts.append(view.moved_first or "No precursor: nothing stood out before it.")
     for step_data in view.data:
         which = (
-            f"{_ordinal(times[step_data.attempt], len(times))}: "
+            f"{_attempt_label(times[step_data.attempt], len(times))}: "
             if len(times) > 1 and step_data.attempt in times
             else ""
         )
@@ -140,7 +140,7 @@ def profiles_near(events: Sequence[EventView], step: int) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _ordinal(ordinal: int, num: int) -> str:
+def _attempt_label(ordinal: int, num: int) -> str:
     ordinals = ("First", "Second", "Third")
     name = f"{ordinals[ordinal - 1]} attempt" if ordinal <= len(ordinals) else f"Attempt {ordinal}"
     return name if ordinal == num else f"{name} (discarded)"
@@ -230,11 +230,12 @@ def of_attempt(view: StepView, attempt: int) -> str:
     turn = turn_of(head)
     at = f"/{turn}" if turn else ""
     clauses = [
-        f"loss{at} {_number(head, 'loss' + at)}{_limit(head, 'loss_limit' + at)}, "
-        f"gradient norm {_number(head, 'grad_norm' + at)}{_limit(head, 'grad_norm_limit' + at)}"
+        f"loss{at} {_format_value(head, 'loss' + at)}{_limit_text(head, 'loss_limit' + at)}, "
+        f"gradient norm "
+        f"{_format_value(head, 'grad_norm' + at)}{_limit_text(head, 'grad_norm_limit' + at)}"
     ]
     if "auto_max_norm" in values:
-        clauses[0] += f", clipped to {_number(head, 'auto_max_norm')}"
+        clauses[0] += f", clipped to {_format_value(head, 'auto_max_norm')}"
     if rates := learning_rates(values):
         clauses[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
     bits = int(values.get("verdict") or 0)
@@ -251,7 +252,7 @@ def of_attempt(view: StepView, attempt: int) -> str:
     clauses.append(outcome)
     culprit = int(values.get("culprit_rank", -1) or 0)
     if bits & ~CLIPS and culprit >= 0:
-        clauses.append(f"caused by rank {culprit}{_culprit(rows, culprit)}")
+        clauses.append(f"caused by rank {culprit}{_culprit_details(rows, culprit)}")
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
 
@@ -309,13 +310,13 @@ def _thinned(view: StepView) -> list[str]:
     return sentences
 
 
-def _culprit(rows: Sequence[StepRow], rank: int) -> str:
+def _culprit_details(rows: Sequence[StepRow], rank: int) -> str:
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
     clauses = []
     if "rank_loss" in row.values:  # if optimizers alternate, only in steps of the first one
-        clauses.append(f"its local loss was {_number(row, 'rank_loss')}")
+        clauses.append(f"its local loss was {_format_value(row, 'rank_loss')}")
     if row.values.get("batch_index") is not None:
         batch, epoch = row.values["batch_index"], row.values.get("epoch", 0)
         clauses.append(f"from batch {batch} of epoch {epoch}")
@@ -333,7 +334,7 @@ def fed(step_data: StepData, tells_attempt: bool) -> str:
     return sentence + (f"; saved in {batch.file}." if batch.file else ".")
 
 
-def _number(row: StepRow, name: str) -> str:
+def _format_value(row: StepRow, name: str) -> str:
     for mark in row.nonfinite:
         if mark.startswith(f"{name}="):
             return mark.partition("=")[2].replace("nan", "NaN")
@@ -341,11 +342,11 @@ def _number(row: StepRow, name: str) -> str:
     return "not measured" if value is None else f"{value:.6g}"
 
 
-def _limit(row: StepRow, name: str) -> str:
-    return f" (limit {_number(row, name)})" if name in row.values else " (no limit yet)"
+def _limit_text(row: StepRow, name: str) -> str:
+    return f" (limit {_format_value(row, name)})" if name in row.values else " (no limit yet)"
 
 
-def _found(view: FindingView) -> str:
+def _finding_sentence(view: FindingView) -> str:
     finding = view.finding
     level_note = " (advisory)" if finding.level == "advisory" else ""
     return f"Finding{level_note}: {finding.reason}."
@@ -367,7 +368,7 @@ def decided(view: DecisionView) -> str:
     return " ".join(parts)
 
 
-def _lost(view: DecisionView) -> list[str]:
+def _lost_work_sentences(view: DecisionView) -> list[str]:
     decision = view.decision
     is_costly = decision.acted and decision.cost_steps > 1
     return [f"Lost work: {decision.cost_steps} steps."] if is_costly else []

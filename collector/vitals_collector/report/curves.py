@@ -49,8 +49,8 @@ class ValueScale:
 
     def part(self, value: float) -> float:
         """Return the position of the value on the axis, 0 to 1."""
-        low, high = self._at(self._low), self._at(self._high)
-        part = (self._at(value) - low) / (high - low) if high > low else 0.5
+        low, high = self._scaled_value(self._low), self._scaled_value(self._high)
+        part = (self._scaled_value(value) - low) / (high - low) if high > low else 0.5
         return min(max(part, 0.0), 1.0)
 
     def ticks(self) -> list[float]:
@@ -59,7 +59,7 @@ class ValueScale:
             return list(dict.fromkeys((self._low, self._low / 2 + self._high / 2, self._high)))
         return [self._low, math.sqrt(self._low) * math.sqrt(self._high), self._high]
 
-    def _at(self, value: float) -> float:
+    def _scaled_value(self, value: float) -> float:
         # Halve each first, so that the difference of two floats cannot overflow.
         return math.log(max(value, self._low)) if self.is_log else value / 2
 

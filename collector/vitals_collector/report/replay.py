@@ -113,7 +113,7 @@ class Replay:
         differences = [
             difference
             for number, (a, b) in enumerate(zip(replayed, theirs, strict=False), start=1)
-            if (difference := _difference(number, a, b))
+            if (difference := _difference_text(number, a, b))
         ]
         if self.other_limits:
             num, first = len(self.other_limits), self.other_limits[0]
@@ -168,7 +168,10 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
     with store.read_transaction() as connection:
         starts = _incarnations(connection, run_id)
         pages = [_read_incarnation(connection, run_id, start) for start in starts]
-        records = [list(_records(store.snapshot_on(connection), run_id, start)) for start in starts]
+        records = [
+            list(_iter_step_records(store.snapshot_on(connection), run_id, start))
+            for start in starts
+        ]
         lost = sum(_num_lost(connection, run_id, start) for start in starts)
         num_thinned, thinned_to_step = _thinned(store.numbers, run_id)
     if not any(records):
@@ -408,16 +411,16 @@ def _proposal(decision: Decision) -> Proposal:
     )
 
 
-def _difference(number: int, replayed: Decision, theirs: Decision) -> str:
+def _difference_text(number: int, replayed: Decision, theirs: Decision) -> str:
     parts = [
         f"{name} {getattr(replayed, name)!r} instead of {getattr(theirs, name)!r}"
         for name in COMPARED
-        if not _same(getattr(replayed, name), getattr(theirs, name))
+        if not _is_same_value(getattr(replayed, name), getattr(theirs, name))
     ]
     return f"decision {number} (step {theirs.step}): {', '.join(parts)}" if parts else ""
 
 
-def _same(a: object, b: object) -> bool:
+def _is_same_value(a: object, b: object) -> bool:
     both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
     return both_nan or a == b
 
@@ -464,7 +467,7 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
     return [_LoggedEvent(step, at, _decode_event(body)) for step, at, body in event_rows if body]
 
 
-def _records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
     turns = _turns(moment, run_id, incarnation)
     for row in _rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
@@ -537,10 +540,10 @@ def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
     turn_rows: dict[tuple[int, int], _Own] = {}
     columns = ("step", "attempt", "name", "value")
     for row in _rows(moment, (run_id, incarnation, "scalars"), columns):
-        metric, turn = of_turns.get(_int(row, "name", -1), ("", ""))
-        value = _float(row, "value")
+        metric, turn = of_turns.get(_int_or_default(row, "name", -1), ("", ""))
+        value = _float_or_none(row, "value")
         if turn in number and value is not None:
-            step_and_attempt = _int(row, "step", 0), _int(row, "attempt", 0)
+            step_and_attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
             entry = turn_rows.setdefault(step_and_attempt, _Own(number[turn], {}))
             entry.numbers[metric] = value
     return turn_rows
@@ -550,8 +553,8 @@ def step_record(
     numbers: NumbersReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
     """Return the step as detectors got it: the reduced row, merged with the rows of the ranks."""
-    step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
-    bits, culprit = _int(row, "verdict", 0), _int(row, "culprit_rank", -1)
+    step, attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
+    bits, culprit = _int_or_default(row, "verdict", 0), _int_or_default(row, "culprit_rank", -1)
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
     ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
     if (is_bad and culprit < 0) or bits & RANK_FAILED:
@@ -561,9 +564,13 @@ def step_record(
             failed=own_ranks.failed if bits & RANK_FAILED else (),
         )
     differs = 0 if bits & NONFINITE_STATE else REPLICAS_DIFFER | SETTINGS_DIFFER
-    factor = _float(row, "lr_factor")
+    factor = _float_or_none(row, "lr_factor")
     turn_row = (turns or {}).get((step, attempt))
-    if turn_row is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
+    if (
+        turn_row is not None
+        and _float_or_none(row, "grad_norm") is None
+        and _float_or_none(row, "loss") is None
+    ):
         own_numbers = {key: value for key, value in turn_row.numbers.items() if key != "skipped"}
         row = {**row, "learning_rate": None, "loss_max": own_numbers.get("loss"), **own_numbers}
         turn = turn_row.turn
@@ -572,15 +579,15 @@ def step_record(
     return StepRecord(
         step=step,
         attempt=attempt,
-        loss=_float(row, "loss"),
-        loss_max=_float(row, "loss_max"),
-        loss_max_rank=_int(row, "loss_max_rank", -1),
-        grad_norm=_float(row, "grad_norm"),
-        loss_limit=_float(row, "loss_limit"),
-        grad_norm_limit=_float(row, "grad_norm_limit"),
+        loss=_float_or_none(row, "loss"),
+        loss_max=_float_or_none(row, "loss_max"),
+        loss_max_rank=_int_or_default(row, "loss_max_rank", -1),
+        grad_norm=_float_or_none(row, "grad_norm"),
+        loss_limit=_float_or_none(row, "loss_limit"),
+        grad_norm_limit=_float_or_none(row, "grad_norm_limit"),
         nonfinite_ranks=ranks.nonfinite,
         failed_ranks=ranks.failed,
-        nonfinite_params=_int(row, "nonfinite_params", 0),
+        nonfinite_params=_int_or_default(row, "nonfinite_params", 0),
         nonfinite_state=int(bool(bits & NONFINITE_STATE)),
         nonfinite_state_rank=culprit if bits & NONFINITE_STATE and not is_bad else -1,
         snapshots_missed=int(bool(bits & SNAPSHOT_MISSED)),
@@ -588,11 +595,11 @@ def step_record(
         replica_rank=culprit if bits & differs and not is_bad else -1,
         settings_differ=bool(bits & SETTINGS_DIFFER),
         replayed_alike=bool(bits & REPLAYED_ALIKE),
-        skipped=bool(_int(row, "skipped", 0)),
+        skipped=bool(_int_or_default(row, "skipped", 0)),
         withheld=bool(bits & WITHHELD),
         commanded=bool(bits & COMMANDED),
         overflow=bool(bits & OVERFLOW),
-        learning_rate=_float(row, "learning_rate"),
+        learning_rate=_float_or_none(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
         rate_declared=bool(bits & RATE_DECLARED),
         clips=bool(bits & CLIPS),
@@ -616,12 +623,12 @@ def _own_rows(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _
     )
 
 
-def _float(row: dict[str, Value], name: str) -> float | None:
+def _float_or_none(row: dict[str, Value], name: str) -> float | None:
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else None
 
 
-def _int(row: dict[str, Value], name: str, default: int) -> int:
+def _int_or_default(row: dict[str, Value], name: str, default: int) -> int:
     value = row.get(name)
     return int(value) if isinstance(value, int) else default
 

@@ -59,7 +59,7 @@ def draw(
             LEFT if cell == " " and (row, at) in behind else cell for at, cell in enumerate(drawn)
         )
         lines.append(f"{ticks.get(row, ''):>{LABEL}} |{''.join(cells)}".rstrip())
-    lines.append(f"{'step':>{LABEL}} +{_axis(span, num)}")
+    lines.append(f"{'step':>{LABEL}} +{_axis_line(span, num)}")
     pairs = [pair for branch in (lineage, *discarded) for pair in branch.items()]
     lost = {at // across for at, c in pairs if c.num_nonfinite}
     lines += _below(lost, marks, span, num, across)
@@ -135,7 +135,7 @@ def _character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bo
     return chr(ord(BRAILLE) + bits) if bits else " "
 
 
-def _axis(span: tuple[int, int], num: int) -> str:
+def _axis_line(span: tuple[int, int], num: int) -> str:
     first, last = (str(step) for step in span)
     return first if span[0] == span[1] else f"{first}{last:>{num - len(first)}}"
 

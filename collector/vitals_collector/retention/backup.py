@@ -75,7 +75,7 @@ def copy_lake(folder: Path, target: Path) -> BackupContent:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        copied = _copied(folder, partial)
+        copied = _copy_lake(folder, partial)
         partial.rename(target)
         sync_path(target.parent)
     except (OSError, sqlite3.Error) as error:
@@ -87,7 +87,7 @@ def copy_lake(folder: Path, target: Path) -> BackupContent:
     return copied
 
 
-def _copied(folder: Path, partial: Path) -> BackupContent:
+def _copy_lake(folder: Path, partial: Path) -> BackupContent:
     (partial / _DATA).mkdir(parents=True, mode=0o700)
     for _ in range(_MOST_TRIES):
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)
@@ -96,11 +96,11 @@ def _copied(folder: Path, partial: Path) -> BackupContent:
         _refuse_bucket(folder, partial / CATALOGUE)
         paths = _paths(partial / CATALOGUE)
         try:
-            sizes = [_link(folder / _DATA / path, partial / _DATA / path) for path in paths]
+            sizes = [_link_or_copy(folder / _DATA / path, partial / _DATA / path) for path in paths]
         except FileNotFoundError:
             # it was replaced in the meantime: copied files stay valid, because files never change
             continue
-        if _unsummed(partial):
+        if _files_without_checksum(partial):
             continue  # one merge was not done with its checksums, and the next has removed them
         named = {partial / _DATA / path for path in paths}
         for path in [p for p in (partial / _DATA).rglob("*") if p.is_file() and p not in named]:
@@ -123,7 +123,7 @@ def _refuse_bucket(folder: Path, copied: Path) -> None:
         )
 
 
-def _unsummed(copy: Path) -> list[str]:
+def _files_without_checksum(copy: Path) -> list[str]:
     engine = LakeEngine(copy, "", "64MB")
     try:
         return files_without_checksum(engine)
@@ -163,7 +163,7 @@ def _paths(catalogue: Path) -> list[str]:
         ]
 
 
-def _link(source: Path, target: Path) -> int:
+def _link_or_copy(source: Path, target: Path) -> int:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -228,16 +228,16 @@ def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None
         rows = copy_lake(data / LAKE_FOLDER, partial / LAKE_FOLDER)
         if copied is not None:
             copied()
-        _check(partial / DATABASE_FILE)
+        _check_database(partial / DATABASE_FILE)
         for path in (partial / DATABASE_FILE, partial):
             sync_path(path)
         num_bytes = (partial / DATABASE_FILE).stat().st_size + rows.num_bytes
         partial.rename(target)
         sync_path(target.parent)
     except sqlite3.Error as error:
-        raise _failed(target, str(error)) from error
+        raise _backup_error(target, str(error)) from error
     except OSError as error:
-        raise _failed(target, error.strerror or str(error)) from error
+        raise _backup_error(target, error.strerror or str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Backup(target, num_bytes, version)
@@ -257,7 +257,7 @@ def _copy_database(source: Path, target: Path) -> str:
     return str(version_row[0]) if version_row else ""
 
 
-def _check(file: Path) -> None:
+def _check_database(file: Path) -> None:
     with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
         report_lines = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
     if report_lines != ["ok"]:
@@ -267,7 +267,7 @@ def _check(file: Path) -> None:
         )
 
 
-def _failed(target: Path, error_text: str) -> StorageError:
+def _backup_error(target: Path, error_text: str) -> StorageError:
     is_out_of_room = is_full(error_text)
     return StorageError(
         f"the backup to {target} failed: {error_text}",

@@ -211,12 +211,12 @@ class LakeMaintenance:
         return num
 
     def _delete_rows(self, run: RunHistory, when: DeletionPass) -> int:
-        before = _counts(self._lake, run.run_id)
+        before = _deleted_row_counts(self._lake, run.run_id)
         num = roll_up_run(self._lake, run, self._settings, when)
         num += thin_run(self._lake, run, self._settings, when)
         counters = self._store.counters
         with counters.lock:
-            for key, total in _counts(self._lake, run.run_id).items() if num else ():
+            for key, total in _deleted_row_counts(self._lake, run.run_id).items() if num else ():
                 taken = total - before.get(key, 0)
                 counters.thinned[key] = counters.thinned.get(key, 0) + taken
         return num
@@ -293,7 +293,7 @@ class LakeMaintenance:
             )
 
 
-def _counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
+def _deleted_row_counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
     return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
 
 

@@ -72,7 +72,7 @@ def delete_run(
     _LOG.warning(
         "run_removed run=%s reason=%s bytes=%d by=%s", run_id, reason, deleted.num_bytes, by
     )
-    _free(store, run_id)
+    _delete_run_rows(store, run_id)
     return deleted
 
 
@@ -82,7 +82,7 @@ def finish(store: Store) -> None:
     with store.read_transaction() as connection:
         begun = list(connection.execute(query).scalars())
     for run_id in begun:
-        _free(store, run_id)
+        _delete_run_rows(store, run_id)
 
 
 def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
@@ -123,7 +123,7 @@ def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool =
         done = connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
         if not done.rowcount:
             raise unknown_run(run_id)
-        _note(connection, by, "pin" if is_kept else "unpin", run_id, "", now_unix_ns)
+        _insert_audit_row(connection, by, "pin" if is_kept else "unpin", run_id, "", now_unix_ns)
 
 
 def _has_keep_tag(info: bytes) -> bool:
@@ -147,7 +147,7 @@ def _remove(
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
     detail = f"{reason}: {deleted.name!r}, {deleted.num_bytes} bytes"
-    _note(connection, by, "delete", run_id, detail, now_unix_ns)
+    _insert_audit_row(connection, by, "delete", run_id, detail, now_unix_ns)
 
 
 def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
@@ -157,7 +157,7 @@ def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
     return None if name is None else Deleted(run_id, name, store.numbers.num_bytes(run_id))
 
 
-def _note(
+def _insert_audit_row(
     connection: Connection, by: str, action: str, run_id: str, detail: str, now_unix_ns: int
 ) -> None:
     values = {
@@ -170,7 +170,7 @@ def _note(
     connection.execute(audit.insert().values(values))
 
 
-def _free(store: Store, run_id: str) -> None:
+def _delete_run_rows(store: Store, run_id: str) -> None:
     with store.write_rows() as connection:  # no one stores rows of the run in the meantime
         lock_runs(connection, [run_id])
         of_run = select(streams.c.incarnation).where(streams.c.run_id == run_id).distinct()

@@ -106,16 +106,17 @@ def thin_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: Dele
     """
     steps = window_size(settings)
     num = sum(
-        _thin(lake, run, LAYERS, attempt, steps, settings.layer_steps, settings, when)
+        _delete_due_rows(lake, run, LAYERS, attempt, steps, settings.layer_steps, settings, when)
         for attempt in sorted(lake.last_steps(run.run_id, LAYERS))  # its steps may be lost
     )
     every = settings.host_seconds * 1_000_000_000
     return num + sum(
-        _thin(lake, run, stream, 0, _HOUR_NS, every, settings, when) for stream in HOST_STREAMS
+        _delete_due_rows(lake, run, stream, 0, _HOUR_NS, every, settings, when)
+        for stream in HOST_STREAMS
     )
 
 
-def _thin(
+def _delete_due_rows(
     lake: "Lake",
     run: RunHistory,
     stream: str,

@@ -61,7 +61,7 @@ class Damage:
         _LOG.error("%s is damaged: it is left out; `vitals store check` says more", text)
 
 
-def _tell(dialect: Dialect, text: str) -> None:
+def _report_damage(dialect: Dialect, text: str) -> None:
     damage: Damage | None = getattr(dialect, _NAME, None)
     if damage is not None:
         damage.report(text)
@@ -82,7 +82,7 @@ class Record(TypeDecorator[bytes]):
         if not value:
             return value
         if not is_record_whole(value):
-            _tell(dialect, f"a record ({value[:_CRC_BYTES].hex()})")
+            _report_damage(dialect, f"a record ({value[:_CRC_BYTES].hex()})")
             return b""
         return value[_CRC_BYTES:]
 
@@ -114,11 +114,11 @@ def _run_id(*, primary_key: bool = False, nullable: bool = False) -> Column[str]
     )
 
 
-def _number(name: str, default: int = 0) -> Column[int]:
+def _integer_column(name: str, default: int = 0) -> Column[int]:
     return Column(name, BigInteger, nullable=False, default=default, server_default=str(default))
 
 
-def _text(name: str) -> Column[str]:
+def _text_column(name: str) -> Column[str]:
     return Column(name, Text, nullable=False, default="", server_default="")
 
 
@@ -126,17 +126,17 @@ runs = Table(
     "runs",
     metadata,
     Column("run_id", String(26), primary_key=True),
-    _text("name"),
-    _text("project"),
-    _text("user_name"),
-    _text("mode"),
-    _number("world_size"),
-    _number("started_unix_ns"),
+    _text_column("name"),
+    _text_column("project"),
+    _text_column("user_name"),
+    _text_column("mode"),
+    _integer_column("world_size"),
+    _integer_column("started_unix_ns"),
     Column("info", Record, nullable=False, default=b"", server_default=""),
-    _number("info_unix_ns"),
-    _number("pinned_unix_ns"),
-    _number("num_bytes"),
-    _text("owner"),
+    _integer_column("info_unix_ns"),
+    _integer_column("pinned_unix_ns"),
+    _integer_column("num_bytes"),
+    _text_column("owner"),
 )
 """``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far. A pinned run
 is kept whatever its age: 0 where it is not. ``num_bytes`` is what its rows took when they were last
@@ -149,9 +149,9 @@ attempts = Table(
     _run_id(primary_key=True),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
     Column("parent", BigInteger, nullable=True),
-    _number("fork_step"),
-    _number("started_unix_ns"),
-    _text("reason"),
+    _integer_column("fork_step"),
+    _integer_column("started_unix_ns"),
+    _text_column("reason"),
 )
 
 sources = Table(
@@ -160,27 +160,27 @@ sources = Table(
     _run_id(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("source", Text, nullable=False),
-    _text("node"),
-    _number("pid"),
-    _number("rank", -1),
-    _number("local_rank", -1),
-    _number("world_size"),
-    _text("gpu_uuid"),
-    _text("metrics_url"),
-    _number("started_unix_ns"),
-    _number("last_seen_unix_ns"),
-    _number("last_received_unix_ns"),
-    _number("last_step", -1),
-    _number("last_attempt"),
-    _number("last_step_unix_ns"),
+    _text_column("node"),
+    _integer_column("pid"),
+    _integer_column("rank", -1),
+    _integer_column("local_rank", -1),
+    _integer_column("world_size"),
+    _text_column("gpu_uuid"),
+    _text_column("metrics_url"),
+    _integer_column("started_unix_ns"),
+    _integer_column("last_seen_unix_ns"),
+    _integer_column("last_received_unix_ns"),
+    _integer_column("last_step", -1),
+    _integer_column("last_attempt"),
+    _integer_column("last_step_unix_ns"),
     Column("loss", Float, nullable=True),
     Column("grad_norm", Float, nullable=True),
-    _number("alive", -1),
-    _text("ended_state"),
-    _text("ended_reason"),
-    _number("ended_unix_ns"),
-    _text("token_id"),
-    _text("writer_key_hash"),
+    _integer_column("alive", -1),
+    _text_column("ended_state"),
+    _text_column("ended_reason"),
+    _integer_column("ended_unix_ns"),
+    _text_column("token_id"),
+    _text_column("writer_key_hash"),
     Index("ix_sources_source", "run_id", "source"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
@@ -195,11 +195,11 @@ streams = Table(
     _run_id(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("stream", String(16), primary_key=True),
-    _number("last_seq", -1),
-    _number("num_rows"),
-    _number("num_lost"),
-    _number("expected_seq", -1),
-    _number("last_unix_ns"),
+    _integer_column("last_seq", -1),
+    _integer_column("num_rows"),
+    _integer_column("num_lost"),
+    _integer_column("expected_seq", -1),
+    _integer_column("last_unix_ns"),
 )
 """Last stored number of each (run, incarnation, stream), which turns at-least-once into exactly
 once. The store of numbers may be ahead of it by unacknowledged rows.
@@ -226,11 +226,11 @@ events = Table(
     Column("incarnation", String(16), nullable=False),
     Column("source", Text, nullable=False),
     Column("seq", BigInteger, nullable=False),
-    _number("time_unix_ns"),
-    _number("step"),
-    _number("attempt"),
+    _integer_column("time_unix_ns"),
+    _integer_column("step"),
+    _integer_column("attempt"),
     Column("kind", String(64), nullable=False),
-    _text("summary"),
+    _text_column("summary"),
     Column("body", Record, nullable=False),
     UniqueConstraint("run_id", "incarnation", "seq"),
     Index("ix_events_lookup", "run_id", "kind", "time_unix_ns"),
@@ -244,13 +244,13 @@ findings = Table(
     _run_id(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    _number("time_unix_ns"),
-    _number("step"),
-    _number("attempt"),
-    _number("rank", -1),
-    _text("kind"),
-    _text("level"),
-    _text("detector"),
+    _integer_column("time_unix_ns"),
+    _integer_column("step"),
+    _integer_column("attempt"),
+    _integer_column("rank", -1),
+    _text_column("kind"),
+    _text_column("level"),
+    _text_column("detector"),
     Column("body", Record, nullable=False),
     Index("ix_findings_lookup", "run_id", "step"),
 )
@@ -261,15 +261,15 @@ decisions = Table(
     _run_id(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    _number("time_unix_ns"),
-    _number("ledger_seq"),
-    _text("action"),
-    _number("step"),
-    _number("decided_at_step"),
-    _number("attempt"),
-    _text("rule"),
-    _text("cause"),
-    _number("rank", -1),
+    _integer_column("time_unix_ns"),
+    _integer_column("ledger_seq"),
+    _text_column("action"),
+    _integer_column("step"),
+    _integer_column("decided_at_step"),
+    _integer_column("attempt"),
+    _text_column("rule"),
+    _text_column("cause"),
+    _integer_column("rank", -1),
     Column("acted", Boolean, nullable=False),
     Column("body", Record, nullable=False),
     Index("ix_decisions_lookup", "run_id", "step"),
@@ -281,12 +281,12 @@ checkpoints = Table(
     _run_id(primary_key=True),
     Column("checkpoint_id", String(255), primary_key=True),
     Column("place", String(8), primary_key=True),
-    _number("step"),
-    _number("attempt"),
-    _text("state"),
-    _number("num_bytes"),
-    _text("detail"),
-    _number("time_unix_ns"),
+    _integer_column("step"),
+    _integer_column("attempt"),
+    _text_column("state"),
+    _integer_column("num_bytes"),
+    _text_column("detail"),
+    _integer_column("time_unix_ns"),
 )
 """The latest state of each; ``place`` is the event's ``where``, a reserved word in SQL."""
 
@@ -297,7 +297,7 @@ names = Table(
     Column("incarnation", String(16), primary_key=True),
     Column("stream", String(16), primary_key=True),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
-    _text("name"),
+    _text_column("name"),
 )
 
 commands = Table(
@@ -305,14 +305,14 @@ commands = Table(
     metadata,
     _run_id(primary_key=True),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
-    _text("action"),
-    _text("issued_by"),
-    _number("issued_unix_ns"),
-    _number("expires_unix_ns"),
+    _text_column("action"),
+    _text_column("issued_by"),
+    _integer_column("issued_unix_ns"),
+    _integer_column("expires_unix_ns"),
     Column("status", String(16), nullable=False),
-    _text("detail"),
-    _number("step", -1),
-    _number("updated_unix_ns"),
+    _text_column("detail"),
+    _integer_column("step", -1),
+    _integer_column("updated_unix_ns"),
     Column("body", LargeBinary, nullable=False),
     Index("ix_commands_status", "run_id", "status"),
 )
@@ -323,18 +323,18 @@ alerts = Table(
     metadata,
     Column("fingerprint", String(64), primary_key=True),
     _run_id(nullable=True),
-    _text("name"),
+    _text_column("name"),
     Column("severity", String(8), nullable=False),
     Column("state", String(16), nullable=False),
-    _text("summary"),
-    _text("labels"),
-    _number("step", -1),
-    _number("started_unix_ns"),
-    _number("updated_unix_ns"),
+    _text_column("summary"),
+    _text_column("labels"),
+    _integer_column("step", -1),
+    _integer_column("started_unix_ns"),
+    _integer_column("updated_unix_ns"),
     Column("ended_unix_ns", BigInteger, nullable=True),
-    _text("acknowledged_by"),
-    _number("acknowledged_unix_ns"),
-    _number("notified_unix_ns"),
+    _text_column("acknowledged_by"),
+    _integer_column("acknowledged_unix_ns"),
+    _integer_column("notified_unix_ns"),
     Column("body", LargeBinary, nullable=False, default=b"", server_default=""),
     Index("ix_alerts_lookup", "run_id", "state"),
 )
@@ -346,11 +346,11 @@ silences = Table(
     metadata,
     Column("id", _ROW_ID, primary_key=True),
     Column("fingerprint", String(64), nullable=False, index=True),
-    _text("matchers"),
-    _text("created_by"),
-    _text("reason"),
-    _number("starts_unix_ns"),
-    _number("ends_unix_ns"),
+    _text_column("matchers"),
+    _text_column("created_by"),
+    _text_column("reason"),
+    _integer_column("starts_unix_ns"),
+    _integer_column("ends_unix_ns"),
 )
 """Silences one alert by its ``fingerprint``; if that is empty, all that match the ``matchers``, a
 JSON list of terms such as ``severity=notify`` or ``node=~gpu-1.*``."""
@@ -362,7 +362,7 @@ deliveries = Table(
     Column("receiver", String(128), primary_key=True),
     _run_id(nullable=True),
     Column("delivery_id", String(32), nullable=False),
-    _number("delivered_unix_ns"),
+    _integer_column("delivered_unix_ns"),
 )
 """The latest state of each alert that each receiver has received; the id identifies that state."""
 
@@ -371,7 +371,7 @@ engine_state = Table(
     metadata,
     Column("name", String(128), primary_key=True),
     Column("body", LargeBinary, nullable=False),
-    _number("updated_unix_ns"),
+    _integer_column("updated_unix_ns"),
 )
 """Small states that must outlive a restart of the collector, by name."""
 
@@ -379,11 +379,11 @@ audit = Table(
     "audit",
     metadata,
     Column("id", _ROW_ID, primary_key=True),
-    _number("time_unix_ns"),
-    _text("actor"),
-    _text("action"),
-    _text("subject"),
-    _text("detail"),
+    _integer_column("time_unix_ns"),
+    _text_column("actor"),
+    _text_column("action"),
+    _text_column("subject"),
+    _text_column("detail"),
 )
 """Audit log: appended, never changed."""
 
@@ -392,10 +392,10 @@ annotations = Table(
     metadata,
     Column("id", _ROW_ID, primary_key=True),
     _run_id(),
-    _number("step"),
-    _number("time_unix_ns"),
-    _text("text"),
-    _text("written_by"),
+    _integer_column("step"),
+    _integer_column("time_unix_ns"),
+    _text_column("text"),
+    _text_column("written_by"),
     Index("ix_annotations_lookup", "run_id", "step"),
 )
 """Notes of users at a step; announcements of the training are events."""
@@ -414,15 +414,15 @@ tokens = Table(
     metadata,
     Column("token_id", String(8), primary_key=True),
     Column("hash", String(64), nullable=False, unique=True),
-    _text("previous_hash"),
-    _number("previous_ends_unix_ns"),
+    _text_column("previous_hash"),
+    _integer_column("previous_ends_unix_ns"),
     Column("owner", Text, nullable=False),
     Column("scopes", Text, nullable=False),
-    _text("project"),
-    _text("run_id"),
-    _number("created_unix_ns"),
-    _number("expires_unix_ns"),
-    _number("revoked_unix_ns"),
+    _text_column("project"),
+    _text_column("run_id"),
+    _integer_column("created_unix_ns"),
+    _integer_column("expires_unix_ns"),
+    _integer_column("revoked_unix_ns"),
 )
 """Tokens in addition to the three of the token file. Only the SHA-256 of a secret is stored: a
 secret has 256 random bits, so it cannot be guessed. ``scopes`` is a list of names; a token with a
@@ -434,7 +434,7 @@ forgotten = Table(
     "forgotten",
     metadata,
     Column("run_id", String(26), primary_key=True),
-    _number("forgotten_unix_ns"),
+    _integer_column("forgotten_unix_ns"),
     Column("is_gone", Boolean, nullable=False),
 )
 """Runs that were removed: rows of starts before that time are never stored again."""

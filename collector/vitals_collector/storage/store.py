@@ -310,7 +310,11 @@ class Store:
     @contextmanager
     def read_transaction(self) -> Iterator[Connection]:
         """Yield a connection whose reads see one snapshot."""
-        with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
+        with (
+            self._one_at_a_time(),
+            self._translate_db_errors(),
+            self.engine.connect() as connection,
+        ):
             if not self._is_sqlite:  # there, every transaction is a snapshot
                 options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
                 connection = connection.execution_options(**options, postgresql_readonly=True)
@@ -321,7 +325,7 @@ class Store:
         """Yield a connection inside a transaction; commit durably at the end, or roll back."""
         turn = self._write_mutex if self._is_sqlite else threading.RLock()
         try:
-            with turn, self._translated(), self.engine.connect() as connection:
+            with turn, self._translate_db_errors(), self.engine.connect() as connection:
                 writing = connection.execution_options(vitals_write=True)
                 with writing.begin():
                     if (check := _CHECK.get()) is not None:
@@ -393,7 +397,11 @@ class Store:
     def checkpoint(self) -> None:
         """Checkpoint SQLite's WAL, which otherwise grows to some MiB."""
         if self._is_sqlite:
-            with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
+            with (
+                self._one_at_a_time(),
+                self._translate_db_errors(),
+                self.engine.connect() as connection,
+            ):
                 connection.exec_driver_sql("PRAGMA wal_checkpoint")
 
     def close(self) -> None:
@@ -411,7 +419,7 @@ class Store:
             yield
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_db_errors(self) -> Iterator[None]:
         try:
             yield
         except DBAPIError as error:
@@ -485,7 +493,7 @@ def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float 
         UsageError: the URL is not one, or of a database that is not supported.
         StorageError: the database is locked, of a newer version, full, or not there.
     """
-    store = Store(_engine(url, busy_seconds), MemoryNumbers() if numbers is None else numbers)
+    store = Store(_build_engine(url, busy_seconds), MemoryNumbers() if numbers is None else numbers)
     try:
         with store.write() as connection:
             migrate(connection, store.where)
@@ -561,7 +569,7 @@ def known_lake(url: str) -> str:
         UsageError: the URL is not one.
         StorageError: the database does not respond, or the directory is not on this machine.
     """
-    engine = _engine(url, busy_seconds=5.0)
+    engine = _build_engine(url, busy_seconds=5.0)
     try:
         with engine.connect() as connection:
             return _known_lake(connection)
@@ -610,7 +618,7 @@ def libpq(url: str) -> str:
     try:
         parsed = sqlalchemy.make_url(url)
     except ArgumentError as error:
-        raise _unusable(url, error) from error
+        raise _unusable_url_error(url, error) from error
     from psycopg.conninfo import make_conninfo  # the extra [postgresql] has it
 
     parts: dict[str, Any] = {
@@ -668,7 +676,7 @@ def unknown_run(run_id: str) -> UsageError:
     )
 
 
-def _engine(url: str, busy_seconds: float) -> Engine:
+def _build_engine(url: str, busy_seconds: float) -> Engine:
     try:
         parsed = sqlalchemy.make_url(url)
         if parsed.drivername == "postgresql":
@@ -689,14 +697,14 @@ def _engine(url: str, busy_seconds: float) -> Engine:
             options |= {"pool_pre_ping": True, "connect_args": limits}
         engine = create_engine(parsed, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        raise _unusable(url, error) from error
+        raise _unusable_url_error(url, error) from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_pragmas)
         event.listen(engine, "begin", _begin)
     return engine
 
 
-def _unusable(url: str, error: Exception) -> UsageError:
+def _unusable_url_error(url: str, error: Exception) -> UsageError:
     return UsageError(
         f"database URL {_without_password(url)!r} cannot be used: {error}",
         hint="for PostgreSQL: pip install 'trainvitals[postgresql]' and "

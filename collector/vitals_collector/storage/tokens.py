@@ -101,7 +101,7 @@ class KnownTokens:
         self._clock = clock
         self._by_hash: dict[str, tuple[Row[tuple[object, ...]], int]] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="vitals-tokens")
+        self._thread = threading.Thread(target=self._reload_periodically, name="vitals-tokens")
         self.reload()
 
     def reload(self) -> None:
@@ -142,7 +142,7 @@ class KnownTokens:
                 code=ENDED,
             )
         return Principal(
-            scopes=_granted(row.scopes),
+            scopes=_parse_scopes(row.scopes),
             name=f"{row.owner}'s {row.token_id}",
             token_id=row.token_id,
             owner=row.owner,
@@ -159,7 +159,7 @@ class KnownTokens:
         self._stop.set()
         self._thread.join()
 
-    def _follow(self) -> None:
+    def _reload_periodically(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.reload()
@@ -212,7 +212,9 @@ def create(
         "expires_unix_ns": expires_unix_ns,
     }
     connection.execute(insert(tokens).values(values))
-    _note(connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}")
+    _insert_audit_row(
+        connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}"
+    )
     return token_id, secret
 
 
@@ -238,7 +240,7 @@ def rotate(
     Raises:
         UsageError: there is no such token, it was revoked, or it would have expired already.
     """
-    row, secret = _row(connection, token_id), _new_secret()
+    row, secret = _token_row(connection, token_id), _new_secret()
     if row.revoked_unix_ns:
         raise UsageError(
             f"token {token_id} was revoked; it does not come back",
@@ -256,7 +258,7 @@ def rotate(
         "expires_unix_ns": expires,
     }
     connection.execute(update(tokens).where(tokens.c.token_id == token_id).values(values))
-    _note(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
+    _insert_audit_row(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
     return row, secret
 
 
@@ -266,12 +268,12 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
     Raises:
         UsageError: there is no such token.
     """
-    row = _row(connection, token_id)
+    row = _token_row(connection, token_id)
     if row.revoked_unix_ns:
         return
     is_it = tokens.c.token_id == token_id
     connection.execute(update(tokens).where(is_it).values(revoked_unix_ns=now_unix_ns))
-    _note(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
+    _insert_audit_row(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
 
 
 def listed(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
@@ -287,7 +289,7 @@ def state_of(row: Row[tuple[object, ...]], now_unix_ns: int) -> str:
     return "expired" if 0 < row.expires_unix_ns <= now_unix_ns else "active"
 
 
-def _row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
+def _token_row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
     row = connection.execute(select(tokens).where(tokens.c.token_id == token_id)).first()
     if row is None:
         raise UsageError(
@@ -298,7 +300,7 @@ def _row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
     return row
 
 
-def _granted(scopes: str) -> frozenset[TokenScope]:
+def _parse_scopes(scopes: str) -> frozenset[TokenScope]:
     scope_names = scopes.split()
     named = {scope for scope in get_args(TokenScope) if scope in scope_names}
     return frozenset(named | {"read"} if "control" in named else named)
@@ -312,7 +314,7 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _note(
+def _insert_audit_row(
     connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
 ) -> None:
     values = {

@@ -85,7 +85,7 @@ def step_chart(
     return Chart(
         title=_with_unit(title, lines if show_unit else ()),
         curves=curves,
-        marks=merged(marks, _width(ends, curves)),
+        marks=merged(marks, _axis_width(ends, curves)),
         axis=scale.axis,
         unit=scale.unit,
         ends=ends,
@@ -137,7 +137,7 @@ def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: 
     return Chart(
         title=chart_text(title),
         curves=curves,
-        marks=merged(marks, _width(None, curves)),
+        marks=merged(marks, _axis_width(None, curves)),
         axis=scale.axis,
         unit=scale.unit,
         log=log,
@@ -201,7 +201,7 @@ def _ends(
     return (first, last) if last > first else None
 
 
-def _width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) -> float:
+def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) -> float:
     if ends is not None:
         return ends[1] - ends[0]
     xs = [x for curve in curves if curve.x for x in (curve.x[0], curve.x[-1])]

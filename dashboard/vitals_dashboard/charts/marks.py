@@ -99,7 +99,7 @@ def decision_marks(decisions: Iterable[DecisionView], scale: StepScale = STEPS) 
         for view, x in zip(shown_views, places, strict=True)
     ]
     cuts = [view for view in shown_views if view.decision.acted and view.decision.lr_factor != 1.0]
-    return [*marks, *_marks(LR_CUT, list(map(_cut, cuts)), scale, _cut_text)]
+    return [*marks, *_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _cut_text)]
 
 
 class _Cut(NamedTuple):
@@ -108,7 +108,7 @@ class _Cut(NamedTuple):
     factor: float
 
 
-def _cut(view: DecisionView) -> _Cut:
+def _lr_cut(view: DecisionView) -> _Cut:
     decision = view.decision
     back_to = decision.rollback_to_step
     return _Cut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
@@ -218,10 +218,10 @@ def merged(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
     groups: dict[tuple[str, int], list[ChartMark]] = {}
     for mark in sorted(marks, key=lambda m: m.place):
         groups.setdefault((mark.look.word, math.floor(mark.place / apart)), []).append(mark)
-    return [_one(group) for group in groups.values()]
+    return [_merge_group(group) for group in groups.values()]
 
 
-def _one(group: Sequence[ChartMark]) -> ChartMark:
+def _merge_group(group: Sequence[ChartMark]) -> ChartMark:
     first = group[0]
     if len(group) == 1:
         return first

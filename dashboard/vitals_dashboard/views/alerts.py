@@ -59,26 +59,26 @@ def render() -> None:
         st.space("stretch")
         live = layout.live_toggle()
     layout.refreshing(
-        lambda source: _body(source, str(shown), str(text or "")), live=live, key="alerts_body"
+        lambda source: _draw_body(source, str(shown), str(text or "")), live=live, key="alerts_body"
     )
 
 
-def _body(source: DataSource, shown: str, text: str) -> None:
+def _draw_body(source: DataSource, shown: str, text: str) -> None:
     every = source.client.ask(AlertsQuestion())
     runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
-    alerts = [alert for alert in every if _holds(alert, runs, text)]
+    alerts = [alert for alert in every if _matches_search(alert, runs, text)]
     now = source.clock.time_ns()
     firing = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns <= now]
     silenced = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns > now]
     rest = [a for a in alerts if a.state != "firing"]
     if source.control is None and (firing or silenced):
-        st.caption(access.how_to_control())
+        st.caption(access.why_no_control())
     elif source.of_folder and (firing or silenced):
         st.caption(OF_FOLDER)
     if shown in ("firing", "all"):
-        _cards(source, firing, runs, title="Firing", empty="No firing alerts.")
+        _draw_cards(source, firing, runs, title="Firing", empty="No firing alerts.")
     if shown in ("silenced", "all"):
-        _cards(source, silenced, runs, title="Silenced", empty="No silences.")
+        _draw_cards(source, silenced, runs, title="Silenced", empty="No silences.")
     elif silenced:
         st.caption(
             f"{formatting.count(len(silenced), 'firing alert')} silenced; see Silenced above."
@@ -89,8 +89,8 @@ def _body(source: DataSource, shown: str, text: str) -> None:
         layout.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
 
 
-def _holds(alert: AlertView, runs: _Runs, text: str) -> bool:
-    of_run = f"{_label(alert.run_id, runs)} {alert.run_id}"
+def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
+    of_run = f"{_run_label(alert.run_id, runs)} {alert.run_id}"
     haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
 
@@ -125,7 +125,7 @@ def _groups(source: DataSource, alerts: Sequence[AlertView], runs: _Runs) -> lis
     return sorted(groups.values(), key=_Group.order)
 
 
-def _cards(
+def _draw_cards(
     source: DataSource, alerts: Sequence[AlertView], runs: _Runs, *, title: str, empty: str
 ) -> None:
     st.markdown(f"## {title} ({len(alerts):,})")
@@ -139,7 +139,7 @@ def _cards(
         with st.container(key=f"alert_group_{title.lower()}_{number}", gap="xsmall"):
             _head(group, runs)
             for alert in group.alerts[:remaining]:
-                _card(source, alert, runs)
+                _draw_card(source, alert, runs)
         remaining -= len(group.alerts)
     if remaining < 0:
         what = f"{title.lower()} alerts"
@@ -153,7 +153,7 @@ def _head(group: _Group, runs: _Runs) -> None:
             st.markdown("### Vitals itself")
             return
         st.markdown("### Incident" if group.incident else "### Run")
-        label = _label(group.run_id, runs)
+        label = _run_label(group.run_id, runs)
         title = f"{formatting.plain(group.incident.title, 160)}  |  " if group.incident else ""
         st.text(f"{title}{label}")
         st.space("stretch")
@@ -166,11 +166,11 @@ def _head(group: _Group, runs: _Runs) -> None:
             )
 
 
-def _label(run_id: str, runs: _Runs) -> str:
+def _run_label(run_id: str, runs: _Runs) -> str:
     return formatting.run_label(runs[run_id].name if run_id in runs else "", run_id, 60)
 
 
-def _card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
+def _draw_card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
     now = source.clock.time_ns()
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):
@@ -186,7 +186,7 @@ def _card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
                     st.badge("silenced", color="gray")
             st.text(formatting.plain(alert.summary, 400))
             with st.container(key=f"facts_{key}"):
-                st.text(_facts(alert, runs, now))
+                st.text(_facts_line(alert, runs, now))
         with (
             acts,
             st.container(
@@ -198,21 +198,21 @@ def _card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
                     layout.RUN,
                     label="Open run",
                     icon=":material/monitor_heart:",
-                    query_params=_address(alert),
+                    query_params=_query_params(alert),
                 )
             if source.control is not None:
-                _act(source.control, alert)
+                _draw_alert_actions(source.control, alert)
 
 
-def _address(alert: AlertView) -> dict[str, str]:
+def _query_params(alert: AlertView) -> dict[str, str]:
     if alert.step < 0:
         return {"run": alert.run_id}
     return layout.around(alert.run_id, alert.step, alert.step)
 
 
-def _facts(alert: AlertView, runs: _Runs, now: int) -> str:
+def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
     facts = [
-        _label(alert.run_id, runs),
+        _run_label(alert.run_id, runs),
         f"step {alert.step:,}" if alert.step >= 0 else "",
         f"for {formatting.age(alert.started_unix_ns, now)}",
     ]
@@ -225,7 +225,7 @@ def _facts(alert: AlertView, runs: _Runs, now: int) -> str:
     return "  |  ".join(fact for fact in facts if fact)
 
 
-def _act(control: CollectorClient, alert: AlertView) -> None:
+def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
     key = alert.fingerprint
     with (
         st.popover("Acknowledge", key=f"open_{key}"),
@@ -236,7 +236,7 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         message = None
         if st.form_submit_button("Acknowledge", type="primary"):
             request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
-            message = _send(control, key, request, "Acknowledged.")
+            message = _send_ack(control, key, request, "Acknowledged.")
         layout.answer(f"ack_{key}", message)
     with (
         st.popover("Silence", key=f"open_silence_{key}"),
@@ -255,11 +255,11 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
                     reason=reason.strip(),
                     silence_seconds=SILENCES[length],
                 )
-                message = _send(control, key, request, f"Silenced for {length}.")
+                message = _send_ack(control, key, request, f"Silenced for {length}.")
         layout.answer(f"silence_{key}", message)
 
 
-def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
+def _send_ack(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:

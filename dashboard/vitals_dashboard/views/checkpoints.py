@@ -21,10 +21,10 @@ from vitals_dashboard.theme import CHECKPOINT_WORDS
 def render() -> None:
     """Draw the page."""
     layout.heading("Checkpoints")
-    layout.run_page(_body, key="checkpoints_body")
+    layout.run_page(_draw_body, key="checkpoints_body")
 
 
-def _body(source: DataSource, run: RunSummary) -> None:
+def _draw_body(source: DataSource, run: RunSummary) -> None:
     every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -35,10 +35,12 @@ def _body(source: DataSource, run: RunSummary) -> None:
     is_running = run.state == "running"
     # Snapshots in memory were lost with the processes.
     there = [checkpoint for checkpoint in every if is_running or checkpoint.where == "disk"]
-    _totals(there)
+    _draw_totals(there)
     target = rollback_target(there)
     if is_running:
-        _target(source, run, source.client.ask(RunQuestion(run_id=run.run_id)), target)
+        _draw_rollback_option(
+            source, run, source.client.ask(RunQuestion(run_id=run.run_id)), target
+        )
     else:
         _draw_rollback_target(target)
     with st.container(horizontal=True, key="checkpoint_controls"):
@@ -87,7 +89,7 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
     return next(c for c in every if (c.checkpoint_id, c.where) == (newest.id, newest.where))
 
 
-def _totals(every: Sequence[CheckpointView]) -> None:
+def _draw_totals(every: Sequence[CheckpointView]) -> None:
     stored = [c for c in every if c.state not in ("retired", "bad")]
     memory, disk = (sum(c.num_bytes for c in stored if c.where == w) for w in ("memory", "disk"))
     values = (
@@ -103,7 +105,7 @@ def _totals(every: Sequence[CheckpointView]) -> None:
         column.metric(label, value, border=True)
 
 
-def _target(
+def _draw_rollback_option(
     source: DataSource, run: RunSummary, detail: RunDetail, target: CheckpointView | None
 ) -> None:
     with st.container(border=True, key="prose_target", gap="small"):

@@ -66,11 +66,11 @@ def render() -> None:
         axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
     )
     layout.refreshing_runs(
-        lambda source: _body(source, options), _requested_runs(), live=live, key="compare_body"
+        lambda source: _draw_body(source, options), _requested_runs(), live=live, key="compare_body"
     )
 
 
-def _body(source: DataSource, options: CompareControls) -> None:
+def _draw_body(source: DataSource, options: CompareControls) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -93,11 +93,11 @@ def _body(source: DataSource, options: CompareControls) -> None:
         drawn = [by_name[line.name] for line in lines]
         replies = differences(source, drawn, metric, options.axis)
     means = _means(source, dict(zip(names, details, strict=True)), lines, metric, options)
-    _draw(lines, means, replies, metric, options)
-    _table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
+    _draw_curves(lines, means, replies, metric, options)
+    _draw_table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
     differing = compare.config_rows(details, names)
     if differing:
-        _table("Different settings", differing, "compare_config")
+        _draw_table("Different settings", differing, "compare_config")
     else:
         st.caption("These runs have the same recorded settings.")
 
@@ -213,7 +213,7 @@ def _say_missing(names: Sequence[str], what: str) -> None:
         st.text(f"Left out ({what}): {', '.join(names)}")
 
 
-def _draw(
+def _draw_curves(
     lines: Sequence[Line],
     means: Sequence[Line],
     replies: Sequence[DifferenceReply],
@@ -229,7 +229,7 @@ def _draw(
     draw_charts("compare", lambda _: drawn, of=(metric, options))
 
 
-def _table(title: str, rows: list[tables.Row], key: str) -> None:
+def _draw_table(title: str, rows: list[tables.Row], key: str) -> None:
     st.markdown(f"## {title}")
     st.dataframe(
         rows, key=key, hide_index=True, placeholder="", height=min(38 + 35 * len(rows), 520)

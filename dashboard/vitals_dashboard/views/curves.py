@@ -97,11 +97,11 @@ class View:
         """First and last step: the same in all charts, so that marks are aligned."""
         first, last = self.requested_range
         # An evaluation may come after the run's last step.
-        ends = (self.detail.summary.last_step, self._furthest(), self.feed.last_step)
+        ends = (self.detail.summary.last_step, self._last_discarded_step(), self.feed.last_step)
         end = max(ends) if last is None else last
         return (first or 0, max(end, 0))
 
-    def _furthest(self) -> int:
+    def _last_discarded_step(self) -> int:
         if not self.controls.discarded:
             return 0
         return max((a.last_step for a in self.detail.attempts), default=0)
@@ -218,7 +218,7 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
         for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
     ]
     of_loss, *others = series_of(source, detail, requests)
-    loss = _finite(of_loss)
+    loss = _finite_points(of_loss)
     learning_rate, tokens, mfu = (last_value(reply) for reply in others)
     is_finite = math.isfinite(detail.summary.loss or 0.0)
     return LastValues(
@@ -230,7 +230,7 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
     )
 
 
-def _finite(reply: SeriesReply | None) -> list[tuple[int, float]]:
+def _finite_points(reply: SeriesReply | None) -> list[tuple[int, float]]:
     if reply is None:
         return []
     pairs = zip(reply.step, reply.value, strict=True)
@@ -270,8 +270,8 @@ def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Ch
     ]
     everything = [*view.decisions, *view.others]
     # A loop may report no loss: then the first available chart comes first.
-    drawn = [_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
-    drawn += [_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
+    drawn = [_build_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
+    drawn += [_build_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
     return drawn, of_loss
 
 
@@ -288,9 +288,9 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     split = [view.wanted(metric, name) for metric, name in SPLIT]
     split += view.left_behind(split)
     yield ChartSpec(title="Step time, rank 0 (log)", curves=split, log=True, least=2)
-    duration = _ranks(view, "steps.step_duration_seconds")
+    duration = _rank_curves(view, "steps.step_duration_seconds")
     yield ChartSpec(title="Step duration of each rank", curves=duration)
-    yield ChartSpec(title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
+    yield ChartSpec(title="Loss of each rank", curves=_rank_curves(view, "steps.rank_loss"))
     scale = view.both("steps.loss_scale", "loss scale")
     yield ChartSpec(title="Loss scale (log)", curves=scale, log=True, exact=True)
     for metric in extra_metrics:
@@ -311,7 +311,7 @@ def nothing(view: View) -> str:
     )
 
 
-def _ranks(view: View, metric: str) -> list[CurveChoice]:
+def _rank_curves(view: View, metric: str) -> list[CurveChoice]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
     curves = [
@@ -320,7 +320,7 @@ def _ranks(view: View, metric: str) -> list[CurveChoice]:
     return [*curves, *view.left_behind(curves)]
 
 
-def _chart(
+def _build_chart(
     view: View, chart: ChartSpec, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
 ) -> charts.Chart:
     return charts.step_chart(

@@ -26,13 +26,13 @@ DONE = ("carried out", "proposed only")
 def render() -> None:
     """Draw the page."""
     layout.heading("Decisions")
-    layout.run_page(_body, key="decisions_body")
+    layout.run_page(_draw_body, key="decisions_body")
 
 
-def _body(source: DataSource, run: RunSummary) -> None:
+def _draw_body(source: DataSource, run: RunSummary) -> None:
     ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
-    shown = _filtered(ledger)
+    shown = _filter_decisions(ledger)
     num_all = formatting.count(len(ledger), "decision")
     count = f"{len(shown):,} of {num_all}; select one for its evidence."
     if shadow := tally(view.hindsight or None for view in ledger):
@@ -52,13 +52,13 @@ def _body(source: DataSource, run: RunSummary) -> None:
     )
     waiting = [view for view in newest if commands.proposed(view)]
     if picked is not None:
-        _evidence(source, run, newest[picked], notes)
+        _draw_evidence(source, run, newest[picked], notes)
     elif waiting:
-        _evidence(source, run, waiting[0], notes, head="Newest proposal")
-    _commands(source, run)
+        _draw_evidence(source, run, waiting[0], notes, head="Newest proposal")
+    _draw_commands(source, run)
 
 
-def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
+def _filter_decisions(ledger: Sequence[DecisionView]) -> list[DecisionView]:
     causes = sorted({formatting.plain(view.decision.cause, 60) for view in ledger} - {""})
     with st.container(horizontal=True, vertical_alignment="bottom", key="ledger_controls"):
         action = st.selectbox(
@@ -89,7 +89,7 @@ def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
     ]
 
 
-def _evidence(
+def _draw_evidence(
     source: DataSource,
     run: RunSummary,
     view: DecisionView,
@@ -104,7 +104,7 @@ def _evidence(
         word = look.word if look else str(decision.action)
         done = "carried out" if decision.acted else "proposed, not carried out"
         st.text(f"Step {decision.step:,}: {word}, {done}. {formatting.plain(decision.reason, 600)}")
-        st.text("   ".join(_numbers(view)))
+        st.text("   ".join(_decision_fields(view)))
         if decision.evidence:
             pairs = sorted(decision.evidence.items())[:40]
             st.text(
@@ -155,7 +155,7 @@ def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
         commands.dismiss(source, run, view, key=f"veto_{key}")
 
 
-def _numbers(view: DecisionView) -> list[str]:
+def _decision_fields(view: DecisionView) -> list[str]:
     decision = view.decision
     pairs = (
         ("rule", formatting.plain(rule_words(decision.rule), 80)),
@@ -176,7 +176,7 @@ def _numbers(view: DecisionView) -> list[str]:
     return [f"{name}: {value}" for name, value in pairs if value]
 
 
-def _commands(source: DataSource, run: RunSummary) -> None:
+def _draw_commands(source: DataSource, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"## Manual commands ({len(sent):,})")
     layout.table(tables.command_rows(sent), "Manual commands: none.", key="commands")

@@ -45,10 +45,10 @@ def render() -> None:
     """Draw the page."""
     layout.heading("Incidents")
     load_charts()
-    layout.run_page(_body, key="incident_body")
+    layout.run_page(_draw_body, key="incident_body")
 
 
-def _body(source: DataSource, run: RunSummary) -> None:
+def _draw_body(source: DataSource, run: RunSummary) -> None:
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -66,12 +66,12 @@ def _body(source: DataSource, run: RunSummary) -> None:
     steps = (max(0, selected.onset_step - BEFORE), selected.last_step + AFTER)
     left, right = st.columns([6, 5])
     with left:
-        _story(selected)
+        _draw_story(selected)
     with right:
-        _curves(source, detail, selected, steps)
+        _draw_curves(source, detail, selected, steps)
     hangs.draw(source, selected)
-    _tables(selected, run)
-    _maps(source, run, detail, steps)
+    _draw_tables(selected, run)
+    _draw_heat_maps(source, run, detail, steps)
     movers(source, run, selected.onset_step)
 
 
@@ -121,7 +121,7 @@ def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
                 query_params=layout.around(run.run_id, incident.onset_step, incident.last_step),
             )
         with st.container(key="facts_incident"):
-            st.text(_facts(incident, now_unix_ns))
+            st.text(_facts_line(incident, now_unix_ns))
         left, right = st.columns([6, 5])
         with left:
             verdicts.panel(incident.verdict)
@@ -130,13 +130,13 @@ def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
             verdicts.timeline(incident.verdict)
 
 
-def _story(incident: IncidentView) -> None:
+def _draw_story(incident: IncidentView) -> None:
     with st.container(border=True, key="prose_story", gap="small"):
         for paragraph in incident.story:
             st.text(formatting.plain(paragraph, 2_000))
 
 
-def _facts(incident: IncidentView, now_unix_ns: int) -> str:
+def _facts_line(incident: IncidentView, now_unix_ns: int) -> str:
     began = tables.to_datetime(incident.started_unix_ns)
     date = "" if began is None else f"{began:%Y-%m-%d}, "
     first, last = incident.onset_step, incident.last_step
@@ -150,18 +150,22 @@ def _facts(incident: IncidentView, now_unix_ns: int) -> str:
     return "  |  ".join(fact for fact in facts if fact)
 
 
-def _maps(source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int, int]) -> None:
+def _draw_heat_maps(
+    source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int, int]
+) -> None:
     left, right = st.columns(2)
     with left:
-        _map(source, run, "layers.grad_norm", "Gradient norm of each layer", steps, key="layers")
+        _draw_heat_map(
+            source, run, "layers.grad_norm", "Gradient norm of each layer", steps, key="layers"
+        )
     with right:
-        _map(
+        _draw_heat_map(
             source, run, "steps.step_duration_seconds", "Step time of each rank", steps,
             key="ranks", detail=detail,
         )  # fmt: skip
 
 
-def _curves(
+def _draw_curves(
     source: DataSource, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
 ) -> None:
     drawn = [
@@ -200,7 +204,7 @@ def _lines(
     ]
 
 
-def _map(
+def _draw_heat_map(
     source: DataSource,
     run: RunSummary,
     metric: str,
@@ -219,7 +223,7 @@ def _map(
     heatmap_page.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
 
 
-def _tables(incident: IncidentView, run: RunSummary) -> None:
+def _draw_tables(incident: IncidentView, run: RunSummary) -> None:
     parts = (
         ("Actions", tables.decision_rows(incident.decisions), "Vitals took no action."),
         ("Findings", tables.finding_rows(incident.findings), "No findings."),

@@ -34,10 +34,10 @@ CHOICES = (
 def render() -> None:
     """Draw the page."""
     layout.heading("Layers")
-    layout.run_page(_body, key="layers_body")
+    layout.run_page(_draw_body, key="layers_body")
 
 
-def _body(source: DataSource, run: RunSummary) -> None:
+def _draw_body(source: DataSource, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
     reply = heatmap_page.ask(source, run, choice.metric, steps)

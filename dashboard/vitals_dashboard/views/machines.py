@@ -43,7 +43,9 @@ def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], st
     by_metric = view.lines(
         [
             [
-                view.wanted(metric, _short(source), source=source, points=POINTS, times=times)
+                view.wanted(
+                    metric, _source_label(source), source=source, points=POINTS, times=times
+                )
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
             for _, metric in shown_metrics
@@ -90,6 +92,6 @@ def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
     return notes
 
 
-def _short(source: str) -> str:
+def _source_label(source: str) -> str:
     kind, _, name = source.partition(":")
     return formatting.plain(f"{kind} {name}", 24)

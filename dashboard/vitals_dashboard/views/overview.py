@@ -33,12 +33,12 @@ def render() -> None:
     """Draw the page."""
     layout.heading("Fleet")
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
-        choice = _controls()
+        choice = _draw_controls()
         live = layout.live_toggle()
-    layout.refreshing(lambda source: _body(source, choice), live=live, key="overview_body")
+    layout.refreshing(lambda source: _draw_body(source, choice), live=live, key="overview_body")
 
 
-def _controls() -> RunFilter:
+def _draw_controls() -> RunFilter:
     text = st.text_input(
         "Search",
         key="q",
@@ -71,12 +71,12 @@ def _controls() -> RunFilter:
     return RunFilter(text=str(text or ""), group=str(group or "").strip(), order=str(order))
 
 
-def _body(source: DataSource, choice: RunFilter) -> None:
+def _draw_body(source: DataSource, choice: RunFilter) -> None:
     everything = source.client.ask(RunsQuestion())
     if not everything:
         placeholders.no_runs()
         return
-    _totals(everything)
+    _draw_totals(everything)
     try:
         query, by = search.parse(choice.text), search.check_group(choice.group)
     except UsageError as error:
@@ -125,15 +125,15 @@ def _pages(
                 label = formatting.plain(f"{choice.group}: {value or 'none'}", 120)
                 st.markdown("## Group")
                 st.text(f"{label} ({formatting.count(sizes[value], 'run')})")
-        _list(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
+        _draw_run_table(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
 
 
-def _list(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
+def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
     judged = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
     rows = tables.run_rows(
         runs,
         now_unix_ns=source.clock.time_ns(),
-        curves=_curves(source, runs),
+        curves=_loss_sparklines(source, runs),
         verdicts={run.run_id: verdicts.headline(run, judged.get(run.run_id)) for run in runs},
         hung={run_id for run_id, of_run in judged.items() if of_run.verdict.is_hung},
     )
@@ -181,7 +181,7 @@ def _had_trouble(run: RunSummary) -> bool:
     return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 
 
-def _curves(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
+def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
     curves, look = {}, layout.present_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
@@ -196,7 +196,7 @@ def _curves(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
 _IN_TROUBLE = ("acting", "critical", "unguarded")
 
 
-def _totals(runs: Sequence[RunSummary]) -> None:
+def _draw_totals(runs: Sequence[RunSummary]) -> None:
     values = (
         ("Runs", len(runs)),
         ("Running", sum(run.state == "running" for run in runs)),

@@ -33,7 +33,7 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 def render() -> None:
     """Draw the page; it runs the query when it changes and, if selected, periodically."""
     layout.heading("Query")
-    guarded(lambda source: _standing(lambda: _page(source)))
+    guarded(lambda source: _standing(lambda: _draw_page(source)))
 
 
 def _standing(draw: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ def _standing(draw: Callable[[], None]) -> None:
         placeholders.collector_down(error, again=False)
 
 
-def _page(source: DataSource) -> None:
+def _draw_page(source: DataSource) -> None:
     runs = tables.in_order(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -57,20 +57,20 @@ def _page(source: DataSource) -> None:
 
     def ask(source: DataSource) -> None:
         if live:
-            _ask(source, request)
+            _query_and_draw(source, request)
         else:
-            _standing(lambda: _ask(source, request))
+            _standing(lambda: _query_and_draw(source, request))
 
     layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
 
-def _ask(source: DataSource, request: TableQuestion) -> None:
+def _query_and_draw(source: DataSource, request: TableQuestion) -> None:
     try:
         reply = source.client.ask(request)
     except UsageError as error:
         placeholders.not_understood(error)
         return
-    _answer(request, reply)
+    _draw_reply(request, reply)
 
 
 def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
@@ -163,7 +163,7 @@ def _run_choice(names: dict[str, str]) -> str | None:
     return None if selected is None else str(selected)
 
 
-def _answer(request: TableQuestion, reply: TableReply) -> None:
+def _draw_reply(request: TableQuestion, reply: TableReply) -> None:
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
@@ -198,13 +198,13 @@ def as_frame(reply: TableReply) -> pd.DataFrame:
     """Return the table as it is shown: texts as one line, times as times."""
     return pd.DataFrame(
         {
-            name: [_shown(name, value) for value in exports.typed(values)]
+            name: [_cell_value(name, value) for value in exports.typed(values)]
             for name, values in zip(reply.columns, reply.data, strict=True)
         }
     )
 
 
-def _shown(name: str, value: Any) -> Any:
+def _cell_value(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return formatting.plain(value, 500)
     if name.endswith("_unix_ns") and isinstance(value, int) and value > 0:

@@ -45,10 +45,10 @@ ABOUT_MACHINES = kinds_about("machine")
 def render() -> None:
     """Draw the page."""
     layout.heading("Ranks and nodes")
-    layout.run_page(_body, key="ranks_body")
+    layout.run_page(_draw_body, key="ranks_body")
 
 
-def _body(source: DataSource, run: RunSummary) -> None:
+def _draw_body(source: DataSource, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     waits = next((metric for metric in WAITS if metric in detail.metrics), "")
     choices = [choice for choice in CHOICES if choice.metric != waits]
@@ -56,7 +56,7 @@ def _body(source: DataSource, run: RunSummary) -> None:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
         choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
     shown, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
-    _stragglers(source, run, detail, steps, waits)
+    _draw_stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
         _waited_for(source, run, steps, waits)
     reply = heatmap_page.ask(source, run, shown.metric, steps)
@@ -65,8 +65,8 @@ def _body(source: DataSource, run: RunSummary) -> None:
     else:
         names = row_names(reply.rows, detail)
         heatmap_page.draw(source, run, shown.title, reply, shade=shade, key="ranks", names=names)
-    _findings(source, run)
-    _sources(source, detail)
+    _draw_findings(source, run)
+    _draw_sources(source, detail)
 
 
 def _why_nothing(choice: MetricChoice) -> str:
@@ -86,7 +86,7 @@ def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
     ]
 
 
-def _stragglers(
+def _draw_stragglers(
     source: DataSource,
     run: RunSummary,
     detail: RunDetail,
@@ -125,7 +125,7 @@ def _waited_for(
         st.text(formatting.plain(sentence, 300))
 
 
-def _findings(source: DataSource, run: RunSummary) -> None:
+def _draw_findings(source: DataSource, run: RunSummary) -> None:
     findings = [
         view
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
@@ -139,7 +139,7 @@ def _findings(source: DataSource, run: RunSummary) -> None:
     )
 
 
-def _sources(source: DataSource, detail: RunDetail) -> None:
+def _draw_sources(source: DataSource, detail: RunDetail) -> None:
     st.markdown(f"## Reporting processes ({len(detail.sources):,})")
     layout.table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),

@@ -47,16 +47,16 @@ def render() -> None:
         st.space("stretch")
         options = controls.draw()
     live = layout.goes_on(layout.run_in_address(), live=options.live)
-    layout.page_with_live_part(lambda source: _page(source, options, live))
+    layout.page_with_live_part(lambda source: _draw_page(source, options, live))
 
 
-def _page(source: DataSource, options: ChartControls, live: bool) -> None:
+def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
     controls.has_zoomed()  # and they did follow, because the whole page is redrawn
     run = layout.chosen_run(source)
     if run is None:
         return
     with meanwhile() as ask:
-        happened = ask(lambda: _happened(source, run.run_id))
+        happened = ask(lambda: _query_run_events(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         seen = happened.result()
     shown = _Shown(options, detail, seen, _own_metrics(detail))
@@ -89,11 +89,11 @@ class _Shown:
         verdict = st.container(key="run_verdict")
         # The curves matter most: nothing else is queried until the browser has them.
         with st.container(key="run_charts"):
-            _charts(_view(source, detail, self._chosen, self._happened), self._own)
+            _draw_run_charts(_view(source, detail, self._chosen, self._happened), self._own)
         with verdict:
             verdicts.strip(detail.summary, verdict_of(source, detail.summary, is_exact=True))
-        _numbers(detail, curves.last_values(source, detail))
-        _facts(detail, source.clock.time_ns())
+        _draw_metrics(detail, curves.last_values(source, detail))
+        _draw_facts(detail, source.clock.time_ns())
 
     def redraw(self, source: DataSource) -> bool:
         """Draw it as it is now, if the rest of the page still holds; return whether it does."""
@@ -115,7 +115,7 @@ class _Happened(NamedTuple):
     notes: Sequence[AnnotationView]
 
 
-def _happened(source: DataSource, run_id: str) -> _Happened:
+def _query_run_events(source: DataSource, run_id: str) -> _Happened:
     return _Happened(
         source.client.ask(DecisionsQuestion(run_id=run_id)),
         source.client.ask(CheckpointsQuestion(run_id=run_id)),
@@ -146,7 +146,7 @@ def _view(
     return replace(view, scale=scale, decisions=marks, others=others)
 
 
-def _charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
+def _draw_run_charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
     notes: list[str] = []
 
     def make(feed: Feed) -> list[charts.Chart]:
@@ -182,7 +182,7 @@ def _tools(source: DataSource, detail: RunDetail, decisions: Sequence[DecisionVi
         _more_metrics(detail)
     with note:
         if source.control is not None:
-            _note(source.control, detail)
+            _draw_note_form(source.control, detail)
 
 
 def _further(detail: RunDetail) -> list[str]:
@@ -218,7 +218,7 @@ def _more_metrics(detail: RunDetail) -> None:
         )
 
 
-def _note(control: CollectorClient, detail: RunDetail) -> None:
+def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
     with (
         st.popover("Note", icon=":material/edit_note:", key="note_open"),
         st.form(key="note_form", border=False, enter_to_submit=False),
@@ -241,7 +241,7 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
         st.rerun()  # the curves above are drawn already
 
 
-def _facts(detail: RunDetail, now_unix_ns: int) -> None:
+def _draw_facts(detail: RunDetail, now_unix_ns: int) -> None:
     summary, info = detail.summary, detail.info
     facts = (
         summary.run_id,
@@ -249,7 +249,7 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         formatting.plain(summary.user, 40),
         f"mode {formatting.plain(summary.mode, 20)}",
         formatting.count(summary.world_size, "rank"),
-        _size(info.num_params),
+        _format_num_params(info.num_params),
         f"started {formatting.age(summary.started_unix_ns, now_unix_ns)} ago",
         f"last seen {formatting.age(summary.last_seen_unix_ns, now_unix_ns)} ago",
         formatting.plain(", ".join(summary.tags), 120),
@@ -258,13 +258,13 @@ def _facts(detail: RunDetail, now_unix_ns: int) -> None:
         st.text("  |  ".join(fact for fact in facts if fact))
 
 
-def _size(num_params: int) -> str:
+def _format_num_params(num_params: int) -> str:
     if not num_params or num_params < 1e5:
         return formatting.count(num_params, "parameter") if num_params else ""
     return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
-def _numbers(detail: RunDetail, last: curves.LastValues) -> None:
+def _draw_metrics(detail: RunDetail, last: curves.LastValues) -> None:
     summary = detail.summary
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (

@@ -84,16 +84,16 @@ def decode(body: bytes, *, is_json: bool) -> OtlpPoints:
         FormatError: the body is not a valid request.
     """
     try:
-        request = msgspec.json.decode(body) if is_json else _request(memoryview(body))
+        request = msgspec.json.decode(body) if is_json else _decode_request(memoryview(body))
     except UNREADABLE as error:
         raise FormatError(f"the body is not an OTLP metrics request: {error}") from error
     taken = OtlpPoints()
-    for resource in _list(request, "resourceMetrics"):
-        attributes = _attributes(_dict(resource, "resource"))
+    for resource in _dicts_or_empty(request, "resourceMetrics"):
+        attributes = _parse_attributes(_dict_or_empty(resource, "resource"))
         run_id = str(attributes.get("vitals.run_id", ""))
         service = str(attributes.get("service.name", "")) or "unknown"
-        for scope in _list(resource, "scopeMetrics"):
-            for metric in _list(scope, "metrics"):
+        for scope in _dicts_or_empty(resource, "scopeMetrics"):
+            for metric in _dicts_or_empty(scope, "metrics"):
                 _take_metric(metric, run_id, service, taken)
     return taken
 
@@ -107,7 +107,7 @@ def _take_metric(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> N
     if "gauge" not in metric and "sum" not in metric:
         taken.refuse(1, f"{shown} is neither a gauge nor a sum; other kinds have no single number")
         return
-    points = _list(metric.get("gauge") or metric.get("sum"), "dataPoints")
+    points = _dicts_or_empty(metric.get("gauge") or metric.get("sum"), "dataPoints")
     try:
         check_run_id(run_id)
     except UsageError:
@@ -116,13 +116,13 @@ def _take_metric(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> N
         return
     for point in points:
         try:
-            taken.points.append(_point(point, run_id, service, name))
+            taken.points.append(_parse_point(point, run_id, service, name))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             taken.refuse(1, f"a point of {shown} cannot be read: {type(error).__name__}")
 
 
-def _point(point: Any, run_id: str, service: str, name: str) -> Point:
-    attributes = _attributes(point)
+def _parse_point(point: Any, run_id: str, service: str, name: str) -> Point:
+    attributes = _parse_attributes(point)
     step = attributes.pop("step", None)
     if int(point.get("flags", 0)) & _FLAG_NO_VALUE:
         raise ValueError("no value was recorded")
@@ -138,10 +138,10 @@ def _point(point: Any, run_id: str, service: str, name: str) -> Point:
     return Point(run_id, service, redact_text(printable(full))[:MAX_NAME], time, value, number)
 
 
-def _attributes(of: Any) -> dict[str, object]:
+def _parse_attributes(of: Any) -> dict[str, object]:
     attributes: dict[str, object] = {}
-    for pair in _list(of, "attributes"):
-        value = _dict(pair, "value")
+    for pair in _dicts_or_empty(of, "attributes"):
+        value = _dict_or_empty(pair, "value")
         plain = next((value[kind] for kind in _VALUE_KINDS if kind in value), None)
         if isinstance(pair.get("key"), str) and isinstance(plain, str | int | float):
             attributes[pair["key"]] = plain
@@ -151,43 +151,52 @@ def _attributes(of: Any) -> dict[str, object]:
 _VALUE_KINDS = ("stringValue", "intValue", "doubleValue", "boolValue")
 
 
-def _list(of: Any, name: str) -> list[Any]:
+def _dicts_or_empty(of: Any, name: str) -> list[Any]:
     parts = of.get(name) if isinstance(of, dict) else None
     return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
-def _dict(of: Any, name: str) -> dict[str, Any]:
+def _dict_or_empty(of: Any, name: str) -> dict[str, Any]:
     part = of.get(name) if isinstance(of, dict) else None
     return part if isinstance(part, dict) else {}
 
 
-def _request(raw: memoryview) -> dict[str, Any]:
-    return {"resourceMetrics": [_resource(part) for part in _parts(raw, 1)]}
-
-
-def _resource(raw: memoryview) -> dict[str, Any]:
-    resources = _parts(raw, 1)
+def _decode_request(raw: memoryview) -> dict[str, Any]:
     return {
-        "resource": {"attributes": [_pair(p) for r in resources[-1:] for p in _parts(r, 1)]},
+        "resourceMetrics": [_decode_resource_metrics(part) for part in _embedded_messages(raw, 1)]
+    }
+
+
+def _decode_resource_metrics(raw: memoryview) -> dict[str, Any]:
+    resources = _embedded_messages(raw, 1)
+    return {
+        "resource": {
+            "attributes": [
+                _decode_key_value(p) for r in resources[-1:] for p in _embedded_messages(r, 1)
+            ]
+        },
         "scopeMetrics": [
-            {"metrics": [_metric(part) for part in _parts(scope, 2)]} for scope in _parts(raw, 2)
+            {"metrics": [_decode_metric(part) for part in _embedded_messages(scope, 2)]}
+            for scope in _embedded_messages(raw, 2)
         ],
     }
 
 
-def _metric(raw: memoryview) -> dict[str, Any]:
+def _decode_metric(raw: memoryview) -> dict[str, Any]:
     metric: dict[str, Any] = {}
     for number, value in fields(raw):
         if number == 1 and not isinstance(value, int):
             metric["name"] = bytes(value).decode("utf-8")
         elif number in (5, 7) and not isinstance(value, int):
-            points = [_number_point(part) for part in _parts(value, 1)]
+            points = [_number_point(part) for part in _embedded_messages(value, 1)]
             metric["gauge" if number == 5 else "sum"] = {"dataPoints": points}
     return metric
 
 
 def _number_point(raw: memoryview) -> dict[str, Any]:
-    point: dict[str, Any] = {"attributes": [_pair(part) for part in _parts(raw, 7)]}
+    point: dict[str, Any] = {
+        "attributes": [_decode_key_value(part) for part in _embedded_messages(raw, 7)]
+    }
     for number, value in fields(raw):
         if not isinstance(value, int):
             continue
@@ -202,7 +211,7 @@ def _number_point(raw: memoryview) -> dict[str, Any]:
     return point
 
 
-def _pair(raw: memoryview) -> dict[str, Any]:
+def _decode_key_value(raw: memoryview) -> dict[str, Any]:
     pair: dict[str, Any] = {"key": "", "value": {}}
     for number, value in fields(raw):
         if isinstance(value, int):
@@ -226,7 +235,7 @@ def _any_value(raw: memoryview) -> Iterator[tuple[str, object]]:
             yield "doubleValue", double(value)
 
 
-def _parts(raw: memoryview, number: int) -> list[memoryview]:
+def _embedded_messages(raw: memoryview, number: int) -> list[memoryview]:
     return [part for n, part in fields(raw) if n == number and not isinstance(part, int)]
 
 
@@ -266,7 +275,7 @@ class _ServiceWriter:
             rows = encode_event(
                 event, step=newest, attempt=attempt, time_unix_ns=now_ns, monotonic_ns=0
             )
-            encoded_bodies.append(self._batch(EVENT_SCHEMA, rows))
+            encoded_bodies.append(self._encode_batch(EVENT_SCHEMA, rows))
         rows = [
             [
                 newest if point.step is None else point.step,
@@ -276,9 +285,9 @@ class _ServiceWriter:
             ]
             for point in points
         ]
-        return [*encoded_bodies, self._batch(SCALARS_SCHEMA, rows)]
+        return [*encoded_bodies, self._encode_batch(SCALARS_SCHEMA, rows)]
 
-    def _batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> bytes:
+    def _encode_batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> bytes:
         first = self._next_seq[schema.stream]
         self._next_seq[schema.stream] = first + len(rows)
         raw = b"".join(schema.pack(first + index, row) for index, row in enumerate(rows))

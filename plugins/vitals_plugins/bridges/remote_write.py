@@ -237,7 +237,7 @@ def encode(values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int
     """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
     bits = [(series, struct.pack("<d", _plain(value))) for series, value in values.items()]
     bits += [(series, _STALE) for series in ended]
-    return b"".join(_field(1, _series(series, value, unix_ms)) for series, value in bits)
+    return b"".join(_field(1, _encode_series(series, value, unix_ms)) for series, value in bits)
 
 
 def compressed(body: bytes) -> bytes:
@@ -252,7 +252,7 @@ def _plain(value: float) -> float:
     return math.nan if math.isnan(value) else value
 
 
-def _series(series: Series, value: bytes, unix_ms: int) -> bytes:
+def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
     labels = b"".join(
         _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
     )

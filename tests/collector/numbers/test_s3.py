@@ -174,7 +174,9 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     assert sum(lake.append(sent())) == sum(b.header.num_rows for b in sent())
     assert answers(lake, RUN) == answers(memory, RUN)
 
-    (path, *_) = [path for path, is_live, _ in lake.engine.files._listed("steps") if is_live]
+    (path, *_) = [
+        path for path, is_live, _ in lake.engine.files._list_table_files("steps") if is_live
+    ]
     lake.close()
     lake = Lake(tmp_path)
     s3.request("DELETE", f"{bucket.removeprefix('s3://')}/data/main/{path}")

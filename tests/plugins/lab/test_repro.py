@@ -99,7 +99,7 @@ def test_a_capsule_that_fails_is_counted_and_the_run_is_not_harmed(monkeypatch, 
     def fails(self):
         raise RuntimeError("no versions")
 
-    monkeypatch.setattr(capsules.Surroundings, "facts", fails)
+    monkeypatch.setattr(capsules.CapsuleContext, "describe_state", fails)
     monitor = train()
     assert {"capsule": 1} == monitor.swallowed_errors
     assert bad_steps.STEPS == monitor.step_index

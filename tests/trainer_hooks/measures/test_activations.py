@@ -72,7 +72,7 @@ def test_the_recomputation_of_checkpointing_is_not_measured_again(make_loop, ree
     assert model.calls == 2
     (numbers,) = sampler.own_numbers()
     kept = numbers.clone()
-    assert sampler.activation_names == ("inner", "inner.0", "inner.1")
+    assert sampler.measured_modules == ("inner", "inner.0", "inner.1")
     assert len(sampler.unpack([], kept.tolist()).activations) == 3
     loop.monitor.step(loss)
     assert loop.journal().layers("activation_rms")[0, "inner"] == kept[0].item()

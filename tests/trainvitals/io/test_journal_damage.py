@@ -103,7 +103,7 @@ def test_a_disk_that_blocks_never_blocks_the_writer(
     tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked, go_on = threading.Event(), threading.Event()
-    store = StreamWriter._store
+    store = StreamWriter._write_rows
 
     def slow(self: StreamWriter, *args: object) -> None:
         blocked.set()
@@ -111,7 +111,7 @@ def test_a_disk_that_blocks_never_blocks_the_writer(
         store(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("trainvitals.io.journal.is_memory_backed", lambda path: False)
-    monkeypatch.setattr(StreamWriter, "_store", slow)
+    monkeypatch.setattr(StreamWriter, "_write_rows", slow)
     journal = JournalWriter(tmp_path / "j", identity)
     stream = journal.open_stream(STEPS)
     stream.append([0, 0.0])
@@ -137,7 +137,7 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
 
     monkeypatch.setattr("trainvitals.io.journal.is_memory_backed", lambda path: False)
     monkeypatch.setattr("trainvitals.io.journal._CLOSE_SECONDS", 0.01)
-    monkeypatch.setattr(StreamWriter, "_store", stuck)
+    monkeypatch.setattr(StreamWriter, "_write_rows", stuck)
     journal = JournalWriter(tmp_path / "j", identity)
     stream = journal.open_stream(STEPS)
     stream.append([0, 0.0])

@@ -124,7 +124,7 @@ class JournalMachine(RuleBasedStateMachine):
         """It dies between two rows, or in the middle of one; an agent closes in its place."""
         if self.steps is None:
             return
-        path = self.steps._path
+        path = self.steps._segment_path
         last = self.num_written["steps"] - 1
         unread = last not in self.read_seqs["steps"] and last > self.durable["steps"]
         self.steps = self.events = None
@@ -193,7 +193,7 @@ class Immediate:
             stream._queue.clear()
             stream._num_queued = 0
             for schema, seq, num_rows, raw in taken:
-                stream._store(schema, seq, num_rows, raw)
+                stream._write_rows(schema, seq, num_rows, raw)
 
     def stop(self) -> bool:
         return True

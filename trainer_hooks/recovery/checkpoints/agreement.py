@@ -20,7 +20,7 @@ class Agreement:
 
     def on_root(self, call: Callable[[], object]) -> None:
         """Run on rank 0; an error there is raised on all ranks."""
-        _raise(self._meet(call if self.ranks.rank == 0 else lambda: None)[0])
+        _raise_if_error(self._meet(call if self.ranks.rank == 0 else lambda: None)[0])
 
     def on_all(self, call: Callable[[], object]) -> None:
         """Run on every rank; the first rank's error is raised on all, damage before others."""
@@ -78,6 +78,6 @@ def caught(call: Callable[[], object]) -> VitalsError | None:
     return None
 
 
-def _raise(error: VitalsError | None) -> None:
+def _raise_if_error(error: VitalsError | None) -> None:
     if error is not None:
         raise error

@@ -80,7 +80,7 @@ def show(run: _Run, directory: VitalsDir = RUNS, form: Form = Format.TABLE) -> N
             entry.num_bytes or None,
             format_time(entry.time_unix_ns),
             entry.run_id,
-            _note(entry),
+            _entry_note(entry),
         )
         for entry in entries
     ]
@@ -105,7 +105,7 @@ def verify(
     if checkpoint:
         checkpoints.require(checkpoint)
         names = [checkpoint]
-    results = [_verified(checkpoints.folder(name), name) for name in names]
+    results = [_verify_checkpoint(checkpoints.folder(name), name) for name in names]
     header = ("checkpoint", "checksums", "finite", "bytes", "note")
     rows = [(r.checkpoint, r.checksums, r.finite, r.num_bytes or None, r.note) for r in results]
     write_table(header, rows, form, body=results)
@@ -185,7 +185,7 @@ class _VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.checksums == "ok" and self.finite != "wrong"
 
 
-def _verified(folder: CheckpointFolder, name: str) -> _VerifyResult:
+def _verify_checkpoint(folder: CheckpointFolder, name: str) -> _VerifyResult:
     path, notes = folder.path, [_refused(folder, name)]
     try:
         content = manifests.check(path / name)
@@ -252,7 +252,7 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
     return list(wrong)
 
 
-def _note(entry: IndexEntry) -> str:
+def _entry_note(entry: IndexEntry) -> str:
     notes = [entry.reason] if entry.reason else []
     if entry.best is not None and math.isfinite(entry.best.value):
         notes.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")

@@ -59,7 +59,7 @@ def write_part(
         InsecurePathError: another user took the directory's name.
         OSError: the part could not be written.
     """
-    home = _home(folder, content.run_id) / content.id
+    home = _emergency_directory(folder, content.run_id) / content.id
     ensure_own_dir(ensure_own_dir(home.parent, read=0) / home.name)
     name = f"rank-{rank}-of-{content.world_size}"
     if (home / name).exists():
@@ -92,7 +92,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     Parts that another user created are reported and quarantined.
     """
     adopted: list[str] = []
-    home = _home(folder.path, run_id)
+    home = _emergency_directory(folder.path, run_id)
     if folder.is_planted(home.name):
         aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
         try:
@@ -125,7 +125,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
     return adopted
 
 
-def _home(folder: Path, run_id: str) -> Path:
+def _emergency_directory(folder: Path, run_id: str) -> Path:
     return folder / f".alone-{run_id}"
 
 

@@ -102,9 +102,9 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
             writable = os.access(self.path, os.W_OK | os.X_OK)
         except OSError as error:
-            raise _unusable(self.path, error.strerror or str(error)) from error
+            raise _unusable_directory_error(self.path, error.strerror or str(error)) from error
         if not writable:
-            raise _unusable(self.path, os.strerror(errno.EACCES))
+            raise _unusable_directory_error(self.path, os.strerror(errno.EACCES))
 
     def prepare(self) -> None:
         """Create the directory, and remove incomplete data of a killed process of this run.
@@ -117,17 +117,17 @@ class CheckpointFolder:
             self._owner = self._probe()
             leftovers = list(self.path.iterdir())
         except OSError as error:
-            raise _unusable(self.path, error.strerror or str(error)) from error
+            raise _unusable_directory_error(self.path, error.strerror or str(error)) from error
         for path in leftovers:
             try:
-                self._clear(path)
+                self._delete_leftover(path)
             except FileNotFoundError:
                 continue  # another run in the directory was handling it
             except OSError as error:  # costs only disk space: nothing uses its content
                 _LOG.warning("vitals: %s cannot be removed: %s", path, error)
         self._index.write()
 
-    def _clear(self, path: Path) -> None:
+    def _delete_leftover(self, path: Path) -> None:
         match = IN_WORK.match(path.name)
         if path.name.startswith(TEMPORARY):
             if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
@@ -242,7 +242,7 @@ class CheckpointFolder:
         """
         sound = self._sound(manifests.glance)
         doomed = removable(
-            [self._ref(name, content) for name, content in sound.items()],
+            [self._checkpoint_ref(name, content) for name, content in sound.items()],
             keep=self._keep,
             keep_every=self._keep_every,
             best=self._best_marks(),
@@ -317,7 +317,8 @@ class CheckpointFolder:
     def refs(self) -> tuple[CheckpointRef, ...]:
         """Return this run's complete checkpoints, oldest first; damaged manifests are left out."""
         return tuple(
-            self._ref(name, manifest) for name, manifest in self._sound(manifests.read).items()
+            self._checkpoint_ref(name, manifest)
+            for name, manifest in self._sound(manifests.read).items()
         )
 
     def loadable_refs(self, on_branch: OnBranch | None = None) -> tuple[CheckpointRef, ...]:
@@ -343,12 +344,14 @@ class CheckpointFolder:
                 continue
             try:
                 manifest = manifests.read(self.path / name)
-                ref = self._ref(name, manifest)
+                ref = self._checkpoint_ref(name, manifest)
             except NewerVersionError:
-                ref = self._ref(name, manifest)
+                ref = self._checkpoint_ref(name, manifest)
             except (CheckpointCorruptError, OSError) as error:
                 _LOG.info("vitals: checkpoint %s: %s", name, error)  # load reports and quarantines
-                ref = msgspec.structs.replace(self._ref(name, manifest), state="verified")
+                ref = msgspec.structs.replace(
+                    self._checkpoint_ref(name, manifest), state="verified"
+                )
             refs.append(ref)
         return tuple(refs)
 
@@ -371,7 +374,7 @@ class CheckpointFolder:
             CheckpointCorruptError, CheckpointError, InsecurePathError, NewerVersionError,
             UsageError: as ``examine``.
         """
-        return self._check(checkpoint_id, manifests.check)
+        return self._read_run_manifest(checkpoint_id, manifests.check)
 
     def examine(self, checkpoint_id: str) -> Manifest:
         """Return the manifest of our and this run's checkpoint whose files have their sizes.
@@ -385,9 +388,9 @@ class CheckpointFolder:
             NewerVersionError: a newer version of Vitals wrote it.
             UsageError: there is no such checkpoint.
         """
-        return self._check(checkpoint_id, manifests.examine)
+        return self._read_run_manifest(checkpoint_id, manifests.examine)
 
-    def _check(
+    def _read_run_manifest(
         self, checkpoint_id: str, read: Callable[[Path, bytes | None], Manifest]
     ) -> Manifest:
         folder = self.folder(checkpoint_id)
@@ -465,7 +468,7 @@ class CheckpointFolder:
                 by_id[name] = content
         return by_id
 
-    def _ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
+    def _checkpoint_ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
         step, attempt = manifests.parse_id(name)
         state = state_of(self.path / name, content)
         return CheckpointRef(id=name, step=step, attempt=attempt, state=state, where="disk")
@@ -522,7 +525,7 @@ class CheckpointFolder:
         return [self.changes.popleft() for _ in range(len(self.changes))]
 
 
-def _unusable(path: Path, why: str) -> StorageError:
+def _unusable_directory_error(path: Path, why: str) -> StorageError:
     return StorageError(
         f"checkpoints cannot be kept in {path}: {why}",
         hint="name a folder that every rank can write: watch(..., checkpoints=PATH)",

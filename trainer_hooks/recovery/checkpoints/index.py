@@ -214,10 +214,10 @@ def _scan(folder: Path) -> Iterator[IndexEntry]:
                 time_unix_ns=_changed_at(path),
             )
         elif manifests.is_id(path.name):
-            yield _entry(path)
+            yield _index_entry(path)
 
 
-def _entry(path: Path) -> IndexEntry:
+def _index_entry(path: Path) -> IndexEntry:
     content: Manifest | Header
     try:
         content, reason = manifests.read(path), ""

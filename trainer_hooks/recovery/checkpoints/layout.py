@@ -44,8 +44,10 @@ class Layout:
         tensor = self.find(key, shape)
         if tensor is None or not key.startswith("optim."):
             return tensor
-        i, param, name = _parse(key)
-        filled = {_moment(i, piece.name, name) for piece in self._tensors[_MODEL + param].pieces}
+        i, param, name = _parse_optimizer_key(key)
+        filled = {
+            _optimizer_key(i, piece.name, name) for piece in self._tensors[_MODEL + param].pieces
+        }
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
@@ -53,11 +55,11 @@ class Layout:
         if not key.startswith("optim."):
             tensor = self._tensors.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None
-        i, param, name = _parse(key)
+        i, param, name = _parse_optimizer_key(key)
         owner = self._tensors.get(_MODEL + param)
         if owner is None or i in self._split:
             return None
-        names = {whole: _moment(i, whole, name) for whole in owner.wholes}
+        names = {whole: _optimizer_key(i, whole, name) for whole in owner.wholes}
         if _is_cut_alike(name, shape, owner.shape):
             pieces = tuple(p._replace(name=names[p.name]) for p in owner.pieces)
             wholes = {names[whole]: size for whole, size in owner.wholes.items()}
@@ -94,7 +96,9 @@ class Layout:
             for whole, values in of_params.items():
                 param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
                 if by_param.setdefault(param, dict(values)) != values:
-                    raise _refusal(f"the state of {whole} differs from that of others in {param}")
+                    raise _mismatch_error(
+                        f"the state of {whole} differs from that of others in {param}"
+                    )
             collected.append(by_param)
         return collected
 
@@ -117,49 +121,53 @@ class Layout:
         """
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
-                raise _refusal(f"{whole} is not in the checkpoint")
+                raise _mismatch_error(f"{whole} is not in the checkpoint")
         specs: dict[str, Spec] = {}
         for name, spec in stored.items():
-            key, local = self._local(name, spec, is_own=name in rank_keys)
+            key, local = self._local_key_and_spec(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
-                raise _refusal(f"{name} was saved as {spec}; others in {key} are not of that kind")
+                raise _mismatch_error(
+                    f"{name} was saved as {spec}; others in {key} are not of that kind"
+                )
         return specs
 
-    def _local(self, name: str, spec: Spec, *, is_own: bool) -> tuple[str, Spec]:
-        i, param, moment = _parse(name) if name.startswith("optim.") else (-1, "", "")
+    def _local_key_and_spec(self, name: str, spec: Spec, *, is_own: bool) -> tuple[str, Spec]:
+        i, param, moment = _parse_optimizer_key(name) if name.startswith("optim.") else (-1, "", "")
         whole = _MODEL + param if moment else name
         owner = self._owners.get(whole)
         if owner is None or i in self._split:
             return name, spec
         tensor = self._tensors[owner]
-        key = _moment(i, owner, moment) if moment else owner
+        key = _optimizer_key(i, owner, moment) if moment else owner
         if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
-            raise _refusal(f"{name} was saved separately by each rank; here all ranks share it")
+            raise _mismatch_error(
+                f"{name} was saved separately by each rank; here all ranks share it"
+            )
         if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
             return key, Spec(tensor.shape, spec.dtype)
         if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
         text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"
-        raise _refusal(text + (", and there is no rule to cut it" if moment else ""))
+        raise _mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
     return shape == of_param and moment != "step"
 
 
-def _parse(key: str) -> tuple[int, str, str]:
+def _parse_optimizer_key(key: str) -> tuple[int, str, str]:
     _, i, rest = key.split(".", 2)
     param, name = rest.rsplit(".", 1)
     return int(i), param, name
 
 
-def _moment(i: int, whole: str, name: str) -> str:
+def _optimizer_key(i: int, whole: str, name: str) -> str:
     return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"
 
 
-def _refusal(text: str) -> CheckpointError:
+def _mismatch_error(text: str) -> CheckpointError:
     return CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )

@@ -116,7 +116,7 @@ def is_id(name: str) -> bool:
 def measure(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileEntry]:
     """Return sizes and checksums of these files, or of all; their bytes are then on disk."""
     names = [path.name for path in folder.iterdir()] if names is None else names
-    return {name: _measure(folder / name) for name in sorted(names)}
+    return {name: _sync_and_hash(folder / name) for name in sorted(names)}
 
 
 def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
@@ -131,7 +131,7 @@ def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
     for name, entry in manifest.files.items():
         _check_size(folder, name, entry)
     body = msgspec.to_builtins(msgspec.structs.replace(manifest, mac="", checksum=""))
-    body["mac"] = _mac(body, key) if key else ""
+    body["mac"] = _manifest_mac(body, key) if key else ""
     body["checksum"] = _checksum(body)
     write_new(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(body)))
     sync_folder(folder)
@@ -259,7 +259,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
         OSError: one cannot be read, or is a link.
     """
     for name in names:
-        entry, measured = manifest.files[name], _measure(folder / name)
+        entry, measured = manifest.files[name], _sync_and_hash(folder / name)
         if measured != entry:
             raise CheckpointCorruptError(
                 f"{folder.name}/{name}: {measured.size} bytes with checksum {measured.sha256[:8]}; "
@@ -291,7 +291,9 @@ def check_owner(folder: Path, owner: Owner) -> None:
     """
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return  # a link, which ``read`` refuses
-    for path in chain((folder,), _inside(folder)):  # its owner first: it may be closed to us
+    for path in chain(
+        (folder,), _iterate_directory(folder)
+    ):  # its owner first: it may be closed to us
         status = path.lstat()
         if not owner.owns(status):
             raise InsecurePathError(
@@ -302,7 +304,7 @@ def check_owner(folder: Path, owner: Owner) -> None:
             )
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def _iterate_directory(folder: Path) -> Iterator[Path]:
     yield from folder.iterdir()
 
 
@@ -355,7 +357,7 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _measure(path: Path) -> FileEntry:
+def _sync_and_hash(path: Path) -> FileEntry:
     digest = hashlib.sha256()
     with open(_open(path), "rb", buffering=0) as file:
         os.fsync(file.fileno())
@@ -386,10 +388,10 @@ def _open(path: Path) -> int:
 
 def _is_signed(body: dict[str, Any], key: bytes) -> bool:
     mac = body.get("mac")
-    return bool(key) and isinstance(mac, str) and hmac.compare_digest(mac, _mac(body, key))
+    return bool(key) and isinstance(mac, str) and hmac.compare_digest(mac, _manifest_mac(body, key))
 
 
-def _mac(body: dict[str, Any], key: bytes) -> str:
+def _manifest_mac(body: dict[str, Any], key: bytes) -> str:
     unsigned = msgspec.json.encode(body | {"mac": "", "checksum": ""})
     return mac_of(key, b"checkpoint", unsigned)
 

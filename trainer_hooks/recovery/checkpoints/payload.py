@@ -145,11 +145,11 @@ class _OwnFiles(FileSystem):
             yield stream
 
 
-def _unpickled(raw: bytes) -> Any:
+def _unpickle_metadata(raw: bytes) -> Any:
     return _MetadataUnpickler(io.BytesIO(raw)).load()
 
 
-_remembered = functools.lru_cache(maxsize=1)(_unpickled)
+_remembered = functools.lru_cache(maxsize=1)(_unpickle_metadata)
 """The same, for one load of a checkpoint, which reads the same bytes several times."""
 
 
@@ -162,7 +162,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         path = folder / ".metadata"
         raw = read_own(path, owner=Owner.from_directory(folder), max_bytes=_MAX_METADATA_BYTES)
-        metadata = (_remembered if len(raw) <= _MAX_REMEMBERED_BYTES else _unpickled)(raw)
+        metadata = (_remembered if len(raw) <= _MAX_REMEMBERED_BYTES else _unpickle_metadata)(raw)
     except CheckpointCorruptError:
         raise
     except Exception as error:  # any error of an unpickler about bytes that are not a pickle
@@ -315,9 +315,9 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
     Raises:
         CheckpointError: a part contains objects other than plain values or tensors.
     """
-    raw = _saved({"host": host, "meta": dict(meta)})
+    raw = _save_to_bytes({"host": host, "meta": dict(meta)})
     try:
-        _loaded(raw)
+        _load_from_bytes(raw)
     except pickle.UnpicklingError as error:
         parts = {
             **{k: v for k, v in host.items() if k != "extra"},
@@ -325,7 +325,7 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
             "meta": meta,
         }
         raise CheckpointError(
-            f"the state of {', '.join(_unreadable(parts))} contains objects other than plain "
+            f"the state of {', '.join(_unreadable_parts(parts))} contains objects other than plain "
             "values and tensors",
             hint="state_dict() must return only numbers, strings, lists, dicts and tensors",
         ) from error
@@ -334,23 +334,23 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
 
 def unpack_host(packed: Tensor) -> tuple[HostState, dict[str, Any]]:
     """Return (host state, meta) from the result of ``pack_host``; runs no code in it."""
-    both = _loaded(packed.numpy().tobytes())
+    both = _load_from_bytes(packed.numpy().tobytes())
     return both["host"], both["meta"]
 
 
-def _unreadable(parts: Mapping[str, Any]) -> Iterator[str]:
+def _unreadable_parts(parts: Mapping[str, Any]) -> Iterator[str]:
     for name, part in parts.items():
         try:
-            _loaded(_saved(part))
+            _load_from_bytes(_save_to_bytes(part))
         except pickle.UnpicklingError:
             yield repr(name)
 
 
-def _saved(value: Any) -> bytes:
+def _save_to_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _loaded(raw: bytes) -> Any:
+def _load_from_bytes(raw: bytes) -> Any:
     return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)

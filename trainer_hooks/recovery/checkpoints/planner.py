@@ -113,7 +113,9 @@ class BoxReader(DefaultLoadPlanner):
         by_name: dict[str, list[Box]] = defaultdict(list)
         for box in self._boxes.values():
             by_name[box.name].append(box)
-        return LoadPlan([item for name in by_name for item in self._reads(name, by_name[name])])
+        return LoadPlan(
+            [item for name in by_name for item in self._read_items(name, by_name[name])]
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the target memory of a stored box, or of a part of it."""
@@ -124,7 +126,7 @@ class BoxReader(DefaultLoadPlanner):
             target = target.narrow(dim, start, size)
         return target
 
-    def _reads(self, name: str, boxes: list[Box]) -> list[ReadItem]:
+    def _read_items(self, name: str, boxes: list[Box]) -> list[ReadItem]:
         assert self.metadata is not None
         stored: Any = self.metadata.state_dict_metadata[name]
         items = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])

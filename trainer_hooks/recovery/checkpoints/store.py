@@ -32,7 +32,7 @@ from trainvitals.records import CheckpointChanged
 # ----------------------------------------------------------------------- background jobs
 
 
-class Background:
+class CheckpointThread:
     """Runs jobs one after another in the background; a job handles its own errors.
 
     Its caller bounds the queue: a save holds a slot of the snapshots, and each start has one mark.
@@ -108,7 +108,7 @@ class CheckpointStore:
         self._agree = Agreement(ranks)
         tensors = state.held(rank=ranks.rank, world_size=ranks.world_size)
         self._layout = Layout(tensors, state.split_optimizers)
-        self._background = Background("vitals-save")
+        self._background = CheckpointThread("vitals-save")
         self.num_saved = 0
         self.num_failed = 0
 
@@ -148,7 +148,7 @@ class CheckpointStore:
         try:
             self._save(snapshot)
         except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
-            self._failed(snapshot, error)
+            self._discard_failed_save(snapshot, error)
         finally:
             snapshot.release()
 
@@ -193,9 +193,9 @@ class CheckpointStore:
     def _mark(self, name: str, snapshot: Snapshot) -> None:
         """Mark the state of an existing checkpoint; a failure leaves it unchanged."""
         if self._is_rank0:
-            self._marked(name, lambda of: self._write_marks(of, snapshot))
+            self._try_mark(name, lambda of: self._write_marks(of, snapshot))
 
-    def _marked(self, name: str, mark: Callable[[str], None]) -> None:
+    def _try_mark(self, name: str, mark: Callable[[str], None]) -> None:
         problem = caught(lambda: mark(name))
         if problem is not None:
             self.num_failed += 1
@@ -223,7 +223,9 @@ class CheckpointStore:
         for key, tensor in snapshot.tensors().items():
             shard = self._layout.find_writable(key, tuple(tensor.shape))
             for box in (
-                [Box.all_of(rank_prefix + key, tensor)] if shard is None else _pieces(shard, tensor)
+                [Box.all_of(rank_prefix + key, tensor)]
+                if shard is None
+                else _shard_boxes(shard, tensor)
             ):
                 for part in _small(box):
                     if not alone or shard is None or shard.writes(part.name, part.offsets):
@@ -250,9 +252,9 @@ class CheckpointStore:
             raise CheckpointCorruptError(f"{key} is not finite")
 
     def _publish(self, snapshot: Snapshot, size: int, files: dict[str, FileEntry]) -> None:
-        self.folder.publish(self._manifest(snapshot, size, files))
+        self.folder.publish(self._build_manifest(snapshot, size, files))
 
-    def _manifest(
+    def _build_manifest(
         self, snapshot: Snapshot, size: int = 0, files: dict[str, FileEntry] | None = None
     ) -> Manifest:
         return Manifest(
@@ -270,7 +272,7 @@ class CheckpointStore:
             files=files or {},
         )
 
-    def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
+    def _discard_failed_save(self, snapshot: Snapshot, error: BaseException) -> None:
         self._tell_failure(snapshot, error)
         if self._is_rank0:
             self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
@@ -294,7 +296,7 @@ class CheckpointStore:
             boxes = list(self._boxes(snapshot, alone=True))
             for box in boxes:
                 self._check_finite(box.name, box.tensor)
-            content = self._manifest(snapshot)
+            content = self._build_manifest(snapshot)
             emergency_save.write_part(
                 self.folder.path,
                 content,
@@ -312,7 +314,7 @@ class CheckpointStore:
 
     def mark_healthy(self, checkpoint_id: str) -> None:
         """Start recording that a verified checkpoint was proven healthy. Rank 0 only."""
-        self._background.add(lambda: self._marked(checkpoint_id, self.folder.mark_healthy))
+        self._background.add(lambda: self._try_mark(checkpoint_id, self.folder.mark_healthy))
 
     def take_changes(self) -> list[CheckpointChanged]:
         """Return the changes since the last call, for the events stream; call after each step."""
@@ -386,7 +388,7 @@ class CheckpointStore:
             self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
             raise
         restored: list[Restored] = []
-        self._agree.on_all(lambda: restored.append(self._apply(checkpoint_id)))
+        self._agree.on_all(lambda: restored.append(self._restore_checkpoint(checkpoint_id)))
         return restored[0]
 
     def loadable_refs(self) -> tuple[CheckpointRef, ...]:
@@ -415,7 +417,7 @@ class CheckpointStore:
             )
         return None
 
-    def _apply(self, checkpoint_id: str) -> Restored:
+    def _restore_checkpoint(self, checkpoint_id: str) -> Restored:
         folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
         stored, saved_by = payload.specs(folder), manifests.read(folder).world_size
@@ -484,7 +486,7 @@ class CheckpointStore:
         for key, spec in specs.items():
             tensor = self._layout.find(key, spec.shape)
             whole = [Box.all_of(key, live[key])]
-            boxes = whole if tensor is None else list(_pieces(tensor, live[key]))
+            boxes = whole if tensor is None else list(_shard_boxes(tensor, live[key]))
             boxes = [box._replace(name=names[box.name]) for box in boxes if box.name in names]
             if sum(box.tensor.numel() for box in boxes) < live[key].numel():
                 live[key].zero_()
@@ -500,7 +502,7 @@ class CheckpointStore:
         return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
 
 
-def _pieces(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
+def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
     for piece in shard.pieces:
         yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 

@@ -121,14 +121,14 @@ class LayerOutlierWatcher(Watcher):
         """Whether a reported condition still holds."""
         return self._episode.on
 
-    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
         raise NotImplementedError
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         if not merged.layers:
             return ()
-        numbers = self._numbers(merged.layers)
+        numbers = self._layer_values(merged.layers)
         courses, warm_up = self._courses, self._config.warm_up
         departures: list[tuple[str, LayerTrend, float]] = []
         moved: list[float] = []
@@ -156,23 +156,23 @@ class LayerOutlierWatcher(Watcher):
             ):
                 outliers.append((relative, layer))
                 course.center += rate * common
-                self._doubt(course, away)
+                self._extend_streak(course, away)
             else:
                 course.streak = 0
                 course.push(common, relative, rate)
-        return self._tell(merged.step, numbers, outliers) if enough else ()
+        return self._report_outliers(merged.step, numbers, outliers) if enough else ()
 
     def _stands_out(self, course: LayerTrend, deviation: float) -> bool:
         """Return whether a value above the weak ratio also exceeds this layer's own noise."""
         sigma = _SIGMA_PER_MEAN_DEVIATION * max(course.spread, _LEAST_SPREAD)
         return deviation > self._config.sigmas * sigma
 
-    def _doubt(self, course: LayerTrend, away: float) -> None:
+    def _extend_streak(self, course: LayerTrend, away: float) -> None:
         course.streak += 1
         if course.streak > self._config.accept_after:
             course.restart_at(course.center + away)
 
-    def _tell(
+    def _report_outliers(
         self, step: int, numbers: Mapping[str, float], outliers: list[tuple[float, str]]
     ) -> tuple[Finding, ...]:
         total = math.hypot(*numbers.values())
@@ -181,19 +181,20 @@ class LayerOutlierWatcher(Watcher):
             (excess, layer)
             for excess, layer in outliers
             if (excess > strong or self._courses[layer].streak >= self._config.persistence)
-            and numbers[layer] >= self._least(total)
+            and numbers[layer] >= self._min_value(total)
         ]
         if not self._episode.begins(bool(confirmed)):
             return ()
         excess, layer = max(confirmed)
         course = self._courses[layer]
         others = f"; {len(confirmed) - 1} more layers are unusual" if len(confirmed) > 1 else ""
-        usual = _exp(course.center)
+        usual = _clamped_exp(course.center)
         return (
             advisory_finding(
                 self.name,
                 step,
-                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: {_exp(excess):.3g}x its "
+                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: "
+                f"{_clamped_exp(excess):.3g}x its "
                 f"usual {usual:.4g}, after dividing out what all {len(numbers)} layers "
                 f"share{others}",
                 value=numbers[layer],
@@ -201,7 +202,7 @@ class LayerOutlierWatcher(Watcher):
             ),
         )
 
-    def _least(self, total: float) -> float:
+    def _min_value(self, total: float) -> float:
         return self._config.least_share * total
 
 
@@ -236,7 +237,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
         reason = (
             f"the gradient of layer {layer} is exactly 0 since step {int(course.level)}, usually "
-            f"{_exp(course.center):.4g}: the layer no longer learns{others}"
+            f"{_clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
         zero = advisory_finding(
             self.name, merged.step, reason, value=0.0, onset_step=int(course.level)
@@ -258,7 +259,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         course.streak -= 1
         return course.streak == -self._config.persistence
 
-    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         return {
             layer: value
             for layer, columns in layers.items()
@@ -277,10 +278,10 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
     name = "update_ratio"
     label = "the ratio of update norm to weight norm"
 
-    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}
 
-    def _least(self, total: float) -> float:
+    def _min_value(self, total: float) -> float:
         return 0.0  # a ratio is not a share of a total
 
 
@@ -402,9 +403,14 @@ class ActivationWatcher(Watcher):
                     fallen.append((-growth, layer, value))
         if not is_judged:
             return ()
-        return (*self._grew(merged.step, grown), *self._collapsed(merged.step, fallen, dead))
+        return (
+            *self._growth_findings(merged.step, grown),
+            *self._collapse_findings(merged.step, fallen, dead),
+        )
 
-    def _grew(self, step: int, grown: list[tuple[float, str, str, float]]) -> tuple[Finding, ...]:
+    def _growth_findings(
+        self, step: int, grown: list[tuple[float, str, str, float]]
+    ) -> tuple[Finding, ...]:
         if not self._episode.begins(bool(grown)):
             return ()
         growth, label, layer, value = max(grown)
@@ -414,14 +420,15 @@ class ActivationWatcher(Watcher):
             advisory_finding(
                 self.name,
                 step,
-                f"the output of {layer} has a {label} of {value:.4g}, {_exp(growth):.3g}x the "
-                f"{value / _exp(growth):.4g} after warm-up{others}",
+                f"the output of {layer} has a {label} of {value:.4g}, "
+                f"{_clamped_exp(growth):.3g}x the "
+                f"{value / _clamped_exp(growth):.4g} after warm-up{others}",
                 value=value,
-                limit=value * _exp(limits[label] - growth),
+                limit=value * _clamped_exp(limits[label] - growth),
             ),
         )
 
-    def _collapsed(
+    def _collapse_findings(
         self,
         step: int,
         fallen: list[tuple[float, str, float]],
@@ -448,9 +455,10 @@ class ActivationWatcher(Watcher):
                 ),
             )
         fall, layer, value = max(fallen)
-        level = value * _exp(fall)
+        level = value * _clamped_exp(fall)
         reason = (
-            f"the output of {layer} has a root mean square of {value:.4g}, a {_exp(fall):.3g}th of "
+            f"the output of {layer} has a root mean square of {value:.4g}, a "
+            f"{_clamped_exp(fall):.3g}th of "
             f"the {level:.4g} after warm-up{others}"
         )
         return (
@@ -524,5 +532,5 @@ class ActivationWatcher(Watcher):
         return growth
 
 
-def _exp(value: float) -> float:
+def _clamped_exp(value: float) -> float:
     return math.exp(max(-700.0, min(700.0, value)))

@@ -147,7 +147,7 @@ class MemoryCreepWatcher(Watcher):
                 leaks += creeping
         if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
             return ()
-        return (self._finding(merged.step, *min(leaks)),)
+        return (self._creep_finding(merged.step, *min(leaks)),)
 
     def _creeping(
         self, merged: MergedStep, floors: list[list[float]], length: int
@@ -171,7 +171,7 @@ class MemoryCreepWatcher(Watcher):
                 leaks.append((max(0.0, steps_to_full), rank, slope, merged.step - num * length + 1))
         return leaks
 
-    def _finding(
+    def _creep_finding(
         self, step: int, steps_to_full: float, rank: int, slope: float, onset: int
     ) -> Finding:
         return advisory_finding(

@@ -95,7 +95,7 @@ class GpuThrottleWatcher(NodeWatcher):
         self._config = config or ThrottleConfig()
         self._gpus: dict[tuple[str, str], _Clocks] = {}
 
-    def _new(self) -> _Clocks:
+    def _new_gpu_state(self) -> _Clocks:
         return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
@@ -105,10 +105,14 @@ class GpuThrottleWatcher(NodeWatcher):
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
                 continue
-            clocks = _of(self._gpus, (sample.node, uuid), self._new)
+            clocks = _of(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
-                text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
-                cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
+                text = f"{_format_gpu(sample, uuid)} {reason}{_shown(columns)}"
+                cause = (
+                    "gpu_power_cap"
+                    if mask & POWER_CAP and not mask & _SLOWED
+                    else _throttle_cause(mask)
+                )
                 clock = number(columns.get("sm_clock_hertz"))
                 findings.append(
                     advisory_finding(self.name, sample.step, text, cause=cause, value=clock)
@@ -138,7 +142,7 @@ class GpuThrottleWatcher(NodeWatcher):
         begins_hot = clocks.slowed.begins(clocks.hot >= config.samples)
         begins_cap = clocks.cap.begins(clocks.capped >= config.cap_samples)
         if begins_hot:
-            return _WORDS[_cause(mask)]
+            return _WORDS[_throttle_cause(mask)]
         return _CAPPED if begins_cap else ""
 
 
@@ -158,7 +162,7 @@ _WORDS = {
 }
 
 
-def _cause(mask: int) -> str:
+def _throttle_cause(mask: int) -> str:
     if mask & (SOFTWARE_HEAT | HARDWARE_HEAT):
         return "gpu_thermal"
     return "gpu_power_brake" if mask & POWER_BRAKE else "gpu_slowdown"
@@ -213,18 +217,18 @@ class GpuErrorWatcher(NodeWatcher):
         self._config = config or GpuErrorConfig()
         self._gpus: dict[tuple[str, str], _Errors] = {}
 
-    def _new(self) -> _Errors:
+    def _new_gpu_state(self) -> _Errors:
         return _Errors(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Add one sample; the samples of a node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            gpu_errors = _of(self._gpus, (sample.node, uuid), self._new)
+            gpu_errors = _of(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if gpu_errors is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
-                findings += self._uncorrected(sample, uuid, gpu_errors, count)
+                findings += self._uncorrected_findings(sample, uuid, gpu_errors, count)
             if (count := _count(columns.get("ecc_corrected_errors"))) >= 0:
                 findings += self._corrected(sample, uuid, gpu_errors, count)
             code = _count(columns.get("last_xid"))
@@ -234,7 +238,7 @@ class GpuErrorWatcher(NodeWatcher):
                 gpu_errors.xid = 0  # the GPU responds without a code: later codes are new
         return tuple(findings)
 
-    def _uncorrected(
+    def _uncorrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
         new = count - gpu_errors.uncorrected if gpu_errors.uncorrected >= 0 else 0
@@ -242,7 +246,7 @@ class GpuErrorWatcher(NodeWatcher):
         if not gpu_errors.ecc.begins(new > 0):
             return ()
         errors = humanize_count(new, "uncorrected memory error")
-        text = f"{_gpu(sample, uuid)} had {errors}: its data was lost"
+        text = f"{_format_gpu(sample, uuid)} had {errors}: its data was lost"
         return (
             advisory_finding(
                 self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new
@@ -261,7 +265,7 @@ class GpuErrorWatcher(NodeWatcher):
         if not gpu_errors.many.begins(new >= config.corrected):
             return ()
         seconds = humanize(config.corrected_seconds, "seconds")
-        text = f"{_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
+        text = f"{_format_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
         return (
             advisory_finding(
                 self.name,
@@ -283,7 +287,7 @@ class GpuErrorWatcher(NodeWatcher):
             return ()
         is_fatal = code in FATAL_XIDS
         meaning = FATAL_XIDS.get(code) or XIDS.get(code) or "see NVIDIA's catalogue"
-        text = f"{_gpu(sample, uuid)} reported Xid {code}: {meaning}"
+        text = f"{_format_gpu(sample, uuid)} reported Xid {code}: {meaning}"
         if is_fatal:
             text += "; reset the GPU or drain the node"
         return (
@@ -349,7 +353,7 @@ class GpuLostWatcher(NodeWatcher):
             return (advisory_finding(self.name, sample.step, text, value=float(len(lost))),)
         message = "stopped responding: it may have fallen off the bus"
         return tuple(
-            advisory_finding(self.name, sample.step, f"{_gpu(sample, uuid)} {message}")
+            advisory_finding(self.name, sample.step, f"{_format_gpu(sample, uuid)} {message}")
             for uuid in lost
         )
 
@@ -367,5 +371,5 @@ def _count(value: Value) -> int:
     return value if isinstance(value, int) and value >= 0 else -1
 
 
-def _gpu(sample: NodeSample, uuid: str) -> str:
+def _format_gpu(sample: NodeSample, uuid: str) -> str:
     return f"GPU {uuid} of node {sample.node}"

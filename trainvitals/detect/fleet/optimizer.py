@@ -115,9 +115,9 @@ class LearningRateWatcher(Watcher):
             )
         if rate is None or is_bad:
             return ()
-        return self._check(merged, rate)
+        return self._check_rate(merged, rate)
 
-    def _check(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
+    def _check_rate(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
         findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
         last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
@@ -125,7 +125,7 @@ class LearningRateWatcher(Watcher):
         if self._jumps.begins(is_jump) and last is not None:
             findings.append(self._told_jump(merged.step, last, rate))
         if not is_jump:  # a lasting jump becomes normal in the next step
-            self._follow(rate)
+            self._track_peak(rate)
             self._remember(merged.step, rate)
         findings.extend(self._stuck(merged, rate))
         self._last = rate
@@ -152,7 +152,7 @@ class LearningRateWatcher(Watcher):
             return False
         return rate > max(config.max_rise * last, 1.02 * peak)
 
-    def _follow(self, rate: float) -> None:
+    def _track_peak(self, rate: float) -> None:
         if rate > self._peak:
             self._peak, self._rows_since_peak = rate, 0
             return
@@ -335,7 +335,7 @@ class LossScaleWatcher(Watcher):
         scale = number(merged.run.get("loss_scale"))
         if scale is None:
             return ()
-        overflowed = self._overflowed(merged, scale)
+        overflowed = self._has_overflowed(merged, scale)
         if overflowed and not self._in_row:
             self._before = scale if self._scale is None else max(scale, self._scale)
         self._scale = scale
@@ -345,9 +345,9 @@ class LossScaleWatcher(Watcher):
             self._is_settled, self._rows, self._bits = True, 0, 0
         self._bits = (self._bits << 1 | overflowed) & _ALL
         self._rows = min(self._rows + 1, _WINDOW)
-        return self._found(merged.step, scale)
+        return self._loss_scale_findings(merged.step, scale)
 
-    def _overflowed(self, merged: MergedStep, scale: float) -> bool:
+    def _has_overflowed(self, merged: MergedStep, scale: float) -> bool:
         verdict = merged.run.get("verdict")
         if isinstance(verdict, int):
             return bool(verdict & OVERFLOW)
@@ -357,7 +357,7 @@ class LossScaleWatcher(Watcher):
             return before is not None and count > before
         return self._scale is not None and scale < 0.6 * self._scale
 
-    def _found(self, step: int, scale: float) -> tuple[Finding, ...]:
+    def _loss_scale_findings(self, step: int, scale: float) -> tuple[Finding, ...]:
         config, findings = self._config, []
         if self._low.begins(scale < config.min_scale):
             findings.append(

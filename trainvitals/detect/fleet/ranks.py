@@ -98,7 +98,7 @@ class DataBoundWatcher(Watcher):
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        self._drop()
+        self._clear_block()
         self._stalled.clear()
 
     def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
@@ -127,7 +127,7 @@ class DataBoundWatcher(Watcher):
             ),
         )
 
-    def _drop(self) -> None:
+    def _clear_block(self) -> None:
         self._waits.clear()
         self._durations.clear()
         self._of_rank.clear()
@@ -144,7 +144,7 @@ class DataBoundWatcher(Watcher):
         if len(self._waits) < self._config.block:
             return stall
         finding = self._block_ended(merged.step)
-        self._drop()
+        self._clear_block()
         return finding or stall
 
     def _add(self, waits: Sequence[float], ranks: Sequence[int], duration: float) -> None:
@@ -263,9 +263,9 @@ class RankLossWatcher(Watcher):
         limit = max(least, min(sigma, self._config.most * size))
         if not self._counts and ordered[-1] <= middle + limit and ordered[0] >= middle - limit:
             return ()
-        return self._counted(merged, losses, ranks, middle, limit)
+        return self._update_counts(merged, losses, ranks, middle, limit)
 
-    def _counted(
+    def _update_counts(
         self,
         merged: MergedStep,
         losses: Sequence[float],
@@ -281,22 +281,22 @@ class RankLossWatcher(Watcher):
         }
         present = set(ranks)
         for rank in [rank for rank in self._counts if rank not in off and rank in present]:
-            self._ease(rank)
+            self._decrease_count(rank)
         findings = []
         for rank, loss in off.items():
             side = 1 if loss > high else -1
             count, since = self._counts.get(rank, (0, merged.step))
             if count * side < 0:
-                self._ease(rank)
+                self._decrease_count(rank)
                 continue
             count = min(abs(count) + 1, 2 * self._config.steps) * side
             self._counts[rank] = (count, since)
             if abs(count) >= self._config.steps and rank not in self._told:
                 self._told.add(rank)
-                findings.append(self._tell(merged.step, rank, loss, middle, since))
+                findings.append(self._rank_loss_finding(merged.step, rank, loss, middle, since))
         return tuple(findings)
 
-    def _ease(self, rank: int) -> None:
+    def _decrease_count(self, rank: int) -> None:
         count, since = self._counts[rank]
         if abs(count) <= 5:
             del self._counts[rank]
@@ -304,7 +304,9 @@ class RankLossWatcher(Watcher):
         else:
             self._counts[rank] = (count - 5 if count > 0 else count + 5, since)
 
-    def _tell(self, step: int, rank: int, loss: float, middle: float, since: int) -> Finding:
+    def _rank_loss_finding(
+        self, step: int, rank: int, loss: float, middle: float, since: int
+    ) -> Finding:
         side = "above" if loss > middle else "below"
         return advisory_finding(
             self.name,

@@ -154,7 +154,7 @@ class FleetDetectors(Stateful):
                 findings += map(self._with_gpu, of_watcher)
         self._last, self._is_stalled = (merged.step, merged.time_unix_ns), False
         if self._interval is not None:
-            findings += self._overdue(merged.step)
+            findings += self._overdue_findings(merged.step)
         return tuple(findings)
 
     def _with_gpu(self, finding: Finding) -> Finding:
@@ -211,7 +211,7 @@ class FleetDetectors(Stateful):
         self._interval = usual_interval(self._checkpoints)
         self._is_overdue = False
 
-    def _overdue(self, step: int) -> tuple[Finding, ...]:
+    def _overdue_findings(self, step: int) -> tuple[Finding, ...]:
         if self._is_overdue:
             return ()
         finding = checkpoint_overdue(

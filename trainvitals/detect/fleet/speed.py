@@ -212,7 +212,7 @@ class ThroughputWatcher(Watcher):
             return ()
         cost = upper_median(self._block)
         self._block.clear()
-        return self._measured(merged.step, cost)
+        return self._check_block_cost(merged.step, cost)
 
     def _start_anew(self, *, per_token: bool, world_size: int) -> None:
         """Discard the reference: the measure, or the number of ranks, has changed."""
@@ -221,7 +221,7 @@ class ThroughputWatcher(Watcher):
         self._blocks.clear()
         self._best, self._low_blocks = None, 0
 
-    def _measured(self, step: int, cost: float) -> tuple[Finding, ...]:
+    def _check_block_cost(self, step: int, cost: float) -> tuple[Finding, ...]:
         config, best = self._config, self._best
         allowed = max(-math.log1p(-config.fall), config.sigmas * self._noise)
         is_low = best is not None and cost > best + allowed
@@ -229,16 +229,16 @@ class ThroughputWatcher(Watcher):
             self._onset = self._block_start
         self._low_blocks = self._low_blocks + 1 if is_low else 0
         if not is_low:
-            self._learn(cost)
+            self._update_best(cost)
         if best is None:
             return ()
         is_present = self._low_blocks >= config.persistence
         begins = self._episode.begins(is_present) if is_present or not is_low else False
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
-        return (self._finding(step, cost, best, allowed),) if begins else ()
+        return (self._slowdown_finding(step, cost, best, allowed),) if begins else ()
 
-    def _learn(self, cost: float) -> None:
+    def _update_best(self, cost: float) -> None:
         self._blocks = [*self._blocks, cost][-self._config.blocks :]
         if len(self._blocks) < _LEAST_BLOCKS:
             return
@@ -247,10 +247,10 @@ class ThroughputWatcher(Watcher):
             self._best = course
             self._noise = SIGMA_PER_MAD * upper_median([abs(b - course) for b in self._blocks])
 
-    def _finding(self, step: int, cost: float, best: float, allowed: float) -> Finding:
-        part, num = _exp(best - cost), self._low_blocks * self._config.block
+    def _slowdown_finding(self, step: int, cost: float, best: float, allowed: float) -> Finding:
+        part, num = _clamped_exp(best - cost), self._low_blocks * self._config.block
         for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
-        now, was, limit = _exp(-cost), _exp(-best), _exp(-best - allowed)
+        now, was, limit = _clamped_exp(-cost), _clamped_exp(-best), _clamped_exp(-best - allowed)
         if self._per_token:
             reason = (
                 f"throughput fell to {humanize(now, 'tokens')} tokens/s, {part:.0%} of the "
@@ -258,15 +258,16 @@ class ThroughputWatcher(Watcher):
             )
         else:
             reason = (
-                f"steps take {humanize_seconds(_exp(cost))}, {_exp(cost - best):.3g}x the run's "
-                f"best ({humanize_seconds(_exp(best))}), {for_steps}"
+                f"steps take {humanize_seconds(_clamped_exp(cost))}, "
+                f"{_clamped_exp(cost - best):.3g}x the run's "
+                f"best ({humanize_seconds(_clamped_exp(best))}), {for_steps}"
             )
         return advisory_finding(
             self.name, step, reason, value=now, limit=limit, onset_step=self._onset
         )
 
 
-def _exp(value: float) -> float:
+def _clamped_exp(value: float) -> float:
     return math.exp(max(-700.0, min(700.0, value)))
 
 

@@ -164,7 +164,7 @@ class StragglerWatcher(Watcher):
             is_periodic = courses[rank].num_late < self._config.steps
             self._told[rank] = (0, int(is_periodic), _index(_cause(courses[rank].late)), 0)
         worst = max(fresh, key=lambda rank: courses[rank].share)
-        return (self._tell(merged, courses[worst], [r for r in fresh if r != worst]),)
+        return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
 
     def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
         """Remove reported ranks that have been in time for long: they can be reported again."""
@@ -221,7 +221,9 @@ class StragglerWatcher(Watcher):
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
-    def _tell(self, merged: MergedStep, course: _RankLateness, more: Sequence[int]) -> Finding:
+    def _straggler_finding(
+        self, merged: MergedStep, course: _RankLateness, more: Sequence[int]
+    ) -> Finding:
         late = course.late
         seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
         period = course.period(self._config.hits)

@@ -107,7 +107,8 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
         annotations=reader.ask(AnnotationsQuestion(run_id=run_id)),
         all_incidents=everything,
         incidents=tuple(
-            _around(reader, detail, incident, queries) for incident in detailed_incidents
+            _query_incident_facts(reader, detail, incident, queries)
+            for incident in detailed_incidents
         ),
         missing=tuple(queries.missing),
     )
@@ -131,7 +132,7 @@ def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[Inc
     )
 
 
-def _around(
+def _query_incident_facts(
     reader: Reader, detail: RunDetail, incident: IncidentView, queries: _ReportQueries
 ) -> IncidentFacts:
     run_id = detail.summary.run_id

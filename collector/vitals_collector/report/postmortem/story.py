@@ -38,24 +38,25 @@ def report_blocks(facts: ReportData) -> list[Block]:
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
     return [
-        Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
+        Heading(1, f"Post-mortem of {_truncate_title(summary.name or summary.run_id)}"),
         Paragraph(_in_short(facts)),
-        *_incidents(facts),
+        *_incident_list_section(facts),
         *chain.from_iterable(
-            _incident(incident_facts, curve_marks, ordinals) for incident_facts in facts.incidents
+            _incident_section(incident_facts, curve_marks, ordinals)
+            for incident_facts in facts.incidents
         ),
         Heading(2, "The run"),
-        TableBlock(("what", "value"), _about(facts)),
+        TableBlock(("what", "value"), _run_fact_rows(facts)),
         *(Plot(curve, curve_marks, spans) for curve in facts.curves),
-        *_decisions(facts),
-        *_timeline(facts),
-        *_checkpoints(facts),
-        *_settings(facts),
-        *_end(facts),
+        *_decisions_section(facts),
+        *_timeline_section(facts),
+        *_checkpoints_section(facts),
+        *_settings_section(facts),
+        *_closing_section(facts),
     ]
 
 
-def _short(name: str) -> str:
+def _truncate_title(name: str) -> str:
     return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
 
 
@@ -72,13 +73,13 @@ def _in_short(facts: ReportData) -> str:
     return f"{text}. {cost(lost, summary.world_size)}"
 
 
-def _about(facts: ReportData) -> list[Row]:
+def _run_fact_rows(facts: ReportData) -> list[Row]:
     rows = run_facts(facts.detail, facts.ledger)
     named = [(name, "not measured" if value is None else value) for name, value in rows]
     return [row for row in named if row[1] != ""]
 
 
-def _incidents(facts: ReportData) -> Iterator[Block]:
+def _incident_list_section(facts: ReportData) -> Iterator[Block]:
     if not facts.all_incidents:
         return
     yield Heading(2, "Incidents")
@@ -91,7 +92,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
                 incident.verdict.cause,
                 incident.verdict.action,
                 SEVERITY_WORDS[incident.severity],
-                _steps(incident),
+                _step_range_text(incident),
                 format_time(incident.started_unix_ns),
                 "open" if incident.is_open else "resolved",
                 humanize_count(incident.cost_steps, "step"),
@@ -106,7 +107,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
         )
 
 
-def _steps(incident: IncidentView) -> str:
+def _step_range_text(incident: IncidentView) -> str:
     alone = incident.onset_step == incident.last_step
     return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
 
@@ -115,7 +116,7 @@ def _left_out(num: int, what: str) -> list[Block]:
     return [Paragraph(f"and {num} more {what}")] if num > 0 else []
 
 
-def _incident(
+def _incident_section(
     incident_facts: IncidentFacts, curve_marks: Sequence[CurveMark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
     incident = incident_facts.incident
@@ -134,23 +135,23 @@ def _incident(
         yield TableBlock(
             header,
             [
-                (m.row, m.metric, m.before, _peak(m.peak), m.peak_step, _score(m))
+                (m.row, m.metric, m.before, _peak_cell(m.peak), m.peak_step, _score_cell(m))
                 for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _evidence(incident)
+    yield from _evidence_section(incident)
     yield from _of_time(incident, ordinals)
 
 
-def _peak(peak: float | None) -> object:
+def _peak_cell(peak: float | None) -> object:
     return "not finite" if peak is None else peak
 
 
-def _score(mover: MoverView) -> float | None:
+def _score_cell(mover: MoverView) -> float | None:
     return None if mover.peak is None else round(mover.score, 1)
 
 
-def _evidence(incident: IncidentView) -> Iterator[Block]:
+def _evidence_section(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Actions and their evidence")
         yield decision_table(incident.decisions[:MAX_LINES])
@@ -206,7 +207,7 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
         yield from _left_out(len(incident.data) - MAX_LINES, "batches")
 
 
-def _decisions(facts: ReportData) -> Iterator[Block]:
+def _decisions_section(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "All actions")
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
@@ -215,7 +216,7 @@ def _decisions(facts: ReportData) -> Iterator[Block]:
     yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
-def _timeline(facts: ReportData) -> Iterator[Block]:
+def _timeline_section(facts: ReportData) -> Iterator[Block]:
     rows: list[tuple[int, str, int, str]] = [
         (e.time_unix_ns, e.source, e.step, e.text) for e in facts.events
     ]
@@ -241,7 +242,7 @@ def _timeline(facts: ReportData) -> Iterator[Block]:
     yield TableBlock(("time", "source", "step", "message"), shown)
 
 
-def _checkpoints(facts: ReportData) -> Iterator[Block]:
+def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
     if not facts.checkpoints:
         return
     yield Heading(2, "Checkpoints")
@@ -249,7 +250,7 @@ def _checkpoints(facts: ReportData) -> Iterator[Block]:
     yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
-def _settings(facts: ReportData) -> Iterator[Block]:
+def _settings_section(facts: ReportData) -> Iterator[Block]:
     info = facts.detail.info
     if info.config:
         yield Heading(2, "Configuration")
@@ -266,7 +267,7 @@ def _settings(facts: ReportData) -> Iterator[Block]:
         yield TableBlock(("setting", "value"), judged[:MAX_LINES])
 
 
-def _end(facts: ReportData) -> Iterator[Block]:
+def _closing_section(facts: ReportData) -> Iterator[Block]:
     if facts.missing:
         yield Heading(2, "Not in this report")
         for missing in facts.missing:

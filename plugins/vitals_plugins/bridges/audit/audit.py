@@ -189,17 +189,17 @@ def _add_alarms(
             alarm.is_flat = (finding.kind, finding.detector) == ("plateau", "loss_progress")
         alarm.kinds[finding.kind] = None
         alarm.onset_step = min(alarm.onset_step, finding.onset_step, finding.step)
-        _note(alarm, index, finding.step, finding.reason)
+        _extend_alarm(alarm, index, finding.step, finding.reason)
         for raised in alerts_for_finding(finding, run_id="", loss_kind=loss_kind):
-            _worsen(alarm, raised.severity, finding.step)
+            _raise_severity(alarm, raised.severity, finding.step)
     if decision is None or decision.action == "continue":
         return
     alarm = _alarm_at(index, "numbers", alarms, decision.step, decision.step)
-    _note(alarm, index, decision.step, decision.reason)
+    _extend_alarm(alarm, index, decision.step, decision.reason)
     counts = alarm.further if alarm.has_acted else alarm.actions
     counts[decision.action] = counts.get(decision.action, 0) + 1
     for raised in alerts_for_decision(decision, run_id=""):
-        _worsen(alarm, raised.severity, decision.step)
+        _raise_severity(alarm, raised.severity, decision.step)
     if alarm.has_acted:
         return
     if decision.action in ("rollback", "halt"):
@@ -225,14 +225,14 @@ def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_ste
     return alarm
 
 
-def _note(alarm: Alarm, index: int, step: int, reason: str) -> None:
+def _extend_alarm(alarm: Alarm, index: int, step: int, reason: str) -> None:
     alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
     if len(alarm.reasons) < MAX_LINES:
         alarm.reasons.setdefault(reason, step)
 
 
-def _worsen(alarm: Alarm, severity: Severity, step: int) -> None:
+def _raise_severity(alarm: Alarm, severity: Severity, step: int) -> None:
     if not alarm.has_acted and _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
         alarm.severity = severity
         if severity == "page" and alarm.acted_step is None:
@@ -303,10 +303,10 @@ def _returns(
     if (band := _band(before)) is not None:
         low, high = band
         if alarm.is_flat:
-            return lambda logged: _loss(logged) < low
+            return lambda logged: _loss_or_nan(logged) < low
         if _COLLAPSED in alarm.kinds:
-            return lambda logged: _loss(logged) >= low
-        return lambda logged: _loss(logged) <= high and _is_finite(logged)
+            return lambda logged: _loss_or_nan(logged) >= low
+        return lambda logged: _loss_or_nan(logged) <= high and _is_finite(logged)
     if alarm.is_flat:
         return None
     # From the first records on. That it stays non-finite needs nothing to compare with.
@@ -333,7 +333,7 @@ def _at_the_end(
 
 def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
     """Return the range of the reference loss; None with too few records before."""
-    losses = [_loss(logged) for logged in before if math.isfinite(_loss(logged))]
+    losses = [_loss_or_nan(logged) for logged in before if math.isfinite(_loss_or_nan(logged))]
     if len(losses) < RECOVERY_ROWS:
         return None
     median = statistics.median(losses)
@@ -360,10 +360,10 @@ def _recovered(
 def _is_finite(logged: LoggedStep) -> bool:
     """Return whether all values of a record are finite: Trainer logs a NaN loss as 0."""
     norm = logged.grad_norm
-    return math.isfinite(_loss(logged)) and (norm is None or math.isfinite(norm))
+    return math.isfinite(_loss_or_nan(logged)) and (norm is None or math.isfinite(norm))
 
 
-def _loss(logged: LoggedStep) -> float:
+def _loss_or_nan(logged: LoggedStep) -> float:
     return math.nan if logged.loss is None else logged.loss
 
 
@@ -391,7 +391,7 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
         Heading(1, f"Audit of {title}"),
         Paragraph(_in_short(audit)),
         *_alarm_blocks(audit),
-        *_plots(audit),
+        *_plot_blocks(audit),
         *_saved(audit),
         Heading(2, "What was assumed"),
         *(Paragraph(assumption) for assumption in audit.assumptions),
@@ -402,7 +402,7 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
 
 def _in_short(audit: Audit) -> str:
     log, alarms = audit.history.steps, audit.alarms
-    text = f"{_num(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
+    text = f"{_format_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
@@ -412,12 +412,19 @@ def _in_short(audit: Audit) -> str:
         text += "Vitals would have done nothing, and told nothing."
         lacking = ", ".join(audit.lacking)
         return f"{text} That says nothing of {lacking}." if lacking else text
-    text += f"Vitals would have skipped {_num(skips, 'update')}, rolled back {_times(backs)}, "
-    text += f"stopped the run {_times(halts)}, and paged {_times(pages)}, in "
-    text += f"{_num(len(alarms), 'alarm')}. "
-    text += f"{_num(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. " if wrong else ""
+    text += (
+        f"Vitals would have skipped {_format_count(skips, 'update')}, rolled back "
+        f"{_format_times(backs)}, "
+    )
+    text += f"stopped the run {_format_times(halts)}, and paged {_format_times(pages)}, in "
+    text += f"{_format_count(len(alarms), 'alarm')}. "
+    text += (
+        f"{_format_count(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. "
+        if wrong
+        else ""
+    )
     saved = sum(alarm.saved_steps for alarm in alarms)
-    return text + (f"It would have saved about {_duration(audit, saved)}." if saved else "")
+    return text + (f"It would have saved about {_format_duration(audit, saved)}." if saved else "")
 
 
 def _alarm_blocks(audit: Audit) -> list[Block]:
@@ -433,12 +440,12 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
             ("steps", "what", "Vitals would", "severity", "in the log", "judgement"),
             [
                 (
-                    _span(alarm),
+                    _format_step_span(alarm),
                     ", ".join(alarm.kinds) or alarm.action,
-                    _would(alarm),
+                    _format_actions(alarm),
                     SEVERITY_WORDS[alarm.severity],
-                    _ended(alarm),
-                    _judgement(alarm),
+                    _ending_text(alarm),
+                    _judgement_text(alarm),
                 )
                 for alarm in shown
             ],
@@ -449,7 +456,7 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
     for alarm in shown:
         if alarm.severity == "log":
             continue
-        blocks.append(Heading(3, f"Steps {_span(alarm)}"))
+        blocks.append(Heading(3, f"Steps {_format_step_span(alarm)}"))
         reasons = list(alarm.reasons.items())
         rows = [(step, reason) for reason, step in reasons[:8]]
         blocks.append(TableBlock(("step", "what was seen"), rows))
@@ -458,27 +465,29 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
     return blocks
 
 
-def _span(alarm: Alarm) -> str:
+def _format_step_span(alarm: Alarm) -> str:
     first, last = alarm.first_step, alarm.last_step
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def _would(alarm: Alarm) -> str:
+def _format_actions(alarm: Alarm) -> str:
     parts = []
     for action, phrase in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
         if action == "skip_step" and num:
-            parts.append(f"skip {_num(num, 'update')}")
+            parts.append(f"skip {_format_count(num, 'update')}")
         elif num:
             parts.append(phrase + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
     if any(action in alarm.further for action in ("rollback", "halt")):
         backs, halts = (alarm.further.get(action, 0) for action in ("rollback", "halt"))
-        more = [f"roll back {_times(backs)} more"] * bool(backs) + ["stop the run"] * bool(halts)
+        more = [f"roll back {_format_times(backs)} more"] * bool(backs) + ["stop the run"] * bool(
+            halts
+        )
         parts.append(f"if that changed nothing: {', '.join(more)}")
     return "; ".join(parts) or "tell"
 
 
-def _ended(alarm: Alarm) -> str:
+def _ending_text(alarm: Alarm) -> str:
     match alarm.ending:
         case "recovered" if alarm.is_flat:
             return f"loss fell at step {alarm.end_step}"
@@ -495,7 +504,7 @@ def _ended(alarm: Alarm) -> str:
     return "not visible in the loss"
 
 
-def _judgement(alarm: Alarm) -> str:
+def _judgement_text(alarm: Alarm) -> str:
     if alarm.is_wrong:
         return "looks wrong: it passed by itself"
     if alarm.ending in ("not recovered", "restarted"):
@@ -507,7 +516,7 @@ def _judgement(alarm: Alarm) -> str:
     return "cannot be judged"
 
 
-def _plots(audit: Audit) -> list[Block]:
+def _plot_blocks(audit: Audit) -> list[Block]:
     grave = [alarm for alarm in audit.alarms if alarm.severity != "log"]
     spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
     log = audit.history.steps
@@ -527,8 +536,8 @@ def _saved(audit: Audit) -> list[Block]:
         return []
     rows = [
         (
-            _span(alarm),
-            _would(alarm),
+            _format_step_span(alarm),
+            _format_actions(alarm),
             "not told" if alarm.lost_steps is None else alarm.lost_steps,
             alarm.cost_steps,
             "nothing: it passed" if alarm.is_wrong else alarm.saved_steps,
@@ -551,7 +560,7 @@ def _saved(audit: Audit) -> list[Block]:
         explanation += " The log has no times, so there are no hours."
     elif not audit.gpus:
         explanation += " GPU-hours need --gpus, as no log says on how many it ran."
-    total = f"Saved in all: about {_duration(audit, saved)}."
+    total = f"Saved in all: about {_format_duration(audit, saved)}."
     return [
         Heading(2, "What it would have saved"),
         TableBlock(header, rows),
@@ -560,14 +569,16 @@ def _saved(audit: Audit) -> list[Block]:
     ]
 
 
-def _duration(audit: Audit, steps: int) -> str:
-    text = _num(steps, "step")
+def _format_duration(audit: Audit, steps: int) -> str:
+    text = _format_count(steps, "step")
     if audit.step_seconds is None:
         return text
     seconds = steps * audit.step_seconds
     text += f" ({humanize_seconds(seconds)}"
     if audit.gpus:
-        text += f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {_num(audit.gpus, 'GPU')}"
+        text += (
+            f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {_format_count(audit.gpus, 'GPU')}"
+        )
     return text + ")"
 
 
@@ -598,11 +609,11 @@ def _limits(audit: Audit) -> list[str]:
     return limit_texts + list(audit.history.notes)
 
 
-def _num(num: int, what: str) -> str:
+def _format_count(num: int, what: str) -> str:
     return f"{num:,} {what}" + ("" if num == 1 else "s")
 
 
-def _times(num: int) -> str:
+def _format_times(num: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
 
 

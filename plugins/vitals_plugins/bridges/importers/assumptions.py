@@ -31,8 +31,8 @@ def assumptions(history: History, assumed: Assumed) -> list[str]:
     cadence = cadence_of(history.steps)
     return [
         *_judged(assumed, cadence),
-        *_short(assumed.config, len(history.steps)),
-        *_odd(cadence, len(history.steps)),
+        *_short_log_notes(assumed.config, len(history.steps)),
+        *_cadence_notes(cadence, len(history.steps)),
         *_overflows(len(overflows_of(history.steps))),
     ]
 
@@ -42,7 +42,8 @@ def about(history: History) -> str:
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
     return (
-        f"{history.source}: {history.form}, {_num(len(history.steps))}, steps {first} to {last}; "
+        f"{history.source}: {history.form}, {_format_records(len(history.steps))}, steps "
+        f"{first} to {last}; "
         f"{columns}"
     )
 
@@ -83,7 +84,7 @@ def lacking(config: JudgeConfig, num_records: int) -> list[str]:
     return [f"{what} (needs {num} records, {has})" for what, num in needs if num_records < num]
 
 
-def _short(config: JudgeConfig, num_records: int) -> list[str]:
+def _short_log_notes(config: JudgeConfig, num_records: int) -> list[str]:
     spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
     if num_records >= outliers:
         return []
@@ -93,7 +94,7 @@ def _short(config: JudgeConfig, num_records: int) -> list[str]:
     ]
 
 
-def _odd(cadence: Cadence, num_records: int) -> list[str]:
+def _cadence_notes(cadence: Cadence, num_records: int) -> list[str]:
     notes = []
     if 2 * len(cadence.restarts) > num_records:
         notes.append(
@@ -101,13 +102,16 @@ def _odd(cadence: Cadence, num_records: int) -> list[str]:
         )
     elif cadence.restarts:
         notes.append(
-            f"the steps go back {_times(len(cadence.restarts))}: each is treated as a resumed run, "
+            f"the steps go back {_format_times(len(cadence.restarts))}: each is treated as a "
+            f"resumed run, "
             "with the detectors as they were at that step"
         )
     if cadence.num_repeated:
-        notes.append(f"{_num(cadence.num_repeated)} of the step before: judged too")
+        notes.append(f"{_format_records(cadence.num_repeated)} of the step before: judged too")
     if cadence.num_out_of_order:
-        notes.append(f"{_num(cadence.num_out_of_order)} out of order: judged in the log's order")
+        notes.append(
+            f"{_format_records(cadence.num_out_of_order)} out of order: judged in the log's order"
+        )
     return notes
 
 
@@ -116,16 +120,17 @@ def _overflows(num: int) -> list[str]:
     if not num:
         return []
     return [
-        f"{_times(num)} the gradient norm is non-finite while the loss is finite, and finite again "
+        f"{_format_times(num)} the gradient norm is non-finite while the loss is finite, and "
+        f"finite again "
         "soon after: treated as overflows of a loss scaler, which skips them itself"
     ]
 
 
-def _num(records: int) -> str:
+def _format_records(records: int) -> str:
     return f"{records} record" + ("" if records == 1 else "s")
 
 
-def _times(num: int) -> str:
+def _format_times(num: int) -> str:
     return "once" if num == 1 else f"{num} times"
 
 

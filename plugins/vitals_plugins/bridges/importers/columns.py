@@ -90,7 +90,7 @@ class ColumnChoice:
 
     def named(self) -> list[str]:
         """Return the names of the given options."""
-        return [_option(role) for role in KNOWN if getattr(self, role) is not None]
+        return [_option_name(role) for role in KNOWN if getattr(self, role) is not None]
 
     def may_be(self, name: str) -> bool:
         """Return whether a column of that name may be one of those; others are not stored."""
@@ -130,7 +130,7 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
     for role, usual_names in KNOWN.items():
         requested = getattr(column_options, role)
         name = _match_column(names, role, requested, source) if requested is not None else None
-        name = name or _usual(names, role, usual_names, source)
+        name = name or _find_usual_column(names, role, usual_names, source)
         if name is not None:
             chosen_columns[role] = name
     if "step" not in chosen_columns:
@@ -147,31 +147,33 @@ def _match_column(names: Sequence[str], role: Role, requested: str, source: str)
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise _ambiguous(role, matches, source)
+        raise _ambiguous_column_error(role, matches, source)
     near = difflib.get_close_matches(requested, names, n=1)
     raise UsageError(
-        f"{source}: {_option(role)} is {requested!r}; there is no such column",
-        hint=f"did you mean {near[0]!r}?" if near else f"it has: {_listed(names)}",
+        f"{source}: {_option_name(role)} is {requested!r}; there is no such column",
+        hint=f"did you mean {near[0]!r}?" if near else f"it has: {_format_names(names)}",
     )
 
 
-def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source: str) -> str | None:
+def _find_usual_column(
+    names: Sequence[str], role: Role, usual_names: Sequence[str], source: str
+) -> str | None:
     by_plain: dict[str, list[str]] = {}
     for name in names:
         by_plain.setdefault(plain(name), []).append(name)
     for usual in usual_names:
         matches = by_plain.get(usual, [])
         if len(matches) > 1 and role in _ASKED:  # either of two times is right
-            raise _ambiguous(role, matches, source)
+            raise _ambiguous_column_error(role, matches, source)
         if matches:
             return matches[0]
     return None
 
 
-def _ambiguous(role: Role, matches: Sequence[str], source: str) -> UsageError:
+def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> UsageError:
     return UsageError(
-        f"{source}: {len(matches)} columns may be the {role}: {_listed(matches)}",
-        hint=f"choose one with {_option(role)} NAME, or rename the columns",
+        f"{source}: {len(matches)} columns may be the {role}: {_format_names(matches)}",
+        hint=f"choose one with {_option_name(role)} NAME, or rename the columns",
     )
 
 
@@ -185,11 +187,11 @@ def _not_found(
     listed = sorted(names, key=lambda name: not any(word in name.lower() for word in usual_names))
     return UsageError(
         f"{source}: no column is the {what or role}; looked for {', '.join(looked_for)}",
-        hint=f"choose one with {_option(role)} NAME; it has: {_listed(listed)}",
+        hint=f"choose one with {_option_name(role)} NAME; it has: {_format_names(listed)}",
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     every = [repr(name) for name in names]
     shown: list[str] = []
     for name in every:
@@ -200,7 +202,7 @@ def _listed(names: Iterable[str]) -> str:
     return (", ".join(shown) or "nothing") + more
 
 
-def _option(role: Role) -> str:
+def _option_name(role: Role) -> str:
     return "--" + role.replace("_", "-")
 
 
@@ -311,7 +313,7 @@ class ImportedRows:
         Raises:
             FormatError: a cell is not a number.
         """
-        self._add(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
+        self._add_row(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
                   data_seconds, time)  # fmt: skip
         with contextlib.suppress(ValueError):
             evaluated = number(evaluation_seconds)
@@ -319,7 +321,7 @@ class ImportedRows:
                 index = len(self.steps)
                 self.evaluations[index] = self.evaluations.get(index, 0.0) + evaluated
 
-    def _add(
+    def _add_row(
         self,
         row: int,
         step: object,
@@ -353,9 +355,11 @@ class ImportedRows:
             found_step = step_number(step)
         except ValueError as error:
             raise FormatError(
-                f"{self._source}: {self._where} {row}: the {name} is {_short(value)}; it must be a "
+                f"{self._source}: {self._where} {row}: the {name} is {_short_repr(value)}; it "
+                f"must be a "
                 f"{'whole number' if name == 'step' else 'number'}",
-                hint=f"correct the log, or name another column: {', '.join(map(_option, _ASKED))}",
+                hint=f"correct the log, or name another column: "
+                f"{', '.join(map(_option_name, _ASKED))}",
             ) from error
         if found_step is None:
             self._dropped["without a step"] += 1
@@ -389,7 +393,7 @@ def add_record(
     rows.add(row, *values)
 
 
-def _short(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -98,10 +98,10 @@ def _object(line: str) -> dict[str, object] | None:
         cells = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return dict(_flat(cells)) if isinstance(cells, dict) else None
+    return dict(_flatten_cells(cells)) if isinstance(cells, dict) else None
 
 
-def _flat(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _flatten_cells(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in cells.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", x) for inner, x in value.items())

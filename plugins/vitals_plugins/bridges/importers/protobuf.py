@@ -17,15 +17,15 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """
     at, end = 0, len(message)
     while at < end:
-        key, at = _varint(message, at)
+        key, at = _read_varint(message, at)
         kind = key & 7
         if kind == VARINT:
-            value, at = _varint(message, at)
+            value, at = _read_varint(message, at)
             yield key >> 3, value
             continue
         size = 8
         if kind == BYTES:
-            size, at = _varint(message, at)
+            size, at = _read_varint(message, at)
         elif kind == FIXED32:
             size = 4
         elif kind != FIXED64:
@@ -65,7 +65,7 @@ def double(bits: int) -> float:
     return number
 
 
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while at < len(message) and shift <= _MAX_SHIFT:
         byte = message[at]

@@ -57,9 +57,12 @@ def _of_file(path: Path) -> ReadLog:
     if FIRST_EVENT in begin[:64]:
         return partial(read_tensorboard, path, [path])
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text.startswith(b"{") and is_json_lines(text if b"\n" in text else _longer(path)):
+    if text.startswith(b"{") and is_json_lines(text if b"\n" in text else _read_long_head(path)):
         return partial(read_json_lines, path)
-    if _is_text(begin) and (form := form_of(_longer(path).decode(errors="replace"))) is not None:
+    if (
+        _is_text(begin)
+        and (form := form_of(_read_long_head(path).decode(errors="replace"))) is not None
+    ):
         return partial(read_text_log, path, form)
     if text.startswith((b"{", b"[")) and not _TIMESTAMP.match(text):
         return partial(read_trainer_state, path)
@@ -68,7 +71,7 @@ def _of_file(path: Path) -> ReadLog:
     if _is_text(begin):
         lines = text.decode(errors="replace").strip().splitlines()
         if lines and not may_be_table(lines):
-            raise unknown_text(path, _longer(path).decode(errors="replace"))
+            raise unknown_text(path, _read_long_head(path).decode(errors="replace"))
         return partial(read_csv, path)
     raise FormatError(f"{path} begins with {begin[:8]!r}; looked for {LOOKED_FOR}")
 
@@ -77,7 +80,7 @@ _TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
 """Start of a log's line that is not JSON."""
 
 
-def _longer(path: Path) -> bytes:
+def _read_long_head(path: Path) -> bytes:
     return head(path, _HEAD_BYTES)
 
 
@@ -129,7 +132,9 @@ def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
     if events:
         logs.append((folder, partial(read_tensorboard, folder, events)))
     if not logs:  # of several logs of one run, those at a smaller depth have more of it
-        metrics = (path for path in names if path.suffix == ".jsonl" and has_metrics(_longer(path)))
+        metrics = (
+            path for path in names if path.suffix == ".jsonl" and has_metrics(_read_long_head(path))
+        )
         logs += [(path, partial(read_json_lines, path)) for path in metrics]
     yield from logs
 

@@ -98,7 +98,7 @@ def _values(path: Path, notes: list[str]) -> Iterator[Value]:
             except broken as error:
                 raise FormatError(f"{path}: an event before byte {num_read} is damaged") from error
             for value in event.summary.value:
-                number = _scalar(value, array_of)
+                number = _scalar_value(value, array_of)
                 if number is not None:
                     yield value.tag, event.step, number, event.wall_time
         num_left = path.stat().st_size - num_read
@@ -108,7 +108,7 @@ def _values(path: Path, notes: list[str]) -> Iterator[Value]:
         )
 
 
-def _scalar(value: Any, array_of: Any) -> float | None:
+def _scalar_value(value: Any, array_of: Any) -> float | None:
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)

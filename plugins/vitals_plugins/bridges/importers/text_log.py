@@ -86,7 +86,7 @@ def form_of(begin: str) -> _Form | None:
     lines = list(_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
-        if sum(_loss(line) is not None for line in matches) >= MIN_LINES:
+        if sum(_loss_cell(line) is not None for line in matches) >= MIN_LINES:
             return form
     return None
 
@@ -160,7 +160,7 @@ def _is_evaluation(line: str) -> bool:
     return bool(re.search(r"\b(?:valid|val|eval|test)\b|\bvalid_|\beval_", line.lower()[:160]))
 
 
-def _loss(line: str) -> object:
+def _loss_cell(line: str) -> object:
     return _cells(line).get("loss")
 
 

@@ -78,7 +78,7 @@ def mirror(
             *(sys.executable, "-m", "trainvitals", "mirror", *where),
             *("--to", str(target), "--worker", str(pipe)),
         ],
-        say=_say,
+        say=_write_stderr,
     )
     if any(exit_codes.values()):
         raise typer.Exit(1)
@@ -129,16 +129,16 @@ def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> Non
                 is_over=lambda summary: ending.reached(summary, time.time_ns()),
                 alive=lambda num_rows: _alive(pipe, num_rows),
                 sleep=pause.sleep,
-                say=lambda text: _say(f"{target}: {text}"),
+                say=lambda text: _write_stderr(f"{target}: {text}"),
             )
         except HeldError as error:
-            _say(f"{target}: {error.text}")
+            _write_stderr(f"{target}: {error.text}")
             raise typer.Exit(supervise.HELD) from None
         except VitalsError:
             raise
         except Exception as error:  # noqa: BLE001 - the message may hold a whole response
             traceback.print_tb(error.__traceback__)
-            _say(f"{target}: {type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}")
+            _write_stderr(f"{target}: {type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}")
             raise typer.Exit(1) from None
 
 
@@ -171,6 +171,6 @@ class Pause:
         self.start_poll()
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     sys.stderr.write(f"mirror to {redact_text(printable(text))}\n")
     sys.stderr.flush()

@@ -131,20 +131,20 @@ class Follower:
         attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
         lineage = _Lineage(attempts)
         for attempt in attempts:
-            yield from self._steps(attempt, lineage)
+            yield from self._step_batches(attempt, lineage)
         recent = attempts if whole else attempts[-_RECENT:]
         yield from self._scalars(detail, recent, lineage, whole=whole)
-        yield from self._notes(detail, lineage, whole=whole)
+        yield from self._note_batches(detail, lineage, whole=whole)
 
     # ------------------------------------------------------------------------------ steps
 
-    def _steps(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[EntryBatch]:
+    def _step_batches(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[EntryBatch]:
         entries: list[Entry] = []
         places = self._cursor.attempts
         if attempt.id not in places:
             places[attempt.id] = attempt.fork_step
             if attempt.parent is not None:
-                entries.append(_fork(attempt))
+                entries.append(_fork_entry(attempt))
         # In pages: a query reads all rows after its first step. The last step may be of another
         # rank, so a page without rows may get some later.
         for first in range(places[attempt.id], attempt.last_step + 1, PAGE):
@@ -162,12 +162,12 @@ class Follower:
             if not rows:
                 continue
             places[attempt.id] = rows[-1].step + 1
-            yield self._batch([*entries, *rows])
+            yield self._build_batch([*entries, *rows])
             entries = []
         if entries:
-            yield self._batch(entries)
+            yield self._build_batch(entries)
 
-    def _batch(self, entries: Sequence[Entry]) -> EntryBatch:
+    def _build_batch(self, entries: Sequence[Entry]) -> EntryBatch:
         return EntryBatch(entries=tuple(entries), cursor=copy.deepcopy(self._cursor))
 
     # ---------------------------------------------------------------------------- scalars
@@ -194,7 +194,7 @@ class Follower:
             for name in names:
                 self._scalar(name, (first, end), attempt_ids, lineage, rows)
             if rows:
-                yield self._batch([rows[position] for position in sorted(rows)])
+                yield self._build_batch([rows[position] for position in sorted(rows)])
             if end is None:
                 return
             first, size = end + 1, size if len(rows) * 4 > size else 2 * size
@@ -251,7 +251,7 @@ class Follower:
 
     # ------------------------------------------------------------------------------ notes
 
-    def _notes(
+    def _note_batches(
         self, detail: RunDetail, lineage: "_Lineage", *, whole: bool
     ) -> Iterator[EntryBatch]:
         summary = detail.summary
@@ -267,9 +267,9 @@ class Follower:
         if not new:
             return
         self._cursor.ledger_seq = max(view.decision.ledger_seq for view in new)
-        yield self._batch(
+        yield self._build_batch(
             [
-                _note(view.decision, view.time_unix_ns, lineage)
+                _action_note(view.decision, view.time_unix_ns, lineage)
                 for view in new
                 if view.decision.action != "continue"
             ]
@@ -309,7 +309,7 @@ def _rows(columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Li
     """Return a row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {
-        f"train/{_name(name)}": cells
+        f"train/{_printable_name(name)}": cells
         for name, cells in by_name.items()
         if name not in _KEYS and name not in _PLUMBING and _is_curve(name)
     }
@@ -333,7 +333,7 @@ def _is_curve(name: str) -> bool:
     return name in _KNOWN or name.partition(".")[0] in _KNOWN
 
 
-def _name(name: str) -> str:
+def _printable_name(name: str) -> str:
     return printable(name)[:MAX_NAME]
 
 
@@ -341,10 +341,10 @@ def _scalar_name(name: str) -> str:
     """Return a scalar's name in a tracker: its own, unless Vitals' own curves have that name."""
     head, _, curve = name.partition("/")
     is_taken = head == "vitals" or (head == "train" and _is_curve(curve))
-    return _name(f"scalars/{name}" if is_taken else name)
+    return _printable_name(f"scalars/{name}" if is_taken else name)
 
 
-def _fork(attempt: AttemptView) -> Fork:
+def _fork_entry(attempt: AttemptView) -> Fork:
     text = f"attempt {attempt.ordinal} begins at step {attempt.fork_step}: {attempt.reason}"
     return Fork(
         attempt=attempt.ordinal,
@@ -357,7 +357,7 @@ def _fork(attempt: AttemptView) -> Fork:
 _LEVELS: dict[str, Level] = {"halt": "error", "rollback": "warning", "restart": "warning"}
 
 
-def _note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> ActionNote:
+def _action_note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> ActionNote:
     level = _LEVELS.get(decision.action, "info") if decision.acted else "info"
     return ActionNote(
         key=f"decision-{decision.ledger_seq}",

@@ -48,11 +48,11 @@ class _Child:
         """Start it if it is due, end it if it hangs."""
         if self._process is None:
             if now >= self._due:
-                self._start(now, start_seconds)
+                self._start_process(now, start_seconds)
         elif now - self._seen > hang_seconds:
-            self._failed(f"shows no sign of life for {hang_seconds:g} s", now)
+            self._schedule_restart(f"shows no sign of life for {hang_seconds:g} s", now)
 
-    def _start(self, now: float, start_seconds: float) -> None:
+    def _start_process(self, now: float, start_seconds: float) -> None:
         self.pipe, theirs = os.pipe()
         self._process = subprocess.Popen(
             self._command_of(self.target, theirs),
@@ -79,9 +79,9 @@ class _Child:
             self._clear()
         else:
             how = f"exit code {code}, its message is above" if code > 0 else f"signal {-code}"
-            self._failed(f"failed ({how})", now)
+            self._schedule_restart(f"failed ({how})", now)
 
-    def _failed(self, why: str, now: float) -> None:
+    def _schedule_restart(self, why: str, now: float) -> None:
         self._clear()
         pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 20))
         self._num_failures += 1
@@ -126,7 +126,7 @@ def supervise(
     SIGTERM and Ctrl-C end them all and leave as KeyboardInterrupt.
     """
     children = [_Child(target, command_of, say) for target in targets]
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     try:
         while alive := [child for child in children if child.exit_code is None]:
             now = time.monotonic()
@@ -152,7 +152,7 @@ def _below(pid: int) -> list[int]:
     return [each for child in children for each in (int(child), *_below(int(child)))]
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _raise_keyboard_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 

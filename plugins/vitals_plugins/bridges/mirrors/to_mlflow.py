@@ -47,7 +47,7 @@ class MLflow:
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client: Any = MlflowClient(tracking_uri=target.where)
         self._unclean = unclean
-        self._run_id = saved_state.get("run_id") or self._find(about) or self._create(about)
+        self._run_id = saved_state.get("run_id") or self._find(about) or self._create_run(about)
         self._client.update_run(self._run_id, status="RUNNING")
         self.kept: dict[str, Any] = {
             "run_id": self._run_id,
@@ -55,7 +55,7 @@ class MLflow:
         }
         self._describe(about)
 
-    def _experiment(self, about: About) -> str:
+    def _get_or_create_experiment(self, about: About) -> str:
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         name = MLFLOW_EXPERIMENT_NAME.get() or about.project or "vitals"
@@ -67,13 +67,15 @@ class MLflow:
     def _find(self, about: About) -> str:
         """Return MLflow's id of the run; "" if it does not exist yet."""
         runs = self._client.search_runs(
-            [self._experiment(about)], f"tags.`{_RUN_TAG}` = '{about.run_id}'", max_results=1
+            [self._get_or_create_experiment(about)],
+            f"tags.`{_RUN_TAG}` = '{about.run_id}'",
+            max_results=1,
         )
         return str(runs[0].info.run_id) if runs else ""
 
-    def _create(self, about: About) -> str:
+    def _create_run(self, about: About) -> str:
         run = self._client.create_run(
-            self._experiment(about),
+            self._get_or_create_experiment(about),
             start_time=about.started_unix_ns // 1_000_000,
             run_name=about.name,
             tags={_RUN_TAG: about.run_id},
@@ -90,12 +92,12 @@ class MLflow:
         ]
         tags = [self._tag(name, str(value)) for name, value in about.facts.items()]
         tags += [self._tag(f"vitals.tag.{_allowed(tag)}", "true") for tag in about.tags]
-        for part in _parts(params, _OTHERS_AT_ONCE):
+        for part in _split_into_chunks(params, _OTHERS_AT_ONCE):
             self._client.log_batch(self._run_id, params=part, synchronous=True)
         self._log_tags(tags)
 
     def _log_tags(self, tags: Sequence[Any]) -> None:
-        for part in _parts(tags, _OTHERS_AT_ONCE):
+        for part in _split_into_chunks(tags, _OTHERS_AT_ONCE):
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -107,21 +109,21 @@ class MLflow:
             for name, value in entry.values.items()
         ]
         if self._unclean:
-            there = self._there({metric.key for metric in metrics})
+            there = self._logged_points({metric.key for metric in metrics})
             metrics = [m for m in metrics if (m.key, m.step, m.timestamp) not in there]
             self._unclean = False
-        for part in _parts(metrics, _METRICS_AT_ONCE):
+        for part in _split_into_chunks(metrics, _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
-        self._log_tags([tag for entry in entries for tag in self._tags(entry)])
+        self._log_tags([tag for entry in entries for tag in self._entry_tags(entry)])
 
-    def _there(self, names: Iterable[str]) -> set[Point]:
+    def _logged_points(self, names: Iterable[str]) -> set[Point]:
         return {
             (metric.key, metric.step, metric.timestamp)
             for name in names
             for metric in self._client.get_metric_history(self._run_id, name)
         }
 
-    def _tags(self, entry: Entry) -> list[Any]:
+    def _entry_tags(self, entry: Entry) -> list[Any]:
         if isinstance(entry, Row):
             return []
         if not isinstance(entry, ActionNote):
@@ -141,7 +143,7 @@ def _allowed(name: str) -> str:
     return _NOT_ALLOWED.sub("_", name).strip("/. ") or "_"
 
 
-def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
+def _split_into_chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[at : at + size] for at in range(0, len(items), size))
 
 

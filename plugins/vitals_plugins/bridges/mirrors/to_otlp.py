@@ -74,13 +74,13 @@ class Otlp:
                 points.setdefault(name, []).append(point)
         if not points:
             return
-        metrics = [self._metric(name, of_name) for name, of_name in points.items()]
+        metrics = [self._otlp_metric(name, of_name) for name, of_name in points.items()]
         scope = self._export.ScopeMetrics(self._scope, metrics, "")
         data = self._export.MetricsData([self._export.ResourceMetrics(self._resource, [scope], "")])
         if self._exporter.export(data) is not self._export.MetricExportResult.SUCCESS:
             raise TransportError(f"{self._where} did not take the metrics; its answer is above")
 
-    def _metric(self, name: str, points: list[Any]) -> Any:
+    def _otlp_metric(self, name: str, points: list[Any]) -> Any:
         spec = _KNOWN.get(name)
         gauge = self._export.Gauge(points)
         if spec is not None:

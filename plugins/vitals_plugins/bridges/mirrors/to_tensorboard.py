@@ -67,7 +67,7 @@ class TensorBoard:
 
     def _write_run_info(self, about: About) -> None:
         """Write the run's description, and a first session start, which purges nothing."""
-        file = self._file(discarded=False)
+        file = self._get_or_open_file(discarded=False)
         when = about.started_unix_ns
         file.add(self._library.event(0, when, session_start=True))
         rows = [*about.facts.items(), *about.config.items()]
@@ -80,13 +80,13 @@ class TensorBoard:
         for entry in entries:
             if isinstance(entry, Row):
                 event = self._library.event(entry.step, entry.time_unix_ns, values=entry.values)
-                self._file(discarded=entry.discarded).add(event)
+                self._get_or_open_file(discarded=entry.discarded).add(event)
                 continue
             if isinstance(entry, Fork):
                 self._move_discarded(entry)
             text = escape_markdown(entry.text)
             note = self._library.event(entry.step, entry.time_unix_ns, text=(_NOTES, text))
-            self._file(discarded=False).add(note)
+            self._get_or_open_file(discarded=False).add(note)
         self._sync()
 
     def close(self, state: RunState) -> None:
@@ -98,14 +98,14 @@ class TensorBoard:
     def _move_discarded(self, fork: Fork) -> None:
         """Move the steps at or after the fork to the run of discarded steps."""
         self._sync()
-        behind = self._file(discarded=True)
+        behind = self._get_or_open_file(discarded=True)
         for raw in self._library.read(self._folder):
             event = self._library.decode(raw)
             is_data = event.step >= fork.step and any(v.tag != _NOTES for v in event.summary.value)
             if is_data and not self._was_purged(event):
                 behind.add(raw)
         start = self._library.event(fork.step, fork.time_unix_ns, session_start=True)
-        self._file(discarded=False).add(start)
+        self._get_or_open_file(discarded=False).add(start)
         self.kept.setdefault("forks", []).append([fork.step, fork.attempt])
 
     def _was_purged(self, event: Any) -> bool:
@@ -119,7 +119,7 @@ class TensorBoard:
         forks = self.kept.get("forks", [])
         return any(event.step >= step and attempt < forked for step, forked in forks)
 
-    def _file(self, *, discarded: bool) -> "_EventFile":
+    def _get_or_open_file(self, *, discarded: bool) -> "_EventFile":
         if discarded not in self._files:
             folder = self._folder / ROLLED_BACK if discarded else self._folder
             self._files[discarded] = _EventFile(folder, self._library)
@@ -208,16 +208,16 @@ class _Library:
             tensor = self._tensors.TensorProto(
                 dtype=self._types.DT_DOUBLE, double_val=[number], tensor_shape={}
             )
-            self._add(event, tag, "scalars", tensor, self._summaries.DATA_CLASS_SCALAR)
+            self._add_value(event, tag, "scalars", tensor, self._summaries.DATA_CLASS_SCALAR)
         if text is not None:
             tag, content = text
             tensor = self._tensors.TensorProto(
                 dtype=self._types.DT_STRING, string_val=[content.encode()], tensor_shape={}
             )
-            self._add(event, tag, "text", tensor, self._summaries.DATA_CLASS_TENSOR)
+            self._add_value(event, tag, "text", tensor, self._summaries.DATA_CLASS_TENSOR)
         return bytes(event.SerializeToString())
 
-    def _add(self, event: Any, tag: str, plugin: str, tensor: Any, data_class: Any) -> None:
+    def _add_value(self, event: Any, tag: str, plugin: str, tensor: Any, data_class: Any) -> None:
         value = event.summary.value.add(tag=tag, tensor=tensor)
         value.metadata.plugin_data.plugin_name = plugin
         value.metadata.data_class = data_class

@@ -45,15 +45,15 @@ class Trackio:
             about.name,
             [row.values for row in rows],
             steps=[row.step for row in rows],
-            timestamps=[_time(row.time_unix_ns) for row in rows],
+            timestamps=[_format_time(row.time_unix_ns) for row in rows],
             config={
                 **{name.lstrip("_"): value for name, value in about.config.items()},
                 **about.facts,
                 "_Username": None,
-                "_Created": _time(about.started_unix_ns),
+                "_Created": _format_time(about.started_unix_ns),
                 "_Group": None,
             },
-            log_ids=[self._id(row) for row in rows],
+            log_ids=[self._row_id(row) for row in rows],
             run_id=about.run_id,
         )
         self._store.bulk_alert(
@@ -63,7 +63,7 @@ class Trackio:
             [note.text for note in notes],
             [_LEVELS[getattr(note, "level", "info")] for note in notes],
             [note.step for note in notes],
-            timestamps=[_time(note.time_unix_ns) for note in notes],
+            timestamps=[_format_time(note.time_unix_ns) for note in notes],
             alert_ids=[
                 f"{about.run_id}-{getattr(note, 'key', f'attempt-{note.attempt}')}"
                 for note in notes
@@ -71,7 +71,7 @@ class Trackio:
             run_id=about.run_id,
         )
 
-    def _id(self, row: Row) -> str:
+    def _row_id(self, row: Row) -> str:
         names = "" if "train/loss" in row.values else ",".join(sorted(row.values))
         return f"{self._about.run_id}-{row.attempt}-{row.step}-{names}"
 
@@ -79,7 +79,7 @@ class Trackio:
         """Do nothing: trackio's runs have no end."""
 
 
-def _time(unix_ns: int) -> str:
+def _format_time(unix_ns: int) -> str:
     """Return the time in ISO format, in UTC."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()
 

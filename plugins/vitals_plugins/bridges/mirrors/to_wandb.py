@@ -87,7 +87,7 @@ class WandB:
         for name in self.kept["files"][-1:]:
             rows = [row for row in logged_rows(Path(name), 0)[0] if row[0] >= self.kept["num_rows"]]
         self.kept["num_rows"] = max((n + 1 for n, _ in rows), default=self.kept["num_rows"])
-        return Counter(_key(cells) for _, cells in rows)
+        return Counter(_row_key(cells) for _, cells in rows)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write the entries, and wait until they are in the run's file."""
@@ -97,7 +97,7 @@ class WandB:
                 cells |= entry.values
             else:
                 cells[NOTE] = entry.text
-            key = _key(cells)
+            key = _row_key(cells)
             if self._written[key]:
                 self._written[key] -= 1
                 continue
@@ -138,7 +138,7 @@ class WandB:
         self._run.finish(exit_code=_EXIT_CODES.get(state, 1))
 
 
-def _key(cells: dict[str, Any]) -> Key:
+def _row_key(cells: dict[str, Any]) -> Key:
     reserved_keys = (STEP, NOTE)  # a text is not read back
     names = sorted(name for name in cells if not name.startswith("_") and name not in reserved_keys)
     return int(cells.get(ATTEMPT, 0)), int(cells.get(STEP, 0)), tuple(names)

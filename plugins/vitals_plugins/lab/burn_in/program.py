@@ -54,9 +54,9 @@ class BurnInDevice:
     blocks: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, initializer=self._bind)
+        self.thread = ThreadPoolExecutor(1, initializer=self._bind_thread)
 
-    def _bind(self) -> None:
+    def _bind_thread(self) -> None:
         torch.set_num_threads(1)
         if self.core is not None:
             os.sched_setaffinity(0, {self.core})  # 0 is this thread, not the process

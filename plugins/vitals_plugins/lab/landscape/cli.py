@@ -138,7 +138,7 @@ def landscape(
         "places": places,
         "losses": losses,
         "nonfinite": num_nonfinite(losses),
-        **_facts(places, losses, within, is_path=bool(to)),
+        **_surface_facts(places, losses, within, is_path=bool(to)),
     }
     title = f"Loss from {begin} to {end}" if to else f"Loss around {begin}"
     along = "way to it" if to else "filter-normalized random direction"
@@ -146,11 +146,11 @@ def landscape(
     drawn = picture(places, losses, title=title, along=along, lines=[f"Loss: {how}.", *sentences])
     raw = msgspec.json.format(to_json(body), indent=2) + b"\n"
     for path, content in zip(files, (raw, drawn.encode()), strict=True):
-        _write(path, content, force=force)
+        _write_output(path, content, force=force)
     if form is Format.JSON:
         write_json(body)
     elif form is Format.CSV:
-        write_rows(("along", "up", "loss"), _points(places, losses), form)
+        write_rows(("along", "up", "loss"), _point_rows(places, losses), form)
     else:
         typer.echo(f"{title}: {how}.")
         for sentence in sentences:
@@ -237,7 +237,7 @@ def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> li
     return [radius * (i - half) / half for i in range(num)]
 
 
-def _facts(
+def _surface_facts(
     places: Sequence[float], losses: Losses, within: float, *, is_path: bool
 ) -> dict[str, Any]:
     if is_path:
@@ -246,7 +246,7 @@ def _facts(
     return {"directions": [None if each is None else each._asdict() for each in facts]}
 
 
-def _points(places: Sequence[float], losses: Losses) -> list[tuple[float, float, float]]:
+def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, float, float]]:
     ups = places if len(losses) > 1 else (0.0,)
     return [
         (along, up, loss)
@@ -255,7 +255,7 @@ def _points(places: Sequence[float], losses: Losses) -> list[tuple[float, float,
     ]
 
 
-def _write(path: Path, content: bytes, *, force: bool) -> None:
+def _write_output(path: Path, content: bytes, *, force: bool) -> None:
     try:
         if path.is_file() and not force and path.read_bytes() != content:
             raise UsageError(

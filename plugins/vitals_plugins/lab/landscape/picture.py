@@ -39,8 +39,12 @@ def picture(
     width = max(_LEFT + _SIZE + _RIGHT, 40 + round(6.2 * max(map(len, (title, *lines)))))
     height = _TOP + _SIZE + _BELOW + 18 * len(lines)
     inside = [
-        *(_plane(places, losses, axis) if is_plane else _curve(places, losses[0], axis)),
-        *_below(places, along),
+        *(
+            _draw_heatmap(places, losses, axis)
+            if is_plane
+            else _draw_curve(places, losses[0], axis)
+        ),
+        *_draw_x_axis(places, along),
         node("rect", class_="frame", width=_SIZE, height=_SIZE),
     ]
     return write_svg(
@@ -50,22 +54,25 @@ def picture(
             node("text", title, class_="title", x=20, y=24),
             node("g", *inside, transform=f"translate({_LEFT},{_TOP})"),
             *(
-                _text(20, _TOP + _SIZE + _BELOW + 18 * number, line)
+                _draw_text(20, _TOP + _SIZE + _BELOW + 18 * number, line)
                 for number, line in enumerate(lines)
             ),
         ],
     )
 
 
-def _curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
+def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
     what = "loss (logarithmic)" if axis.is_log else "loss"
-    parts = [_text(4, -8, what)]
-    parts += [_text(-6, _y(axis, tick) + 4, f"{tick:.4g}", anchor="end") for tick in axis.ticks()]
+    parts = [_draw_text(4, -8, what)]
+    parts += [
+        _draw_text(-6, _y_position(axis, tick) + 4, f"{tick:.4g}", anchor="end")
+        for tick in axis.ticks()
+    ]
     path, dots, is_broken = "", [], True
     for place, loss in zip(places, losses, strict=True):
         x = round(_x(places, place), 1)
         if math.isfinite(loss):
-            y = round(_y(axis, loss), 1)
+            y = round(_y_position(axis, loss), 1)
             path += f"{'M' if is_broken else 'L'}{x},{y}"
             title = node("title", f"{place:+.4g}: {loss:.6g}")
             dots.append(node("circle", title, cx=x, cy=y, r=2.5, fill="#0072b2"))
@@ -76,7 +83,7 @@ def _curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -
     return [*parts, node("path", class_="line", d=path), *dots]
 
 
-def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[Node]:
+def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[Node]:
     size = _SIZE / len(places)
     parts = []
     for up, (row, second) in enumerate(zip(losses, places, strict=True)):
@@ -89,7 +96,7 @@ def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[No
     middle = _SIZE / 2
     parts.append(node("circle", cx=middle, cy=middle, r=4, fill="none", stroke="white"))
     parts += [
-        _text(-6, _SIZE - _x(places, place) + 4, f"{place:.3g}", anchor="end")
+        _draw_text(-6, _SIZE - _x(places, place) + 4, f"{place:.3g}", anchor="end")
         for place in (places[0], 0.0, places[-1])
     ]
     legend = _SIZE + 14
@@ -98,26 +105,27 @@ def _plane(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[No
         color = _color((step + 0.5) / 40)
         parts.append(node("rect", x=legend, y=y, width=14, height=high, fill=color))
     parts += [
-        _text(legend + 18, _SIZE * (1 - axis.part(tick)) + 4, f"{tick:.4g}")
+        _draw_text(legend + 18, _SIZE * (1 - axis.part(tick)) + 4, f"{tick:.4g}")
         for tick in axis.ticks()
     ]
-    parts.append(_text(legend - 10, -8, "loss (log)" if axis.is_log else "loss"))
+    parts.append(_draw_text(legend - 10, -8, "loss (log)" if axis.is_log else "loss"))
     return parts
 
 
-def _below(places: Sequence[float], along: str) -> list[Node]:
+def _draw_x_axis(places: Sequence[float], along: str) -> list[Node]:
     shown = dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
     parts = [
-        _text(_x(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle") for place in shown
+        _draw_text(_x(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle")
+        for place in shown
     ]
-    return [*parts, _text(_SIZE / 2, _SIZE + 32, along, anchor="middle")]
+    return [*parts, _draw_text(_SIZE / 2, _SIZE + 32, along, anchor="middle")]
 
 
 def _x(places: Sequence[float], place: float) -> float:
     return _SIZE * (place - places[0]) / (places[-1] - places[0])
 
 
-def _y(axis: ValueScale, loss: float) -> float:
+def _y_position(axis: ValueScale, loss: float) -> float:
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 
@@ -128,5 +136,5 @@ def _color(part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> Node:
+def _draw_text(x: float, y: float, text: str, *, anchor: str = "start") -> Node:
     return node("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor)

@@ -38,7 +38,8 @@ def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
     """
     generator = torch.Generator().manual_seed(seed)
     directions: list[Direction] = [
-        [_filters(tensor, generator) for _, _, tensor in slots(model)] for _ in range(num)
+        [_filter_normalized_noise(tensor, generator) for _, _, tensor in slots(model)]
+        for _ in range(num)
     ]
     if all(part is None for direction in directions for part in direction):
         raise UsageError(
@@ -49,7 +50,7 @@ def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
     return directions
 
 
-def _filters(tensor: Tensor, generator: torch.Generator) -> Tensor | None:
+def _filter_normalized_noise(tensor: Tensor, generator: torch.Generator) -> Tensor | None:
     is_moved = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     if not is_moved or tensor.ndim < 2 or not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -119,16 +120,16 @@ class Surface:
                         moved = moved + by * part  # type: ignore[operator] # None was left out
                     tensor.copy_(moved)
         restore_rng(self._rng)
-        return sum(self._one(batch) for batch in self._batches) / len(self._batches)
+        return sum(self._batch_loss(batch) for batch in self._batches) / len(self._batches)
 
-    def _one(self, batch: Any) -> float:
+    def _batch_loss(self, batch: Any) -> float:
         try:
             with torch.set_grad_enabled(self._needs_grad):
                 loss = self._scene.loss_of(copied(batch, None))
         except Exception as error:
             if not self._needs_grad and "grad" in str(error):
                 self._needs_grad = True  # a loss with derivatives, such as a penalty
-                return self._one(batch)
+                return self._batch_loss(batch)
             text = str(error).partition("\n")[0]
             raise _no_loss(f"raised {type(error).__name__}: {text}"[:300]) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:

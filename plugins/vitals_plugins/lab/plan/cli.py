@@ -96,10 +96,12 @@ def show_plan(
     if form is Format.JSON:
         write_json({"asked": plan_input, "plan": result, "sources": SOURCES})
         return
-    _write(plan_input, result, form, is_guessed=not layers)
+    _write_plan(plan_input, result, form, is_guessed=not layers)
 
 
-def _write(plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_guessed: bool) -> None:
+def _write_plan(
+    plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_guessed: bool
+) -> None:
     notes = ["flops", "attention", "time", "batch", "states", "activations"]
     notes += ["shape"] if is_guessed else []
     mark = {name: f"[{number}]" for number, name in enumerate(notes, 1)}

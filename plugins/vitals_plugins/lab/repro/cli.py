@@ -82,10 +82,10 @@ def repro(
     if form == "json":
         write_json(verdict)
     else:
-        typer.echo("\n".join(_lines(verdict, capsule, kept_in)))
+        typer.echo("\n".join(_verdict_lines(verdict, capsule, kept_in)))
 
 
-def _lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> list[str]:
+def _verdict_lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> list[str]:
     lines = [f"Step {capsule.step} on rank {capsule.rank}: {capsule.facts['reason']}"]
     lines.append(verdict.sentence)
     lines += [f"  {detail}" for detail in verdict.details]

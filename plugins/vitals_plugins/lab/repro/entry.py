@@ -37,7 +37,7 @@ def build(entry: str) -> Built:
     try:
         # Our command line is not the file's: argparse in it would parse ours.
         with mock.patch.object(sys, "argv", [entry.rpartition(":")[0]]):
-            function = _function(entry)
+            function = _load_function(entry)
             built = function()
     except UsageError:
         raise
@@ -59,7 +59,7 @@ def build(entry: str) -> Built:
     return Built(*parts)
 
 
-def _function(entry: str) -> Callable[[], Any]:
+def _load_function(entry: str) -> Callable[[], Any]:
     where, _, name = entry.rpartition(":")
     if not where or not name.isidentifier():
         raise UsageError(
@@ -67,7 +67,7 @@ def _function(entry: str) -> Callable[[], Any]:
             hint="--entry train.py:build",
         )
     try:
-        module = _file(Path(where)) if where.endswith(".py") else _module(where)
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -82,13 +82,13 @@ def _function(entry: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     return importlib.import_module(name)
 
 
-def _file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
     sys.path.insert(0, str(path.absolute().parent))  # for imports from its own directory

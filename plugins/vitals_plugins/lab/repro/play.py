@@ -125,7 +125,7 @@ class Scene:
                 for number, batch in enumerate(batches):
                     if number < len(rng) and (state := rng[number]) is not None:
                         restore_rng(state)
-                    losses.append(self._one(copied(batch, dtype), trace, dtype))
+                    losses.append(self._run_batch(copied(batch, dtype), trace, dtype))
                 bad = tuple(self._bad_gradients())
                 return Played(tuple(losses), bad, self._grad_norm(dtype))
         except Exception as error:  # noqa: BLE001 - the user's code, of which anything can come
@@ -159,7 +159,7 @@ class Scene:
         pairs = zip(*outputs, strict=False)
         return next((now[0] for now, then in pairs if now != then), "")
 
-    def _one(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
+    def _run_batch(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
         if trace is not None:
             trace.start_micro_batch()
         loss = self.loss_of(batch)
@@ -378,8 +378,10 @@ class Trace(TorchDispatchMode):
         for name, module in model.named_modules():
             self._names[id(module)] = clean_name(name) or type(module).__name__
             handles += [
-                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._leave, always_call=True),
+                module.register_forward_pre_hook(
+                    self._enter_module, prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self._leave_module, always_call=True),
             ]
         try:
             with self:
@@ -398,13 +400,13 @@ class Trace(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------- modules
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Nodes created before belong to the caller; otherwise they would count as this module's
         # own.
-        self._claim((args, kwargs), self._where())
+        self._claim((args, kwargs), self._current_module())
         self._modules.append(self._names[id(module)])
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules:
             self._claim(output, self._modules.pop())
 
@@ -427,14 +429,16 @@ class Trace(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         values = tree_flatten((args, kwargs or {}))[0]
         # Before the call, which may write into them.
-        sources = [self._source(v) for v in values if isinstance(v, Tensor) and _can_be_bad(v)]
+        sources = [
+            self._operation_input(v) for v in values if isinstance(v, Tensor) and _can_be_bad(v)
+        ]
         result = func(*args, **(kwargs or {}))
         results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and _can_be_bad(t)]
         for tensor in results:
-            if tensor.is_floating_point() and _bits(tensor.dtype) < _bits(self.lowest):
+            if tensor.is_floating_point() and _dtype_bits(tensor.dtype) < _dtype_bits(self.lowest):
                 self.lowest = tensor.dtype
         if name.startswith(("empty", "new_empty")):
-            self._last.update(dict.fromkeys(map(_address, results), _FINITE))
+            self._last.update(dict.fromkeys(map(_storage_address, results), _FINITE))
             return result
         if name in ("copy_", "fill_", "zero_"):
             sources = sources[1:]  # the previous value is overwritten
@@ -449,31 +453,33 @@ class Trace(TorchDispatchMode):
         is_nan, is_inf = _kinds(tensor)
         if not (is_nan or is_inf):
             if tensor.nbytes == tensor.untyped_storage().nbytes():
-                self._last[_address(tensor)] = _FINITE
+                self._last[_storage_address(tensor)] = _FINITE
             return
         had_nan = any(source.is_nan for source in sources)
         had_inf = any(source.is_inf for source in sources)
         is_new_inf = is_inf and not is_nan and not had_inf and not is_written
-        self._last[_address(tensor)] = len(self._events)
+        self._last[_storage_address(tensor)] = len(self._events)
         self._held.append(tensor)
         parents = tuple(source.event for source in sources if source.event >= 0)
         is_made = (is_nan and not had_nan) or is_new_inf
         name = func.__name__.partition(".")[0].strip("_")
-        self._events.append(_NonfiniteResult(self._where(), name, is_made, func.is_view, parents))
+        self._events.append(
+            _NonfiniteResult(self._current_module(), name, is_made, func.is_view, parents)
+        )
 
-    def _source(self, tensor: Tensor) -> _OperationInput:
-        event = self._last.get(_address(tensor), _UNKNOWN)
+    def _operation_input(self, tensor: Tensor) -> _OperationInput:
+        event = self._last.get(_storage_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
         return _OperationInput(event, *_kinds(tensor))
 
-    def _where(self) -> str:
+    def _current_module(self) -> str:
         return self._modules[-1] if self._modules else _IN_LOSS
 
     def forwarded(self, loss: Tensor) -> None:
         """Finish the trace of the forward; the following is the backward of ``loss``."""
         self._is_forward = False
-        start = self._last.get(_address(loss), _UNKNOWN)
+        start = self._last.get(_storage_address(loss), _UNKNOWN)
         if start >= 0:
             outputs, waiting, seen = [], [start], set()
             while waiting:
@@ -505,7 +511,7 @@ class Trace(TorchDispatchMode):
         return look
 
 
-def _bits(dtype: torch.dtype | None) -> float:
+def _dtype_bits(dtype: torch.dtype | None) -> float:
     return math.inf if dtype is None else torch.finfo(dtype).bits
 
 
@@ -524,5 +530,5 @@ def _any_bad(gradients: Any) -> bool:
     return any(any(_kinds(g)) for g in gradients if isinstance(g, Tensor) and _can_be_bad(g))
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

@@ -142,7 +142,7 @@ def judge(
     )
     case = _Case(capsule=capsule, scene=scene, weights=weights, batches=batches)
     with _as_in_run(capsule.facts["versions"]):
-        return _judged(case, try_machine or _try_machine)
+        return _build_verdict(case, try_machine or _try_machine)
 
 
 _MOST_THREADS = 1024
@@ -163,24 +163,26 @@ def _as_in_run(there: dict[str, str]) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _judged(case: _Case, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
+def _build_verdict(case: _Case, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
     capsule, weights = case.capsule, case.weights
     played = case.play(case.batches)
     if played.error:
         raise PlayError(played.error)
-    origin = _trace(case) if played.is_bad(case.limits) else None
+    origin = _trace_origin(case) if played.is_bad(case.limits) else None
     cause, why, module, rows = _cause(case, played, try_machine)
     if module:
         origin = None
     return ReplayVerdict(
         verdict=cause,
-        sentence=" ".join((f"{IN_WORDS[cause]}: {why}", *_began(origin), _bits(case, played))),
+        sentence=" ".join(
+            (f"{IN_WORDS[cause]}: {why}", *_origin_sentence(origin), _bits(case, played))
+        ),
         module=module or ("" if origin is None else origin.module),
         operator="" if origin is None else origin.operator,
         direction="" if origin is None else origin.direction,
         rows=rows,
-        loss=_finite(capsule.loss),
-        played_loss=_finite(played.loss),
+        loss=_finite_or_none(capsule.loss),
+        played_loss=_finite_or_none(played.loss),
         is_bit_equal=_is_bit_equal(capsule, played),
         weights=weights.text,
         details=tuple(case.details),
@@ -192,11 +194,11 @@ class PlayError(Exception):
     """The user's loss function raised."""
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _trace(case: _Case) -> NonfiniteOrigin | None:
+def _trace_origin(case: _Case) -> NonfiniteOrigin | None:
     trace = Trace()
     case.scene.play(case.batches, case.capsule.rng, trace=trace)
     case.lowest = trace.lowest
@@ -225,9 +227,10 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
         return "data", description, "", ()
     if rows:
         description = (
-            f"{_samples(rows)} of {num_rows} {_make(rows)} the batch bad in every precision; "
+            f"{_samples(rows)} of {num_rows} {_make_or_makes(rows)} the batch bad "
+            f"in every precision; "
         )
-        return "data", f"{description}without {_them(rows)} the batch is fine.", "", rows
+        return "data", f"{description}without {_it_or_them(rows)} the batch is fine.", "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
         description = (
@@ -479,18 +482,18 @@ def _samples(rows: Sequence[int]) -> str:
     return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_SHOWN]))}{more}"
 
 
-def _make(rows: Sequence[int]) -> str:
+def _make_or_makes(rows: Sequence[int]) -> str:
     return "makes" if len(rows) == 1 else "make"
 
 
-def _them(rows: Sequence[int]) -> str:
+def _it_or_them(rows: Sequence[int]) -> str:
     return "it" if len(rows) == 1 else "them"
 
 
 # ------------------------------------------------------------------------------------ words
 
 
-def _began(origin: NonfiniteOrigin | None) -> list[str]:
+def _origin_sentence(origin: NonfiniteOrigin | None) -> list[str]:
     if origin is None:
         return []
     where = origin.module if origin.module.startswith("the ") else f"`{origin.module}`"

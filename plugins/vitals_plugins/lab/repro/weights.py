@@ -63,13 +63,13 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
         if step <= capsule.step and on_way:
             names.append((step, attempt, ref.id))
     if not names:
-        live_tensors = _live(model)
+        live_tensors = _model_tensors(model)
         bad, absolute = _looked_at(live_tensors)
         text = "the weights that the entry built (the run has no checkpoint before this step)"
         return Weights(text=text, is_exact=False, bad=bad, absolute=absolute)
     step, _, name = max(names)
     folder.check(name)
-    return _loaded(folder.path / name, step, capsule, model)
+    return _load_weights(folder.path / name, step, capsule, model)
 
 
 def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
     from trainer_hooks.recovery.checkpoints.planner import Box
 
     stored = payload.specs(folder)
-    live, boxes, missing = _live(model), [], []
+    live, boxes, missing = _model_tensors(model), [], []
     for name, tensor in live.items():
         # A buffer is stored per rank.
         for key in (name, f"rank.{rank}.{name}", f"rank.0.{name}"):
@@ -107,7 +107,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
     return live
 
 
-def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weights:
+def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weights:
     from trainer_hooks.recovery.checkpoints import payload
     from trainer_hooks.recovery.checkpoints.planner import Box
 
@@ -125,7 +125,7 @@ def _loaded(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weig
     return Weights(text=text, is_exact=not away, bad=bad, absolute=absolute)
 
 
-def _live(model: nn.Module) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     params = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters()}
     return params | {f"buffer.{clean_name(n)}": b for n, b in model.named_buffers()}
 
