@@ -134,12 +134,12 @@ def _build_handler_class(
 
         def do_GET(self) -> None:
             routes: dict[str, Callable[[], None]] = {
-                "/metrics": self._metrics,
-                "/healthz": self._healthz,
+                "/metrics": self._send_metrics,
+                "/healthz": self._send_health,
             }
             route = routes.get(self.path.partition("?")[0])
             if route is None:
-                self._answer(404, "text/plain", b"there are /metrics and /healthz\n")
+                self._write_response(404, "text/plain", b"there are /metrics and /healthz\n")
             else:
                 route()
 
@@ -150,15 +150,15 @@ def _build_handler_class(
             authorization = self.headers.get("Authorization", "").encode(errors="replace")
             if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
                 text = b"give the token in read.token of the agent's folder as a bearer token\n"
-                self._answer(401, "text/plain", text, {"WWW-Authenticate": "Bearer"})
+                self._write_response(401, "text/plain", text, {"WWW-Authenticate": "Bearer"})
                 return
             encoder, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, content_type, encoder(registry))
+            self._write_response(200, content_type, encoder(registry))
 
         def _send_health(self) -> None:
             health = exposed.health()
             body = {"status": "ok" if health.ok else "stalled", **health.details}
-            self._answer(
+            self._write_response(
                 200 if health.ok else 503, "application/json", json.dumps(body).encode() + b"\n"
             )
 
