@@ -129,8 +129,9 @@ def describe(event: Event | None) -> str:
         case CheckpointChanged():
             return f"checkpoint {event.checkpoint_id} is {event.state} ({event.where})"
         case DataWindowSkipped():
-            first, last = event.first_batch, event.last_batch - 1
-            window = f"batches {first} to {last}" if last > first else f"batch {first}"
+            window = f"batch {event.first_batch}"
+            if event.last_batch > event.first_batch + 1:
+                window = f"batches {event.first_batch} to {event.last_batch - 1}"
             return f"{window} of epoch {event.epoch} skipped: {event.reason}"
         case BatchNoted():
             first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"

@@ -308,7 +308,7 @@ def _is_death(event: EventView) -> bool:
 
 
 def _death(event: EventView, world_size: int) -> str:
-    """Return how a run ended; of several ranks, with the rank that failed."""
+    """Return how a run ended, with the rank that failed if there are several."""
     text = _CODE.sub("", event.text)
     is_of_rank = world_size > 1 and event.kind == "RunEnded" and event.source.startswith("rank:")
     return f"{event.source.replace(':', ' ')} {text}" if is_of_rank else text
