@@ -220,6 +220,6 @@ def test_limits_that_are_there_while_a_change_is_expected_are_a_difference(place
     )
     live.train(120, 60.0)
     live.end()
-    assert ["limits differ from the recorded ones in 1 steps, first at 80"] == replayed(
+    assert ["limits differ from the recorded ones in 1 step, first at 80"] == replayed(
         place
     ).differences()

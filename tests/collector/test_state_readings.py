@@ -13,6 +13,9 @@ from trainvitals.records import (
     CLIPS,
     LOSS_OUTLIER,
     WITHHELD,
+    ChangeExpected,
+    DataWindowSkipped,
+    Event,
     Finding,
     FindingRaised,
     RunInfo,
@@ -89,6 +92,27 @@ def why(store: Store, step: int) -> str:
     ids=lambda value: getattr(value, "trigger", ""),
 )
 def test_a_reading_is_told_with_its_numbers(event: StateRead, expected: str):
+    assert expected == describe(event)
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (
+            DataWindowSkipped(epoch=0, first_batch=77, last_batch=86, reason="r"),
+            "batches 77 to 85 of epoch 0 skipped: r",
+        ),
+        (
+            DataWindowSkipped(epoch=0, first_batch=77, last_batch=78, reason="r"),
+            "batch 77 of epoch 0 skipped: r",
+        ),
+        (RunStarted(info=RunInfo(name="n", world_size=1)), "run n started on 1 rank, guard"),
+        (RunStarted(info=RunInfo(name="n", world_size=8)), "run n started on 8 ranks, guard"),
+        (ChangeExpected(steps=1, reason="r"), "a change is expected for 1 step: r"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_line_about_an_event_counts_what_it_names(event: Event, expected: str):
     assert expected == describe(event)
 
 

@@ -53,15 +53,14 @@ def records_of(monitor, *, keep=lambda record: record):
     return records
 
 
-def nonfinite_layers_of(monitor):
-    """Return a set that gets (step, layer) of each weight norm that is written as non-finite."""
+def nonfinite_parameters_of(monitor):
+    """Return a set that gets (step, parameter) of each that is written as non-finite."""
     bad, emitter = set(), run_of(monitor).emitter
     write = emitter.layers
 
     def layers(measured, reduced, samples, **options):
-        names = emitter._layers.names
-        for layer, _, norm, *_ in emitter._layers.rows(None, samples):
-            bad.update([(measured.step, names[layer])] if norm is not None else [])
+        names = () if samples is None else samples.nonfinite_parameters
+        bad.update((measured.step, name) for name in names)
         write(measured, reduced, samples, **options)
 
     emitter.layers = layers

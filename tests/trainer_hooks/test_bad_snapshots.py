@@ -4,14 +4,16 @@ import threading
 
 import pytest
 import torch
+from trainer_hooks.step.emit import Layers
 
 import trainer_hooks
 from tests.support.examples import each_once
-from tests.support.inside import events_of, nonfinite_layers_of, refs_of, snapshots_of, store_of
+from tests.support.inside import events_of, nonfinite_parameters_of, refs_of, snapshots_of, store_of
 from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks import CheckpointSettings
+from trainer_hooks.measures.sampled import Samples
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.state import StateCheck
 from trainvitals.errors import CheckpointError, TrainingHalted
@@ -74,7 +76,7 @@ def notes(loop, code):
 @pytest.mark.parametrize("mode", ["guard", "heal"])
 def test_parameters_that_are_nan_are_named_with_their_layer(tmp_path, mode):
     loop = healing(tmp_path) if mode == "heal" else Loop(mode=mode)
-    layers = nonfinite_layers_of(loop.monitor)
+    written = nonfinite_parameters_of(loop.monitor)
     if mode == "heal":
         assert [0] == train(loop, break_weight)
     else:
@@ -84,7 +86,16 @@ def test_parameters_that_are_nan_are_named_with_their_layer(tmp_path, mode):
     assert "parameters are non-finite on 1 rank (3.weight)" == finding.reason
     decided = [e.decision for e in loop.events if isinstance(e, DecisionMade)]
     assert decided[-1].reason.startswith(finding.reason)
-    assert {(finding.step, "3")} == layers
+    assert {(finding.step, "3.weight")} == written
+
+
+def test_a_layer_with_a_nan_parameter_has_a_nan_weight_norm():
+    layers = Layers(["1.weight", "1.bias", "3.weight"])
+    rows = layers.rows([9.0, 16.0, 4.0], Samples(nonfinite_parameters=["3.weight"]))
+    assert [(0, 5.0, None), (1, 2.0, "nan")] == [
+        (layer, gradient, weight if weight is None else str(weight))
+        for layer, gradient, weight, *_ in rows
+    ]
 
 
 @pytest.mark.parametrize(

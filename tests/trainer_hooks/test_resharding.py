@@ -263,7 +263,7 @@ def test_a_damaged_part_of_one_rank_is_refused(trained, tmp_path, how):
     shutil.copytree(trained / "trained" / "fsdp2 nested", copy)
     DAMAGE[how](path_of(copy) / "__1_0.distcp")
     alone = twin()
-    with pytest.raises(CheckpointError, match="1 checkpoints"):
+    with pytest.raises(CheckpointError, match=r"\(tried 1\)"):
         alone.load(copy)
     assert all(bool((t == 0.5).all()) for t in alone.state.tensors().values())
 
