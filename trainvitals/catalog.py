@@ -1,7 +1,8 @@
 """Every metric Vitals knows, once: name, unit, type, where it is measured, what it means.
 
-Row schemas, the exposition, the query API's series, the dashboards and docs/METRICS.md are derived
-from these rows. A name carries its unit in base units (seconds, bytes, watts, celsius; ratios 0 to
+The metrics of a training rank are in ``trainvitals.metrics``, all others here. Row schemas, the
+exposition, the query API's series, the dashboards and docs/METRICS.md are derived from these rows.
+A name carries its unit in base units (seconds, bytes, watts, celsius; ratios 0 to
 1). ``column`` is the name in a row; ``scope`` says who writes it: numbers that are equal on all
 ranks (``run``) are written by global rank 0 only.
 """

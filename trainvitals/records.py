@@ -499,7 +499,11 @@ class ChangeExpected(_Event, frozen=True, kw_only=True):
 
 
 class Note(_Event, frozen=True, kw_only=True):
-    """A message that is logged once, with a stable code."""
+    """A message of Vitals that is logged once, with a stable code.
+
+    It is a warning if its ``severity`` is warning or error. The notes that users write are
+    ``views.AnnotationView``.
+    """
 
     code: str
     text: str

@@ -57,7 +57,11 @@ DELIVERED = DeliveryResult(recoverable=False, error="")
 
 
 class Notifier(Protocol):
-    """One destination of alerts."""
+    """One destination of alerts.
+
+    For a receiver with its own process, the dispatcher reads ``reposts``, ``takes_log`` and the
+    optional ``one_by_one`` from ``worker.WorkerNotifier``, not from the class that posts.
+    """
 
     name: str
     reposts: bool
