@@ -88,7 +88,7 @@ def incident(sample: SampleRun) -> IncidentView:
             state="Running at step 420. Resolved: 158 healthy steps since step 262.",
             cause=f"Rank 3's loss reached 4.9 (limit 3.2) at steps 180 to 181. {samples.HOSTILE}",
             action="Skipped 2 updates (steps 180 to 181). Rolled back to step 230.",
-            cost="Lost work: 34 steps (68k tokens, 17 s x 2 ranks); 50 batches dropped.",
+            cost="Lost work: 34 steps (68 k tokens, 17 s x 2 ranks); 50 batches dropped.",
             before="First time in this run. Also in 1 of 4 other runs: elder.",
             next="Nothing to do.",
             commands=(f"vitals postmortem {sample.summary.run_id} --incident {INCIDENT}",),

@@ -198,7 +198,8 @@ QUESTIONS: dict[str, tuple[Callable[[Visitor], str], tuple[str, ...]]] = {
     ),
     "what did it cost": (
         Visitor.verdict,
-        (r"166 steps \(166k tokens, 19.9 min x 2 ranks, 0.66 GPU-hours, 1.66 at 2.5 a GPU-hour\)",
+        (r"166 steps \(166 k tokens, 19 min 55 s x 2 ranks, "
+         r"0.66 GPU-hours, 1.66 at 2.5 a GPU-hour\)",
          "50 batches dropped"),
     ),
     "did it happen before": (
