@@ -42,6 +42,10 @@ class Samples(StepFeature):
         self.total += step.reduced.total("samples")
         wanted = step.reduced.root["samples_wanted"]
         self.steps.append([step.step, wanted, self.total, step.reduced.by_rank("longest")])
+        step.columns = {"mfu": self.total}  # of the catalog, and nothing else writes it here
+
+    def on_row_written(self, step):
+        self.steps[-1].append(step.columns["mfu"])
 
     def state_dict(self):
         return {"total": self.total}

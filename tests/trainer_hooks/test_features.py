@@ -17,8 +17,9 @@ def found(tmp_path_factory):
 @pytest.mark.dist
 def test_a_feature_s_numbers_are_summed_over_the_ranks_and_come_back_at_the_same_step(found):
     expected = [
-        [step, 100.0 + step, 24.0 * (step + 1), [float(step), float(step + 1)]]
+        [step, 100.0 + step, total, [float(step), float(step + 1)], total]
         for step in range(STEPS)
+        for total in [24.0 * (step + 1)]
     ]
     for rank in found:
         assert expected == rank["first"]

@@ -11,6 +11,7 @@ from functools import wraps
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from threading import get_ident
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
@@ -416,8 +417,11 @@ class StepLog:
         samples: Samples | None,
         judgement: Judgement,
         name: str = "",
+        columns: Mapping[str, Value] = MappingProxyType({}),
     ) -> dict[str, Value]:
         """Write the row, the layers' rows, changes, and findings; return the row's own columns.
+
+        ``columns`` come from features.
 
         ``name`` is the name of an optimizer that was stepped alone. Its numbers are written as
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
@@ -434,7 +438,7 @@ class StepLog:
             self.tokens.seen += tokens
             self.tokens.trained += 0 if record.skipped else tokens
         losses = reduced.losses()
-        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank]}
+        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank], **columns}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
             extra["optimizer_seconds"] = measured.optimizer_seconds

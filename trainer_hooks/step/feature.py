@@ -61,8 +61,8 @@ class ReturnedStep(msgspec.Struct):
     optimizer: str
     """Name of the optimizer that was stepped alone; empty: all optimizers."""
     columns: Mapping[str, Value] = {}
-    """Columns of this rank's row in addition to the record, once it is written. Read-only: what a
-    feature puts here before is discarded."""
+    """Columns of this rank's row in addition to the record: those that features set in
+    ``on_reduced``, and all once the row is written. A feature replaces the mapping."""
     command: Proposal | None = None
     """Manual command that is judged with the step."""
     unavailable_commands: Mapping[str, str] = {}

@@ -105,6 +105,7 @@ def _write(run: RunContext, step: ReturnedStep, judgement: Judgement) -> None:
         step.samples,
         judgement,
         step.optimizer,
+        step.columns,
     )
     run.features.on_row_written(step)
     run.log.write_readings(step.measured, judgement)
