@@ -438,11 +438,11 @@ class StepPhases:
         norm = verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
             with self._run.faults.fail_open("clip"):
-                own = torch.nn.utils.get_total_norm(prepared.grads)
-                if isinstance(norm, Tensor):
-                    measured = verdict.num_failed != self._run.ranks.world_size
+                own, num_failed = torch.nn.utils.get_total_norm(prepared.grads), verdict.num_failed
+                if isinstance(norm, Tensor) and isinstance(num_failed, Tensor):
+                    measured = num_failed != self._run.ranks.world_size
                     norm = torch.where(measured, norm, own.to(norm))
-                else:
+                else:  # there is only one rank
                     norm = own.item()
         # Most steps do not clip: a norm that the host knows saves a pass over the gradients.
         known: float | None = None
@@ -496,8 +496,8 @@ class StepPhases:
             own_numbers = (number for part in own for number in part.tolist())
             scaled = device.engine.loss_scale() is not None
             scale = self._loss_scale().item() if scaled else math.nan
-            figures = (*self._host_figures(verdict), scale)
-            return device.readback.push([*figures, *own_numbers], host_step)
+            numbers = [*self._host_figures(verdict), scale, *own_numbers]
+            return device.readback.push(numbers, host_step)
         figures = (*verdict.derived(), self._loss_scale())
         return device.readback.push(torch.cat((device.packer.pack, *figures, *own)), host_step)
 

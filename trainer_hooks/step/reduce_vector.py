@@ -255,7 +255,7 @@ class ReduceVector:
         self._rest = self.pack[layout.num_params :]
         self.norm = 0.0
         """Norm of the gradients, after ``measure_norm``."""
-        self._here = memoryview(self.pack.numpy()) if device.type == "cpu" else None
+        self._here = self.pack.numpy().data if device.type == "cpu" else None
         """The vector itself, if the host can write to it."""
         self._words_here = struct.Struct(f"{layout.size - layout.num_params}d")
         pinned = device.type == "cuda"
@@ -516,7 +516,7 @@ _FLAGS = tuple(torch.tensor(flag, dtype=torch.float64, device="cpu") for flag in
 def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row: float) -> Verdict:
     """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
 
-    Some 40 operations on tensors of a few numbers would take longer than the update of a small
+    Operations on tensors of a few numbers would take longer than the update of a small
     model. Only for one rank: a sum over ranks depends on its order.
 
     Args:
