@@ -403,7 +403,7 @@ def test_accumulated_losses_weigh_as_they_were_given():
         push = device_of(attached).readback.push
         device_of(attached).readback.push = lambda n, h: (
             losses.append(float(n[device_of(attached).packer.layout.size + 1])),
-            losses.append(Reduced(device_of(attached).packer.layout, list(map(float, n))).losses()),
+            losses.append(Reduced(device_of(attached).packer.layout, list(n)).losses()),
             push(n, h),
         )[2]
         attached.loss(1.0, 3)

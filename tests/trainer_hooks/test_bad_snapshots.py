@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from trainer_hooks.step.emit import Layers
 
 import trainer_hooks
 from tests.support.examples import each_once
@@ -13,6 +12,7 @@ from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks import CheckpointSettings
+from trainer_hooks.exchange.emit import Layers
 from trainer_hooks.measures.sampled import Samples
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.state import StateCheck

@@ -514,7 +514,7 @@ _FLAGS = tuple(torch.tensor(flag, dtype=torch.float64, device="cpu") for flag in
 def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row: float) -> Verdict:
     """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
 
-    About 40 operations on tensors of a few numbers would take longer than the update of a small
+    Operations on tensors of a few numbers would take longer than the update of a small
     model. Only for one rank: a sum over ranks depends on its order.
 
     Args:

@@ -437,12 +437,11 @@ class StepPhases:
         norm = verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
             with self._run.faults.fail_open("clip"):
-                own = torch.nn.utils.get_total_norm(prepared.grads)
-                if isinstance(norm, Tensor):
-                    num_failed = torch.as_tensor(verdict.num_failed)
+                own, num_failed = torch.nn.utils.get_total_norm(prepared.grads), verdict.num_failed
+                if isinstance(norm, Tensor) and isinstance(num_failed, Tensor):
                     measured = num_failed != self._run.ranks.world_size
                     norm = torch.where(measured, norm, own.to(norm))
-                else:
+                else:  # there is only one rank
                     norm = own.item()
         # Most steps do not clip: a norm that the host knows saves a pass over the gradients.
         known: float | None = None
