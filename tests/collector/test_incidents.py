@@ -381,7 +381,7 @@ _ITEMS = st.builds(
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(_ITEMS, max_size=25), st.randoms())
 def test_groups_do_not_depend_on_the_order_and_hold_each_thing_once(items, random):
-    items = [item._replace_step(which=i, time_unix_ns=i) for i, item in enumerate(items)]
+    items = [item._replace(which=i, time_unix_ns=i) for i, item in enumerate(items)]
     found = group(items)
     assert sorted(items) == sorted(one for some in found for one in some)
     shuffled = list(items)

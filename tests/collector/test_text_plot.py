@@ -40,7 +40,7 @@ def cells(line: str) -> str:
 def test_one_spike_and_one_nan_among_a_million_steps_are_seen_where_they_were():
     values = dict.fromkeys(range(0, 1_000_000, 500), 2.0) | {500_000: 30.0, 750_000: math.nan}
     title, *rows = draw(curve(dict(sorted(values.items()))), [], width=100)
-    assert "2000 steps, 1 not finite" in title
+    assert "2,000 steps, 1 not finite" in title
     assert "30" == rows[0].split("|")[0].strip()
     (at,) = [i for i, cell in enumerate(cells(rows[0])) if cell != " "]
     assert at in range(43, 45)

@@ -198,7 +198,7 @@ def test_a_save_that_cannot_be_read_back_is_not_kept(run, monkeypatch):
     real = payload.write
 
     def write_wrong(folder, boxes, group, **how):
-        wrong = [b._replace_step(tensor=b.tensor + (b.name == "model.0.weight")) for b in boxes]
+        wrong = [b._replace(tensor=b.tensor + (b.name == "model.0.weight")) for b in boxes]
         written = real(folder, wrong, group, **how)
         return written._replace(boxes=boxes)
 

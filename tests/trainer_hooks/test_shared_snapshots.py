@@ -300,7 +300,7 @@ def test_a_process_of_another_container_is_found_out(tmp_path):
 
     def refusal(**changes):
         joined = join_node(
-            Gathering(1, offers=offer._replace_step(**changes)), num_regions=1, has_replicas=True
+            Gathering(1, offers=offer._replace(**changes)), num_regions=1, has_replicas=True
         )
         assert joined.regions is None
         return joined.failures

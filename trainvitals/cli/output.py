@@ -74,7 +74,7 @@ def write_rows(
         writer.writerows([header, *exact] if with_header else exact)
         to.write(buffer.getvalue())
         return
-    lines = [[cell_text(value) for value in row] for row in rows]
+    lines = [[_cell_text(value) for value in row] for row in rows]
     lines = [[*map(_truncate_cell, line[:-1]), *line[-1:]] for line in lines]
     shown = [[name.upper() for name in header], *lines] if with_header else lines
     widths = [max(min_width, max(map(len, column))) for column in zip(*shown, strict=True)]
@@ -108,13 +108,18 @@ def format_time(time_unix_ns: int) -> str:
     return then.strftime(DATE_FORMAT)
 
 
+def _cell_text(value: object) -> str:
+    """Return the text of a cell; a time of a query keeps its precision and its zone."""
+    return str(value) if isinstance(value, datetime) else cell_text(value)
+
+
 def _truncate_cell(cell: str) -> str:
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 
 def _exact(value: object) -> str:
     """Return a CSV cell: numbers in full, and no text that could be evaluated."""
-    cell = float.__repr__(value) if isinstance(value, float) else cell_text(value)
+    cell = float.__repr__(value) if isinstance(value, float) else _cell_text(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
         return cell
     try:

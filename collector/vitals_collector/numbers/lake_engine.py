@@ -517,7 +517,7 @@ class Files:
         with self._lock:
             damaged = needed(self._damaged)
             if damaged:  # another collector may have removed them
-                live = {path for path, is_live, _ in self._list_table_files(table) if is_live}
+                live = {path for path, is_live, _ in self.list_table_files(table) if is_live}
                 for path in set(damaged) - live:
                     del self._damaged[path]
                     self._dead.add(path)
@@ -535,7 +535,7 @@ class Files:
         live = {
             path: bounds
             for table in tables
-            for path, is_live, bounds in self._list_table_files(table)
+            for path, is_live, bounds in self.list_table_files(table)
             if is_live
         }
         self._check(live)
@@ -549,7 +549,7 @@ class Files:
         return {
             path
             for table in tables
-            for path, is_live, _ in self._list_table_files(table)
+            for path, is_live, _ in self.list_table_files(table)
             if is_live and path in listed
         }
 
@@ -574,7 +574,7 @@ class Files:
         seen = self._whole | self._damaged.keys() | self._unchecked.keys() | self._dead
         new = there - seen
         if new:
-            for path, is_live, bounds in self._list_table_files(table):
+            for path, is_live, bounds in self.list_table_files(table):
                 if path in new:
                     new.discard(path)
                     if is_live:
@@ -586,7 +586,8 @@ class Files:
         if not new:  # otherwise another collector is about to commit one
             self._seen_at[table] = state
 
-    def _list_table_files(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
+    def list_table_files(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
+        """Return the path of each file of a table, whether it is live, and its bounds."""
         rows = self._ask(_LIVE.format(table=table)).to_pylist()
         return [
             (

@@ -72,7 +72,7 @@ def test_a_flipped_bit_in_any_file_is_told_and_its_rows_are_taken_again_once(
 
 def _listed(lake: Lake) -> list[tuple[str, bool, object]]:
     tables = ("steps", "outlines", "marks", "new_marks")
-    return [row for table in tables for row in lake.engine.files._list_table_files(table)]
+    return [row for table in tables for row in lake.engine.files.list_table_files(table)]
 
 
 def _check_repair(folder: Path, path: str, expected: MemoryNumbers) -> None:

@@ -175,7 +175,7 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     assert answers(lake, RUN) == answers(memory, RUN)
 
     (path, *_) = [
-        path for path, is_live, _ in lake.engine.files._list_table_files("steps") if is_live
+        path for path, is_live, _ in lake.engine.files.list_table_files("steps") if is_live
     ]
     lake.close()
     lake = Lake(tmp_path)

@@ -89,7 +89,7 @@ class GpuThrottleWatcher(NodeWatcher):
     """Finds GPUs that are throttled by heat or the power supply, and power caps that cost speed."""
 
     name = "gpu_throttle"
-    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
+    STATE = (table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
 
     def __init__(self, config: ThrottleConfig | None = None) -> None:
         self._config = config or ThrottleConfig()
@@ -211,7 +211,7 @@ class GpuErrorWatcher(NodeWatcher):
     """Finds memory errors and Xids as they happen, not those from before the first sample."""
 
     name = "gpu_error"
-    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
+    STATE = (table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
 
     def __init__(self, config: GpuErrorConfig | None = None) -> None:
         self._config = config or GpuErrorConfig()
