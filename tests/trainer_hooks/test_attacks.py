@@ -424,3 +424,53 @@ def test_a_compiled_function_around_the_step_leaves_it_as_it_is():
         assert [step(loop.forward(scale).detach()).step for scale in (NAN, 1.0, 1.0)] == [0, 1, 2]
     assert torch.isfinite(loop.model[0].weight).all()
     assert not torch.equal(before["model"]["0.weight"], loop.model[0].weight)
+
+
+ONE_SMALL_TENSOR = {
+    "one float64 tensor": lambda: nn.Linear(4, 1, bias=False).double(),
+    "one complex tensor": lambda: nn.Linear(4, 1, bias=False, dtype=torch.complex128),
+    "one small bias beside a large matrix": lambda: nn.Linear(100, 100).double(),
+    "one float32 tensor": lambda: nn.Linear(4, 1, bias=False),
+}
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard"])
+@pytest.mark.parametrize("enter", [trainer_hooks.watch, trainer_hooks.attach])
+@pytest.mark.parametrize("make", ONE_SMALL_TENSOR.values(), ids=ONE_SMALL_TENSOR)
+def test_measuring_writes_to_no_tensor_of_the_loop(make, enter, mode):
+    # Flattened, one tensor of the dtype of the sums is a view of itself.
+    bare = make()
+    own = copy.deepcopy(bare)
+    expected = torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.01, momentum=0.9)
+    signals = trainer_hooks.SignalSettings(every=1, weight_norm=True, outside_writes=True)
+    with enter(own, optimizer, mode=mode, signals=signals) as monitor:
+        for step in range(4):
+            for model in (bare, own):
+                size = model.in_features
+                x = torch.linspace(-1.0, 1.0 + step, 2 * size, dtype=model.weight.dtype)
+                loss = model(x.view(2, size)).abs().square().mean()
+                loss.backward()
+            expected.step()
+            expected.zero_grad()
+            if enter is trainer_hooks.watch:
+                monitor.step(loss)
+            else:
+                monitor.loss(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(bare.state_dict(), own.state_dict())
+    assert_same(expected.state_dict(), optimizer.state_dict())
+    assert monitor.swallowed_errors == {}
+
+
+def test_a_complex_loss_is_recorded_by_its_real_part_and_gradients_are_judged():
+    loop = Loop(fused=True)
+    with trainer_hooks.watch(loop.model, loop.optimizer) as monitor:
+        for step in range(6):
+            loss = loop.forward()
+            if step == 3:
+                loop.model[0].weight.grad[0, 0] = NAN
+            monitor.step(torch.complex(loss.detach(), torch.tensor(1.0)))
+    assert all(param.isfinite().all() for param in loop.model.parameters())
+    assert monitor.swallowed_errors == {}

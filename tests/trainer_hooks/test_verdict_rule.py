@@ -25,7 +25,7 @@ FLAG = torch.tensor(1.0, dtype=torch.float64)
 
 def a_rank(rng: random.Random) -> dict:
     """Return what a rank brings to a step: ordinary, far off, not finite, short, or missing."""
-    loss = rng.choice((2.0, 2.0, 3.0, 9.0, -9.0, 40.0, None, rng.choice(ODD)))
+    loss = rng.choice((2.0, 2.0, -0.0, 3.0, 9.0, -9.0, 40.0, None, rng.choice(ODD)))
     square = rng.choice((1.0, 1.0, 1.0, 400.0, 1e30, rng.choice((math.nan, math.inf))))
     given = {"loss": loss, "squares": (1.0, square), "weight": rng.choice((1.0, 3.0))}
     if rng.random() < 0.1:

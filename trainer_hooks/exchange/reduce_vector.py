@@ -390,7 +390,8 @@ class ReduceVector:
 
 
 def _plain(value: Tensor | float) -> float:
-    return value.item() if isinstance(value, Tensor) else value
+    """Return the number, or its real part, which is what a copy to a float64 tensor keeps."""
+    return (value.item() if isinstance(value, Tensor) else value).real
 
 
 class Reduced:
@@ -524,6 +525,7 @@ def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row
         row: ``row`` of the previous verdict.
     """
     weighted_loss, weight, overflow, failed = numbers[layout.ranks : layout.ranks + len(_SUMMED)]
+    weighted_loss += 0.0  # -0.0 becomes 0.0, as in a sum
     loss_limit, norm_limit, max_row = numbers[layout.root : layout.root + 3]
     loss = weighted_loss / weight if weight else weighted_loss * math.inf
     bits = 0

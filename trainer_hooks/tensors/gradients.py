@@ -325,8 +325,9 @@ def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
     """Return the square of each gradient, float64."""
     # Flattened in one call: a view of each gradient would take as long as everything else.
+    # Not in place: of one float64 tensor this is the loop's own memory.
     flat = _flatten_dense_tensors(grads).double()
-    return torch.segment_reduce(flat.mul_(flat), "sum", lengths=sizes, unsafe=True)
+    return torch.segment_reduce(flat * flat, "sum", lengths=sizes, unsafe=True)
 
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
