@@ -229,8 +229,9 @@ def _look(looks: dict[str, list[Look]], step: int, rank: int) -> None:
     shared = Path(os.environ["VITALS_SHM"]) if rank == 0 else None
     looks.setdefault(f"rank {rank}", []).append(Look.at(step, "self", shared))
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            looks.setdefault("agent", []).append(Look.at(step, child))
+        with suppress(FileNotFoundError):  # a thread that ended since it was listed
+            for child in (task / "children").read_text().split():
+                looks.setdefault("agent", []).append(Look.at(step, child))
 
 
 def _digests(model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module) -> dict[str, str]:

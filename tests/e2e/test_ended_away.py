@@ -34,7 +34,7 @@ class Job:
             *("--standalone", "--nproc-per-node", "1"),
             steps=steps,
             name=name,
-            VITALS_COLLECTOR_URL=f"http://127.0.0.1:{self.port}",
+            VITALS_COLLECTOR_URL=f"https://127.0.0.1:{self.port}",
             VITALS_TOKEN_FILE=str(self.lab.tokens),
         )
 
@@ -78,7 +78,7 @@ def end_without_a_collector(job: Job) -> tuple[str, int]:
     assert f"`kill {agent}` ends that" in log.read_text()
     assert not (folder / "agent.json").exists()  # it holds nothing while it waits
     said = job.lab.log("first").read_text()
-    assert f"http://127.0.0.1:{job.port} does not answer" in said
+    assert f"https://127.0.0.1:{job.port} does not answer" in said
     assert f"`kill {agent}` ends it" in said
     return run_id, agent
 

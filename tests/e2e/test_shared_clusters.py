@@ -126,7 +126,7 @@ def test_two_jobs_of_one_user_on_one_node_have_each_their_own_agent_and_journals
     stop.touch()
     assert [0, 0] == [job.wait(60) for job in jobs]
     until(lambda: not lab.alive(), "the agents drain and end")
-    ids = {re.search(r"run (\w{26})", lab.log(name).read_text())[1] for name in ("one", "two")}
+    ids = {re.search(r"trained (\w{26})", lab.log(name).read_text())[1] for name in ("one", "two")}
     assert ids == {path.name for path in run_dirs(lab)}
     assert sorted(ids) == sorted(words.split("--run ")[1].split()[0] for words in agents)
     for path in run_dirs(lab):

@@ -41,7 +41,7 @@ from trainer_hooks.measures.sections import Sections, placed_in
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
-from trainer_hooks.tensors.async_copy import AsyncCopy
+from trainer_hooks.tensors.events import AsyncCopy
 from trainer_hooks.tensors.gradients import ALL, GradNorms
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.guard.ema import EMA
-from trainer_hooks.tensors.async_copy import AsyncCopy
 from trainer_hooks.tensors.copying import wait_for_copies
+from trainer_hooks.tensors.events import AsyncCopy
 from trainer_hooks.tensors.optimizer_state import true_elements
 from trainvitals.errors import UsageError
 
