@@ -281,9 +281,8 @@ import gc, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tests.collector.numbers.written import batch, identity
-from vitals_collector.numbers.interface import Curve, Span
+from vitals_collector.numbers.interface import AttemptRow, CurveRequest, RowSpan
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.interface import AttemptRow
 
 def resident() -> int:
     # Without the files that are mapped: they are the libraries' code, and how much of it is
@@ -292,12 +291,13 @@ def resident() -> int:
     return (int(resident) - int(of_files)) * 4096 // 1_000_000
 
 lake, columns = Lake(Path(sys.argv[1])), [f"m{i}" for i in range(50)]
-span = Span(identity().run_id, "steps", ("rank:0",))
+span = RowSpan(identity().run_id, "steps", ("rank:0",))
 for second in range(int(sys.argv[2])):
     row = dict.fromkeys(columns, float(second))
     lake.append([batch(identity(rank=r), [row], first_seq=second) for r in range(64)])
     if (second + 1) % (int(sys.argv[2]) // 3) == 0:
-        lake.curves([Curve(span, name, 50) for name in columns], [AttemptRow(1, None, 0)], "all")
+        asked = [CurveRequest(span, name, 50) for name in columns]
+        lake.curves(asked, [AttemptRow(1, None, 0)], "all")
         lake.merge()
         print(resident(), file=sys.stderr, flush=True)  # on stdout DuckDB may show how far it is
 """
