@@ -201,7 +201,7 @@ def test_what_is_listed_can_be_asked_of_one_run_and_of_all(store: Store):
         ({"table": "steps", "where": ("los > 3",)}, "no column 'los'(?s:.*)did you mean loss"),
         ({"table": "steps", "where": ("loss => 3",)}, "'=>' in 'loss => 3' is not an operator"),
         ({"table": "steps", "where": ("loss",)}, "is not COLUMN OP VALUE"),
-        ({"table": "steps", "where": ("loss > high",)}, "loss is a number; 'high' is none"),
+        ({"table": "steps", "where": ("loss > high",)}, "loss is a number; 'high' is not one"),
         ({"table": "steps", "where": ("loss ~ 3",)}, "loss is a number; ~ is not for it"),
         ({"table": "decisions", "where": ("acted = perhaps",)}, "yes or no, not 'perhaps'"),
         ({"table": "decisions", "where": ("acted < true",)}, "< is not for it"),

@@ -134,7 +134,7 @@ def _parse_value(
             return read(value)
         except ValueError:  # perhaps a float; otherwise an error is raised below
             continue
-    raise UsageError(f"{column} is a number; {_shortened_repr(value)} is none")
+    raise UsageError(f"{column} is a number; {_shortened_repr(value)} is not one")
 
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
