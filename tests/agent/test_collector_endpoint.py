@@ -9,6 +9,7 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
+from tests.support.agent_clients import patient_client
 from trainvitals.errors import ForeignBatchError, TransportError, UsageError
 from trainvitals.io.client import CollectorAddress, CollectorTokens
 from trainvitals.views import CommandsQuestion
@@ -41,7 +42,7 @@ def tokens_file(data, **tokens: str) -> None:
 
 def test_a_collector_that_comes_later_gets_everything(world, stub, tmp_path):
     world.rank().step(0)
-    link = CollectorEndpoint(finder(str(tmp_path / "data"), None, {}))
+    link = CollectorEndpoint(finder(str(tmp_path / "data"), None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert ({}, 0) == (agent.faults.counts, agent.shipper.num_errors)
@@ -55,7 +56,7 @@ def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, 
     rank = world.rank()
     rank.step(0)
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     num_before = len(stub.batches)
@@ -88,7 +89,7 @@ def test_it_is_looked_for_only_while_it_is_in_doubt_and_not_at_every_turn(stub):
         looked.append(1)
         return CollectorAddress(url=stub.url)
 
-    link = CollectorEndpoint(find)
+    link = CollectorEndpoint(find, connect=patient_client)
     assert link.reachable(0.0)
     link.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert all(link.reachable(float(now)) for now in range(1, 60))
@@ -128,7 +129,7 @@ def test_a_token_of_another_run_is_read_again_until_it_is_the_right_one(tmp_path
 
 def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
     assert link.reachable(0.0)
     (tmp_path / "collector.json").unlink()
     stub.close()
@@ -177,7 +178,7 @@ def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
 def test_where_one_of_several_collectors_is_dead_the_next_has_the_turn(world, stub):
     other, rank = StubCollector(), world.rank()
     rank.step(0)
-    link = CollectorEndpoint(finder(f"{stub.url}, {other.url}", None, {}))
+    link = CollectorEndpoint(finder(f"{stub.url}, {other.url}", None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert stub.batches
@@ -201,7 +202,7 @@ def test_the_agent_goes_to_the_collector_that_takes_its_run(world, stub, is_told
     others[0].owner = ""
     world.rank().step(0)
     urls = ",".join([stub.url, *(other.url for other in others)])
-    link = CollectorEndpoint(finder(urls, None, {}))
+    link = CollectorEndpoint(finder(urls, None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert owner.batches
@@ -216,7 +217,7 @@ def test_where_every_collector_says_that_it_is_another_s_run_the_agent_keeps_it(
     other = StubCollector()
     stub.owner, other.owner = other.url, "http://elsewhere.example:8470"
     world.rank().step(0)
-    link = CollectorEndpoint(finder(f"{stub.url},{other.url}", None, {}))
+    link = CollectorEndpoint(finder(f"{stub.url},{other.url}", None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert 1 == agent.shipper.num_errors
@@ -249,7 +250,7 @@ def test_what_is_no_address_is_refused_at_once():
 def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, stub):
     rank = world.rank()
     rank.step(0)
-    link = CollectorEndpoint(lambda: CollectorAddress(url=stub.url))
+    link = CollectorEndpoint(lambda: CollectorAddress(url=stub.url), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable, keeps_history=True)
     agent.cycle(0.0)
     assert agent.io_loop.drained(agent.runs[RUN])
@@ -260,7 +261,7 @@ def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, st
 
 def test_what_is_sent_ahead_takes_a_connection_of_its_own(world, stub, tmp_path):
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
     link.send_ahead([b"nobody is known"])
     assert not stub.batches
     link.reachable(0.0)

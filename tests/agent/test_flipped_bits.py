@@ -9,6 +9,7 @@ from sqlalchemy import select
 
 from tests.agent.builders import RUN
 from tests.agent.flipping_proxy import FlippingProxy, Flips
+from tests.support.agent_clients import patient_client
 from tests.support.examples import one_in
 from tests.support.served import Served, served_in
 from trainvitals.io.client import CollectorAddress
@@ -24,7 +25,7 @@ class Way:
         self.collector = collector
         self.proxy = FlippingProxy(urlsplit(collector.url).port, lambda body: None)
         address = CollectorAddress(url=self.proxy.url, tokens=collector.tokens)
-        self.endpoint = CollectorEndpoint(lambda: address)
+        self.endpoint = CollectorEndpoint(lambda: address, connect=patient_client)
 
     def flip(self, flips: Flips) -> None:
         self.proxy.flips = flips

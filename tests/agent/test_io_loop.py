@@ -63,7 +63,7 @@ def test_a_run_is_not_closed_under_the_io_loop_that_serves_it(world, stalled):
 def test_what_is_written_after_a_delivery_is_not_called_drained(world, stub):
     rank = world.rank(1)
     rank.step(0)
-    with CollectorClient(stub.url) as client:
+    with CollectorClient(stub.url, timeout=60.0) as client:
         agent = world.agent(client=client)
         agent.cycle(0.0)
         run = agent.runs[RUN]
@@ -79,7 +79,7 @@ def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
     rank = world.rank()
     rank.step(0)
     rank.close()
-    with CollectorClient(stub.url) as client:
+    with CollectorClient(stub.url, timeout=60.0) as client:
         agent = world.agent(client=client, retire_seconds=0.0)
         agent.cycle(0.0)
         agent.cycle(1.0)
@@ -93,7 +93,7 @@ def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
 
 def test_without_a_collector_to_talk_to_everything_is_drained_and_nothing_is_tried(world, stub):
     world.rank().step(0)
-    with CollectorClient(stub.url) as client:
+    with CollectorClient(stub.url, timeout=60.0) as client:
         agent = world.agent(client=client, reachable=lambda now: now >= 10.0)
         agent.run_once(0.0)
         assert not agent.io_loop.drained(agent.runs[RUN])  # nobody has looked yet
@@ -111,7 +111,7 @@ def test_runs_that_ended_before_a_collector_came_are_shipped_when_it_comes(world
     alone = world.agent()
     alone.cycle(0.0)
     alone.stop()
-    with CollectorClient(stub.url) as client:
+    with CollectorClient(stub.url, timeout=60.0) as client:
         agent = world.agent(client=client, reachable=lambda now: 10.0 <= now < 1e6)
         agent.cycle(1.0)
         assert {} == agent.runs
@@ -157,7 +157,7 @@ def test_events_that_cannot_be_sent_ahead_are_left_to_the_spool(world, stub):
         raise TransportError("away")
 
     world.rank(1, pid=0).step(0)
-    client = CollectorClient(stub.url, "token")
+    client = CollectorClient(stub.url, "token", timeout=60.0)
     agent = world.agent(client=client, ahead=refuse)
     for now in range(3):
         agent.run_once(float(now))

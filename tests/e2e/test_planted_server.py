@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import free_port, until
 from tests.e2e.planted import NOBODY, Planted, planted
+from tests.support.agent_clients import patient_client
 from tests.support.examples import one_in
 from tests.support.forked import COMMANDS
 from trainvitals.cli.main import main
@@ -119,7 +120,7 @@ class Shipping:
         self._writer, self._num = Writer(), 0
         folder = real.folder / f"spool-{len(list(real.folder.iterdir()))}"
         self.spool = Spool(folder, max_bytes=1 << 20, keep=False)
-        self.endpoint = CollectorEndpoint(finder(where, token_file, {}))
+        self.endpoint = CollectorEndpoint(finder(where, token_file, {}), connect=patient_client)
         self.faults = Faults()
         backoff = Backoff(max_seconds=0.01, rng=random.Random(1))
         self._shipper = Shipper(self.endpoint, backoff=backoff, faults=self.faults)
@@ -205,7 +206,7 @@ def dashboard(real: Real, where: str) -> Callable[[], object]:
     def ask() -> None:
         collector = settings.collector()
         tokens = collector.tokens
-        with CollectorClient(collector.url, tokens.control, tls=tokens.tls) as client:
+        with CollectorClient(collector.url, tokens.control, tls=tokens.tls, timeout=60.0) as client:
             client.ask(RunsQuestion())
 
     return ask
@@ -297,7 +298,7 @@ def test_a_certificate_that_changed_is_refused_until_the_token_file_is_copied_ag
 
 def _client(real: Real) -> CollectorClient:
     tokens = read_tokens(real.tokens)
-    return CollectorClient(real.url, tokens.read, tls=tokens.tls)
+    return CollectorClient(real.url, tokens.read, tls=tokens.tls, timeout=60.0)
 
 
 def test_collectors_of_one_token_file_add_their_certificates(real: Real, tmp_path: Path):
@@ -309,7 +310,7 @@ def test_collectors_of_one_token_file_add_their_certificates(real: Real, tmp_pat
         shutil.copy(other.data / "tokens.json", real.tokens)
         for url in (real.url, other.url):
             tokens = read_tokens(real.tokens)
-            with CollectorClient(url, tokens.read, tls=tokens.tls) as client:
+            with CollectorClient(url, tokens.read, tls=tokens.tls, timeout=60.0) as client:
                 assert () == client.ask(RunsQuestion())
     finally:
         other.kill()
@@ -372,14 +373,14 @@ def test_a_ca_of_ones_own_and_clients_that_show_a_certificate(tmp_path: Path):
         url = f"https://localhost:{real.port}"
         tokens = read_tokens(real.tokens)
         assert () == tokens.tls.certificates
-        asks = CollectorClient(url, tokens.read, tls=tokens.tls)
+        asks = CollectorClient(url, tokens.read, tls=tokens.tls, timeout=60.0)
         with asks, pytest.raises(TransportError) as caught:
             asks.ask(RunsQuestion())
         assert "client_cert" in caught.value.hint
         tls = msgspec.structs.replace(tokens.tls, client_cert=str(client[2]))
-        with CollectorClient(url, tokens.read, tls=tls) as asks:
+        with CollectorClient(url, tokens.read, tls=tls, timeout=60.0) as asks:
             assert () == asks.ask(RunsQuestion())
-        asks = CollectorClient(real.url, tokens.read, tls=tls)
+        asks = CollectorClient(real.url, tokens.read, tls=tls, timeout=60.0)
         with asks, pytest.raises(ServerIdentityError, match="not a trusted one"):
             asks.ask(RunsQuestion())  # 127.0.0.1 is not its name
         found = collector_on(real.data)

@@ -3,7 +3,14 @@
 import threading
 
 from trainvitals.errors import TransportError
+from trainvitals.io.client import CollectorAddress
 from trainvitals.wire import IngestReply, decode_batch
+from vitals_agent.collector_endpoint import AgentClient
+
+
+def patient_client(address: CollectorAddress) -> AgentClient:
+    """Return a client that waits for an answer as long as a busy machine may take."""
+    return AgentClient(address, timeout=60.0)
 
 
 class Stalled:
