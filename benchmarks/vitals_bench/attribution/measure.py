@@ -189,7 +189,7 @@ def _by_fault(all_: Sequence[Named], default: Sequence[Named]) -> Grid:
         columns=("fault", "loud", "right", "right, no signal opted in", "said instead"),
         rows=tuple(rows),
         note="On four ranks over gloo, by the real library's rows, asked 5 to 30 steps later "
-        "(drifts 55 to 80).",
+        "(5 to 9 where the fault is over within 5 steps, drifts 55 to 80).",
     )
 
 

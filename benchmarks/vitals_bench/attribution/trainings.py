@@ -33,6 +33,12 @@ QUIETER = (
     "drift_2%",
 )  # fmt: skip
 FAULTS = LOUD + QUIETER
+PASSING = (
+    "nan_grad", "inf_act", "grad_x100", "rank_garbage5", "labels_shuffled5", "loader_stall",
+    "loss_overflow", "row_garbage", "rank_grad_x20", "mild_grad_x5", "mild_rank_half_garbage5",
+    "mild_labels_half5", "mild_rank_grad_x3", "mild_act_x3",
+)  # fmt: skip
+"""Faults over within 5 steps: with 10 clean steps behind it, none is a cause of anything."""
 MILD = (
     "mild_weights_x1.2", "mild_grad_x5", "mild_lr_x3_unlogged", "mild_rank_half_garbage5",
     "mild_labels_half5", "mild_v_div10", "mild_rank_grad_x3", "mild_act_x3",
@@ -214,6 +220,7 @@ def plan(
         layer, rank = str(draws.choice(training.layers)), int(draws.integers(4))
         step, draw = int(draws.integers(*between)), int(draws.integers(1 << 30))
         late = int(draws.integers(5, 31)) + (50 if fault.startswith("drift") else 0)
+        late = 5 + late % 5 if fault in PASSING else late
         layer = training.exploding[0] if fault == "row_exploded" else layer
         drawn.append(Fault(fault, step, layer, rank, draw, step + late))
     return sorted(drawn, key=lambda fault: fault.step)
