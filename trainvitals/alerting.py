@@ -348,14 +348,16 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LossCollapsed",
         severity="notify",
         point=True,
-        help="The loss fell to zero, or far below its usual values.",
+        help="The loss fell to zero, or far below its usual values. If these were below a tenth of "
+        "the first losses, it is only logged.",
         to_do="Check for label leakage, empty batches or a masked loss.",
     ),
     AlertSpec(
         name="GradientExplosion",
         severity="notify",
         point=True,
-        help="The gradient norm rose over several steps; a loss spike often follows.",
+        help="The gradient norm rose over several steps, to 8 times its median or more; a loss "
+        "spike often follows. A smaller rise is only logged.",
         to_do="Watch the loss; lower the learning rate if it rises.",
     ),
     AlertSpec(

@@ -52,6 +52,21 @@ def test_two_high_steps_in_a_row_are_told_once_and_a_later_burst_again():
     assert [101, 163] == told(usual(100) + [3.0] * 3 + usual(59) + [3.0] * 3 + usual(20))
 
 
+@pytest.mark.parametrize(
+    ("times", "severities"),
+    [([4, 5, 6, 5], ["log"]), ([9, 9, 9], ["notify"]), ([4, 5, 6, 9, 20, 60], ["log", "notify"])],
+)
+def test_a_burst_is_worth_a_message_from_8_times_the_median(times, severities):
+    detector = BurstDetector()
+    norms = [0.24] * 100 + [0.24 * each for each in times] + [0.24] * 5
+    found = [
+        finding.severity
+        for step, norm in enumerate(norms)
+        for finding in detector.update(StepRecord(step=step, attempt=1, loss=2.2, grad_norm=norm))
+    ]
+    assert severities == found
+
+
 def test_a_norm_that_grows_while_the_loss_falls_is_a_run_that_begins_to_learn():
     losses = [8.5] * 100 + [8.5 - 0.1 * step for step in range(60)]
     norms = usual(100) + [norm * 4.0 for norm in usual(60)]

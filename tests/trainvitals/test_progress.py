@@ -122,6 +122,11 @@ def test_a_run_that_had_converged_is_not_stuck_after_a_restart() -> None:
     assert [] == causes(noisy([2.0] * 1500), detector)
 
 
+def test_tasks_that_take_turns_with_losses_of_different_scales_are_no_plateau() -> None:
+    assert [] == causes(noisy([9000.0, 7.5, 0.03] * 500))
+    assert ["never_learned"] == causes(noisy([7.5] * 1500))
+
+
 # ----------------------------------------------------------------------------------- collapse
 
 
@@ -147,6 +152,14 @@ def test_a_loss_that_falls_to_nothing_at_once_is_told_once(to: float, noise: flo
 )
 def test_a_loss_that_falls_in_order_is_no_collapse(course: Sequence[float]) -> None:
     assert "loss_collapse" not in causes(noisy(course))
+
+
+@pytest.mark.parametrize(("level", "severity"), [(2.0, ""), (0.9, ""), (0.2, "log")])
+def test_a_collapse_of_a_loss_below_a_tenth_of_the_first_is_only_logged(
+    level: float, severity: str
+) -> None:
+    (finding,) = findings(noisy([7.0] * 20 + [level] * 400 + [0.01] * 100))
+    assert ("collapse", severity) == (finding.kind, finding.severity)
 
 
 def test_an_easy_task_that_comes_back_is_no_collapse() -> None:

@@ -17,13 +17,13 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from trainvitals.config import AboveZero, Settings
 from trainvitals.detect.outliers import Detector
-from trainvitals.records import Finding, StepRecord
+from trainvitals.records import Finding, Severity, StepRecord
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
 """The distance that one in five differences of two normal samples exceeds, in their deviations. Not
@@ -503,6 +503,12 @@ _MOST_LOST = 2
 _BOTTOM = 16
 """Steps in a row that are far below, for a collapse."""
 _STEADY = 1.3
+_TOO_WIDE = 1.0
+"""Spread of the losses, as a share of the first ones, above which a median cannot show that nothing
+was learned: tasks of different scales that take turns."""
+_MEMORIZED = 0.1
+"""Share of the first losses below which a collapse is only logged: a small loss that is learned by
+heart falls further in jumps."""
 _WIDE = 1.25
 """The error of a median of n normal samples is this deviation divided by the root of n."""
 
@@ -660,6 +666,7 @@ class ProgressDetector(Detector):
         if top > 0.5 * self._lowest or (top <= 0.0 and min(newest) < 0.0):
             return ()
         self._collapsed = newer
+        is_memorized = self._first is not None and newer < _MEMORIZED * self._first
         return (
             self._progress_finding(
                 record,
@@ -670,6 +677,7 @@ class ProgressDetector(Detector):
                 limit=self._config.collapse * newer,
                 onset=record.step - 2 * _BOTTOM + 1,
                 cause="loss_collapse",
+                severity="log" if is_memorized else "",
             ),
         )
 
@@ -684,6 +692,8 @@ class ProgressDetector(Detector):
         level = ordered[_KEPT >> 1]
         spread = 0.5 * (ordered[int(0.84 * _KEPT)] - ordered[int(0.16 * _KEPT)]) / began
         error = _WIDE * spread / math.sqrt(_BEGINNINGS[0])
+        if spread > _TOO_WIDE:
+            return ()
         least = self._config.learned
         if level < began * (1.0 - least - 3.0 * error):
             self._learning = -1
@@ -724,6 +734,7 @@ class ProgressDetector(Detector):
         limit: float,
         onset: int,
         cause: str,
+        severity: Severity | Literal[""] = "",
     ) -> Finding:
         return Finding(
             kind=kind,
@@ -735,6 +746,7 @@ class ProgressDetector(Detector):
             limit=limit,
             onset_step=max(onset, 0),
             cause=cause,
+            severity=severity,
         )
 
     def rebaseline(self, steps: int = 0) -> None:

@@ -616,6 +616,9 @@ _NORM_MOST = 8.0
 """Maximum deviations that one step counts for."""
 _BURSTS_WITHIN = 3000
 """Steps within which recurring bursts are counted."""
+_NOTABLE = 8.0
+"""Multiple of its median from which a risen norm is worth a message. In real logs bursts before a
+divergence reached 9 to 13,000, healthy changes of task or batch size 4 to 6."""
 
 
 class BurstConfig(Settings, frozen=True, kw_only=True):
@@ -642,12 +645,13 @@ BURST_DEFAULTS = BurstConfig()
 
 
 class BurstDetector(Detector):
-    """Reports, once per burst, a gradient norm that rises over several steps.
+    """Reports a gradient norm that rises over several steps: once per burst, and at 8 times.
 
-    Clean runs show single steps at 5 to 15 times the usual norm while the loss does not move. A
-    real spike builds up over several steps: BLOOM-176B's norm went 0.242 0.947 2.39 15.9 145 960.
-    Neither 0.947 nor 2.39 is an outlier; in a row they are. So evidence is summed as in
-    a CUSUM chart (Page, 1954), with each step's share bounded, so that one step is never enough.
+    Below 8 times its median the report is only logged. Clean runs show single steps at 5 to 15
+    times the usual norm while the loss does not move. A real spike builds up over several steps:
+    BLOOM-176B's norm went 0.242 0.947 2.39 15.9 145 960. Neither 0.947 nor 2.39 is an outlier; in
+    a row they are. So evidence is summed as in a CUSUM chart (Page, 1954), with each step's share
+    bounded, so that one step is never enough.
 
     The loss counts too: while it falls, a growing norm means that the run is starting to learn, and
     the step enters the reference.
@@ -670,7 +674,8 @@ class BurstDetector(Detector):
         self._held: list[float] = []
         self._sum = 0.0
         self._onset = -1
-        self._told = False
+        self._told = 0
+        """1: this burst was logged; 2: a message was sent, or none is worth sending."""
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
         """Add one step and return the findings about it.
@@ -732,10 +737,13 @@ class BurstDetector(Detector):
             for outlier in self._held:
                 self._push_norm(outlier)
             self._end_burst()
-        if self._sum < config.enough or self._told:
+        is_notable = norm >= _NOTABLE * usual
+        told, worth = self._told, 1 + is_notable
+        if self._sum < config.enough or told >= worth:
             return ()
-        self._told = True
-        if self._recurs(math.log(norm / usual)):
+        self._told = worth
+        if not told and self._recurs(math.log(norm / usual)):
+            self._told = 2
             return ()
         finding = Finding(
             kind="grad_explosion",
@@ -748,6 +756,7 @@ class BurstDetector(Detector):
             limit=usual,
             onset_step=self._onset,
             cause="grad_norm_burst",
+            severity="notify" if is_notable else "log",
         )
         return (finding,)
 
@@ -760,7 +769,7 @@ class BurstDetector(Detector):
 
     def _end_burst(self) -> None:
         self._held.clear()
-        self._sum, self._onset, self._told = 0.0, -1, False
+        self._sum, self._onset, self._told = 0.0, -1, 0
 
     def _push_norm(self, norm: float) -> None:
         if len(self._window):
