@@ -218,6 +218,9 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     smoothing: float = 0.0
     """Weight of the previous mean in an exponential mean over every value, below 1; the mean is
     returned instead of the values. 0: no smoothing."""
+    mean: bool = False
+    """One mean for each part of the curve instead of its extremes: half as many points. Smoothing
+    implies it."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""
