@@ -33,7 +33,8 @@ from trainvitals.units import humanize, humanize_count, humanize_seconds
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unguarded", "unknown"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
-Along = Literal["step", "tokens"]
+Along = Literal["step", "tokens", "time"]
+"""``time``: milliseconds since the first point of the run."""
 Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the current attempt and its ancestors up to their forks;
 ``discarded``: discarded rows; ``all``: both."""

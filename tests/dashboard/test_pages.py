@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
@@ -122,6 +123,20 @@ def test_a_page_of_a_run_keeps_the_run_in_its_address_and_its_links(
     assert {f"run={samples.run_id(1)}"} == {links[name] for name in ("Curves", "Layers")}
     app.switch_page("vitals_page_layers.py").run()
     assert samples.run_id(1) in app.query_params["run"], "the run looked at last"
+
+
+def test_the_fleet_shows_what_stragglers_and_hangs_cost_once_it_is_asked(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = samples.sample_run(name="slow")
+    view = samples.goodput(sample.summary)
+    sample.goodput = structs.replace(view, nanoseconds={"straggler_wait": 60 * 10**9})
+    stub.add(sample)
+    assert 1 == len(open_page().dataframe)
+    app = open_page(open_waiting="true")
+    shown(app)
+    (row,) = app.dataframe[1].value.to_dict("records")
+    assert ("slow", "1 min 0 s", "10.0 %") == (row["Run"], row["Stragglers"], row["Share"])
 
 
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:

@@ -1,7 +1,7 @@
 """The fleet: every run with its state, health, verdict, curve, alerts; searched and grouped."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,7 @@ from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, placeholders, search, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
-from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_of
+from vitals_dashboard.source import DataSource, configs_of, goodput_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
 PAGE_SIZE = 25
@@ -126,6 +126,23 @@ def _pages(
                 st.markdown("## Group")
                 st.text(f"{label} ({formatting.count(sizes[value], 'run')})")
         _draw_run_table(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
+    if shown:
+        _draw_waiting(source, {run.run_id: run for _, run in shown}.values())
+
+
+def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
+    """Draw what stragglers and hangs cost these runs.
+
+    Queried when it is opened: the collector reads every step of each run for it.
+    """
+    with st.expander(
+        "Cost of stragglers and hangs", key="open_waiting", on_change="rerun", bind="query-params"
+    ) as part:
+        if part.open:
+            views = [(run, goodput_of(source, run)) for run in runs if run.last_step >= 0]
+            empty = "No run above has waited for a straggler, or has hung."
+            layout.table(tables.waiting_rows(views), empty, key="waiting")
+            st.caption("Time in which the other ranks waited, and the same on every rank's GPU.")
 
 
 def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
