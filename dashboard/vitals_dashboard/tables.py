@@ -180,6 +180,20 @@ def goodput_rows(view: GoodputView) -> list[Row]:
     ]
 
 
+def phone_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the run list in two columns, for a narrow screen."""
+    return [
+        {
+            "Run": formatting.plain(row["Run"], 40),
+            "Now": f"{row['State'][0]}, {row['Health'][0]}. Step {row['Step']:,}, loss "
+            f"{row['Loss'] if isinstance(row['Loss'], str) else formatting.number(row['Loss'])}. "
+            + (f"{formatting.count(row['Alerts'], 'firing alert')}. " if row["Alerts"] else "")
+            + formatting.plain(row["Verdict"], 70),
+        }
+        for row in rows
+    ]
+
+
 def waiting_rows(runs: Sequence[tuple[RunSummary, GoodputView]]) -> list[Row]:
     """Return what stragglers and hangs cost each run, the most expensive first.
 

@@ -29,8 +29,10 @@ from tests.dashboard.folder import (
     SPIKE_STEP,
     OpenRun,
     write_long_run,
+    write_troubled_run,
 )
 from tests.dashboard.stranger import stranger
+from tests.support.cli import vitals
 from tests.support.dashboards import (
     CHART,
     TABLE,
@@ -440,10 +442,10 @@ def of_data(alone: Alone, call: str) -> Any:
 
 
 def test_marks_of_a_kind_are_grouped_by_their_distance_in_pixels(alone: Alone):
-    marks = [["skip", 30, "", 1, 2], ["skip", 0, "", 1, 1], ["halt", 1, "", 1, 1]]
+    marks = [["skip", 40, "", 1, 2], ["skip", 0, "", 1, 1], ["halt", 1, "", 1, 1]]
     marks += [["skip", 10, "", 1, 1], ["skip", 27, "", 1, 97]]
     groups = of_data(alone, f"d.grouped({json.dumps(marks)}, x => x)")
-    assert [("skip", 0, 27, 99), ("halt", 1, 1, 1), ("skip", 30, 30, 2)] == [
+    assert [("skip", 0, 27, 99), ("halt", 1, 1, 1), ("skip", 40, 40, 2)] == [
         (each["kind"], each["first"], each["last"], each["num"]) for each in groups
     ]
     assert [0, 10, 27] == [mark[1] for mark in groups[0]["marks"]]
@@ -714,6 +716,26 @@ def test_the_screenshot_script_writes_a_picture_of_the_address(address, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (0, f"{picture}\n") == (done.returncode, done.stdout), done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+CUT = """() => [...document.querySelectorAll(".table")]
+    .filter((table) => table.scrollWidth > table.clientWidth).length"""
+
+
+def test_a_post_mortem_has_six_screens_at_most_and_no_cut_column(page, tmp_path: Path):
+    write_troubled_run(tmp_path / "runs", 15)
+    file = tmp_path / "report.html"
+    assert 0 == vitals("postmortem", tmp_path / "runs", "--html", file)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(file.as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") <= 6 * 900
+    title = page.get_by_role("heading", name="Skipped: data at step")
+    assert 10 == title.count()
+    assert 9 == page.locator("details > summary", has=title).count(), "one is described in full"
+    assert not page.get_by_text("key59").is_visible()
+    page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true })")
+    assert 0 == page.evaluate(CUT)
+    assert page.get_by_text("key59").is_visible()
 
 
 # ------------------------------------------------------- a second program on this machine

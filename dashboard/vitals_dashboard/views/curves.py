@@ -169,7 +169,7 @@ class View:
         means = [
             CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
             for name, request, role in chart.curves
-            if weight and role == "main"
+            if weight and role == "main" and not request.mean
         ]
         return [*chart.curves, *means]
 

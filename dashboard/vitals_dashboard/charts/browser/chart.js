@@ -29,7 +29,7 @@ figure{grid-column:span 12;margin:0;min-width:0;position:relative;border-radius:
 figure.half{grid-column:span 6}figure.quarter{grid-column:span 3}
 figure:focus-visible{outline:2px solid var(--st-primary-color,#0072B2);outline-offset:2px}
 figcaption{display:flex;justify-content:space-between;gap:.75rem;font-size:.8rem;line-height:1.3}
-.title{font-weight:600;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.title{flex:none;max-width:70%;font-weight:600;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .counts{font-size:.72rem;opacity:.8;text-align:right;white-space:nowrap;overflow:hidden;
 text-overflow:ellipsis;min-width:0}
 .events{position:absolute;z-index:3;pointer-events:none;display:none;max-width:min(26rem,90%);
@@ -443,9 +443,9 @@ class Chart {
       this.drawn[this.lines.indexOf(line) + 1].filter((v, i) => v != null && x[i] >= first && x[i] <= last && (!this.log || v > 0));
     const own = shown.filter((line) => line.role === "main").flatMap(within);
     const every = shown.flatMap(within);
-    if (shown.some((line) => line.role === "part")) every.push(0);
     const ends = this.exact || this.page.isFull ? outer(every) : robust(own.length ? own : every, every, this.log);
-    return pad(ends, this.log);
+    const padded = pad(ends, this.log);
+    return shown.some((line) => line.role === "part") ? [0, padded[1]] : padded; // a height is a sum
   }
 
   isShown(line) {
@@ -579,7 +579,7 @@ class Chart {
     this.heads = []; // [x, end, words]: what can be pointed at, in pixels of the page
     ctx.save();
     ctx.font = `${10 * ratio}px sans-serif`;
-    ctx.textBaseline = "middle";
+    Object.assign(ctx, { textBaseline: "middle", textAlign: "left" });
     const shown = this.marks.filter((mark) => mark[1] >= first && mark[1] <= last);
     const groups = grouped(shown, (place) => u.valToPos(place, "x"));
     groups.forEach(({ kind, x: from, end, first: place, last: until, num, marks }, i) => {

@@ -1,6 +1,6 @@
 // What is drawn and saved, of the data alone: merged marks, parts that add up, a table as CSV.
 
-export const APART = 28; // pixels: a shape and a number of three digits
+export const APART = 32; // pixels: a shape and a number of three digits
 
 // Groups of marks [kind, place, words, charts, number] of one kind, by place. A group has the marks
 // within APART pixels of its first one, so no two groups of a kind touch.
