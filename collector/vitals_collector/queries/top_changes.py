@@ -55,7 +55,7 @@ _RATE_JUMP = 1.5
 
 _LEAST = {"loss_scale": 0.18, "memory_allocated_bytes": 0.0125}
 """Least scales of metrics that are constant for long, as logarithms: one doubling or halving of a
-loss scale, and 5% of memory, are no change."""
+loss scale, or 5% of memory, is not a change."""
 
 _KEYS = ("step", "attempt", "time_unix_ns")
 

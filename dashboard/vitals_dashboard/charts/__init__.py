@@ -2,6 +2,7 @@
 
 What must be seen is always there: every bucket's minimum and maximum as the collector sent them,
 a red mark for every non-finite step, a mark for every decision, a gap where there is no value.
+Marks that are too close are one, which shows their number.
 Names and reasons are only ever set as text in the browser.
 """
 

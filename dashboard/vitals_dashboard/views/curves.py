@@ -46,7 +46,6 @@ DRAWN = frozenset(
             *("loss", "loss_limit", "grad_norm", "grad_norm_limit", "grad_norm_clipped"),
             "auto_max_norm",
             *("learning_rate", "tokens_per_second", "mfu_ratio", "rank_loss", "loss_scale"),
-            "checkpoint_seconds",
         )
     }
 )
