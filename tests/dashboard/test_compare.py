@@ -119,14 +119,14 @@ def test_runs_of_a_group_are_a_mean_with_a_band(stub: Stub, open_page: Open) -> 
     stub.add(other_run(1, name="a", shift=0.0, config={"lr": 0.1}))
     stub.add(other_run(2, name="b", shift=1.0, config={"lr": 0.1}))
     stub.add(other_run(3, name="c", shift=5.0, config={"lr": 0.2}))
-    app = open_page("compare", runs=runs(1, 2, 3), group="config.lr")
+    app = open_page("compare", runs=runs(1, 2, 3), mean_by="config.lr")
     shown(app)
     (chart,) = drawn(app).values()
     band = "config.lr: 0.1 (2 runs), lowest to highest"
     assert [band, band, "config.lr: 0.1 (2 runs)", "config.lr: 0.2 (1 run)"] == chart.names
     high, mean = chart.curve(band)[0][1], chart.curve("config.lr: 0.1 (2 runs)")[0][1]
     assert mean == pytest.approx(high - 0.5)
-    said = shown(open_page("compare", runs=runs(1, 2), group="nonsense"))
+    said = shown(open_page("compare", runs=runs(1, 2), mean_by="nonsense"))
     assert "runs cannot be grouped by 'nonsense'" in said
 
 

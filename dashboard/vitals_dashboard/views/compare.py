@@ -69,7 +69,7 @@ def render() -> None:
             "Mean of runs by",
             search.GROUPS,
             index=None,
-            key="group",
+            key="mean_by",
             bind="query-params",
             placeholder="Mean by (or type config.KEY)",
             label_visibility="collapsed",
