@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
-from vitals_dashboard import formatting, search
-from vitals_dashboard.charts import Line
+from vitals_dashboard import formatting
 from vitals_dashboard.source import POINTS, DataSource, forecast_of, last_value, series_of
 from vitals_dashboard.tables import Row
 
@@ -34,28 +33,6 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
         if names.count(name) == 1 and name not in HEADS
         else f"{name[: NAME - 10]} ({d.summary.run_id[-6:]})"
         for name, d in zip(names, details, strict=True)
-    ]
-
-
-def groups(
-    by: str, details: Mapping[str, RunDetail], lines: Sequence[Line]
-) -> list[tuple[str, list[Line]]]:
-    """Return the curves of the runs with an equal value, by its name and number of runs.
-
-    Args:
-        by: a field of the summary, or ``config.KEY``.
-        details: by the names of the runs.
-        lines: the curves, with these names.
-    """
-    line_of = {details[line.name].summary.run_id: line for line in lines}
-    runs = [details[line.name].summary for line in lines]
-    configs = {detail.summary.run_id: detail.info.config for detail in details.values()}
-    return [
-        (
-            f"{by}: {value or 'none'} ({formatting.count(len(members), 'run')})",
-            [line_of[run.run_id] for run in members],
-        )
-        for value, members in search.grouped(runs, by, configs)
     ]
 
 

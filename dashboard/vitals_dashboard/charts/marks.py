@@ -1,8 +1,8 @@
 """Events drawn on the curves: each kind has its shape, color and name.
 
 Marks are in rows above and below the curves: they never stretch the curve's axis. Marks of one kind
-that are too close are combined into one, which shows their number: here for the widest screen, and in
-the browser again for its width.
+that are too close are combined into one, which shows their number: here for the widest screen, and
+in the browser again for its width.
 """
 
 import math

@@ -112,7 +112,7 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
         return
     lines = _lines(source, details, names, metric, options)
     if options.group:
-        groups = compare.groups(options.group, dict(zip(names, details, strict=True)), lines)
+        groups = _groups(options.group, dict(zip(names, details, strict=True)), lines)
         chart = charts.groups_chart(metric, groups, log=options.log)
         draw_charts("compare", lambda _: [chart], of=(metric, options))
     else:
@@ -215,6 +215,28 @@ def _lines(
     if options.axis == "time":
         return [replace(line, scale=charts.elapsed_scale(line.reply)) for line in lines]
     return lines
+
+
+def _groups(
+    by: str, details: Mapping[str, RunDetail], lines: Sequence[Line]
+) -> list[tuple[str, list[Line]]]:
+    """Return the curves of the runs with an equal value, by its name and number of runs.
+
+    Args:
+        by: a field of the summary, or ``config.KEY``.
+        details: by the names of the runs.
+        lines: the curves, with these names.
+    """
+    line_of = {details[line.name].summary.run_id: line for line in lines}
+    runs = [details[line.name].summary for line in lines]
+    configs = {detail.summary.run_id: detail.info.config for detail in details.values()}
+    return [
+        (
+            f"{by}: {value or 'none'} ({formatting.count(len(members), 'run')})",
+            [line_of[run.run_id] for run in members],
+        )
+        for value, members in search.grouped(runs, by, configs)
+    ]
 
 
 def _by_tokens(
