@@ -33,7 +33,8 @@ from trainvitals.units import humanize, humanize_count, humanize_seconds
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unguarded", "unknown"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
-Along = Literal["step", "tokens"]
+Along = Literal["step", "tokens", "time"]
+"""``time``: milliseconds since the first point of the run."""
 Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the current attempt and its ancestors up to their forks;
 ``discarded``: discarded rows; ``all``: both."""
@@ -218,6 +219,9 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     smoothing: float = 0.0
     """Weight of the previous mean in an exponential mean over every value, below 1; the mean is
     returned instead of the values. 0: no smoothing."""
+    mean: bool = False
+    """One mean for each part of the curve instead of its extremes: half as many points. Smoothing
+    implies it."""
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""

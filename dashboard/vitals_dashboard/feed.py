@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import streamlit as st
@@ -21,7 +21,7 @@ from msgspec import structs
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
 from vitals_dashboard.charts.lines import ChartCurve
-from vitals_dashboard.charts.marks import NON_FINITE, ChartMark
+from vitals_dashboard.charts.marks import NON_FINITE
 from vitals_dashboard.components import registered
 from vitals_dashboard.source import DataSource, series_of
 from vitals_dashboard.theme import DARK, LIGHT
@@ -38,6 +38,15 @@ Wire = dict[str, Any]
 Row = tuple[int, int, int, float | None]
 Zoomed = Callable[[str, tuple[float, float] | None], None]
 """Called when a user has selected a range: its axis and its ends; None: the whole run."""
+
+
+class SentMark(NamedTuple):
+    """A mark in the browser."""
+
+    kind: str
+    place: float
+    text: str
+    num: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +82,8 @@ class Feed:
     """Digest of the last complete message."""
     last_step: int = -1
     """Last step of any series."""
-    marks: dict[tuple[str, float, str], int] = field(default_factory=dict)
-    """Marks by what they are, and in which charts they are, a bit each."""
+    marks: dict[SentMark, int] = field(default_factory=dict)
+    """In which charts each mark is, a bit each."""
 
     def forget(self) -> None:
         """Reset: the next message is complete."""
@@ -196,7 +205,7 @@ class Feed:
                 for chart in charts
             ],
             "kinds": {word: asdict(look) for word, look in looks.items()},
-            "marks": [[*mark, places] for mark, places in self.marks.items()],
+            "marks": [_wire_mark(mark, places) for mark, places in self.marks.items()],
             "look": {"light": LIGHT.lines, "dark": DARK.lines},
         }
         digest = hashlib.sha256(msgspec.json.encode(message)).digest()
@@ -222,13 +231,15 @@ class Feed:
                 lines.append([i, j, curve.num_replaced, xs.index(x), y, *totals])
         marks = _marks_of(charts)
         bad = {
-            mark: sent_mark for mark, sent_mark in self.marks.items() if mark[0] == NON_FINITE.word
+            mark: sent_mark
+            for mark, sent_mark in self.marks.items()
+            if mark.kind == NON_FINITE.word
         }
         marks = bad | marks
         removed = [i for i, mark in enumerate(self.marks) if marks.get(mark) != self.marks[mark]]
         changed = [mark for mark, places in marks.items() if self.marks.get(mark) != places]
-        come = [[*mark, marks[mark]] for mark in changed]
-        kinds_sent = {mark[0] for mark in self.marks}
+        come = [_wire_mark(mark, marks[mark]) for mark in changed]
+        kinds_sent = {mark.kind for mark in self.marks}
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         sent_mark = [mark for mark in self.marks if marks.get(mark) == self.marks[mark]]
         self.marks = {mark: marks[mark] for mark in [*sent_mark, *changed]}
@@ -378,18 +389,18 @@ def _short(value: float | None) -> float | int | None:
     return float(f"{value:.7g}")
 
 
-def _marks_of(charts: Sequence[Chart]) -> dict[tuple[str, float, str], int]:
-    """Return the marks by kind, position and text: most are in several charts."""
-    result: dict[tuple[str, float, str], int] = {}
+def _marks_of(charts: Sequence[Chart]) -> dict[SentMark, int]:
+    """Return the charts of each mark, a bit each: most are in several."""
+    result: dict[SentMark, int] = {}
     for i, chart in enumerate(charts):
         for mark in chart.marks:
-            name = (mark.look.word, mark.place, _mark_text(mark))
-            result[name] = result.get(name, 0) | 1 << i
+            sent = SentMark(mark.look.word, mark.place, mark.say()[:400], mark.num)
+            result[sent] = result.get(sent, 0) | 1 << i
     return result
 
 
-def _mark_text(mark: ChartMark) -> str:
-    return mark.say()[:400]
+def _wire_mark(mark: SentMark, places: int) -> list[Any]:
+    return [mark.kind, mark.place, mark.text, places, mark.num]
 
 
 def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:

@@ -325,10 +325,12 @@ def table(
     height: int = 360,
     columns: Mapping[str, Any] | None = None,
     select: bool = False,
+    row_height: int | None = None,
 ) -> int | None:
     """Draw a table, or ``empty`` without rows; return the selected row's index.
 
-    A click anywhere in a row selects it, as its checkbox does. A selection is stored by position:
+    Text wraps in rows of a ``row_height`` in pixels; without one a row is one line. A click
+    anywhere in a row selects it, as its checkbox does. A selection is stored by position:
     if rows may be inserted above it, ``key`` must change with them.
     """
     if not rows:
@@ -341,7 +343,8 @@ def table(
         key=key,
         hide_index=True,
         placeholder="",
-        height=min(38 + 35 * len(rows), height),
+        height=min(38 + (row_height or 35) * len(rows), height),
+        row_height=row_height,
         column_config=_columns(rows[0]) | dict(columns or {}),
         **how,
     )

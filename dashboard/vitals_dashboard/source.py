@@ -24,6 +24,8 @@ from trainvitals.views import (
     DifferenceReply,
     ForecastQuestion,
     ForecastView,
+    GoodputQuestion,
+    GoodputView,
     ManySeriesQuestion,
     RunDetail,
     RunSummary,
@@ -175,6 +177,12 @@ def differences(
         )
         for other in others
     ]
+
+
+def goodput_of(source: DataSource, run: RunSummary) -> GoodputView:
+    """Return where a run's time went; queried again after a minute, or in another state."""
+    question = GoodputQuestion(run_id=run.run_id)
+    return _answer(source.client, source.client.url, question, (hash(run.state),))
 
 
 def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> ForecastView:

@@ -180,6 +180,45 @@ def goodput_rows(view: GoodputView) -> list[Row]:
     ]
 
 
+def phone_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the run list in two columns, for a narrow screen."""
+    return [
+        {
+            "Run": formatting.plain(row["Run"], 40),
+            "Now": f"{row['State'][0]}, {row['Health'][0]}. Step {row['Step']:,}, loss "
+            f"{row['Loss'] if isinstance(row['Loss'], str) else formatting.number(row['Loss'])}. "
+            + (f"{formatting.count(row['Alerts'], 'firing alert')}. " if row["Alerts"] else "")
+            + formatting.plain(row["Verdict"], 70),
+        }
+        for row in rows
+    ]
+
+
+def waiting_rows(runs: Sequence[tuple[RunSummary, GoodputView]]) -> list[Row]:
+    """Return what stragglers and hangs cost each run, the most expensive first.
+
+    The time counts for each rank, as one GPU; runs without such a time are omitted.
+    """
+    costs: list[tuple[float, Row]] = []
+    for run, view in runs:
+        late, hung = (view.nanoseconds.get(name, 0) / 1e9 for name in ("straggler_wait", "hang"))
+        if not late + hung:
+            continue
+        hours = (late + hung) * run.world_size / 3_600 if view.gpu_hours else None
+        price = view.money / view.gpu_hours if view.money and view.gpu_hours else None
+        wall_seconds = (view.end_unix_ns - view.begin_unix_ns) / 1e9
+        row = {
+            "Run": formatting.run_label(run.name, run.run_id),
+            "Stragglers": humanize_seconds(late),
+            "Hangs": humanize_seconds(hung),
+            "Share": formatting.share((late + hung) / wall_seconds),
+            "GPU-hours": formatting.number(hours, 3),
+            "Price": formatting.number(hours * price if hours and price else None, 3),
+        }
+        costs.append(((late + hung) * run.world_size, row))
+    return [row for _, row in sorted(costs, key=lambda cost: -cost[0])]
+
+
 def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
     """Return resolved and pending alerts, the latest change first."""
     return [

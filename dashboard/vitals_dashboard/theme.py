@@ -196,6 +196,8 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
 color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
+.st-key-fleet_totals>div{flex:1 1 6.6rem;min-width:6.6rem}
+[class*="st-key-narrow_runs"]{display:none}
 [data-testid="stMarkdownContainer"] :is(h2,h3,h4){font-size:1.05rem;font-weight:650;
 padding:.25rem 0 .35rem}
 [data-testid="stLayoutWrapper"]:has(>.st-key-page_heading,>.st-key-charts_loaded){
@@ -209,6 +211,7 @@ font-family:inherit;white-space:pre-wrap;overflow-wrap:anywhere}
 @media (min-width:900px){.st-key-verdict_strip{flex-wrap:nowrap}}
 [class*="st-key-prose_verdict"] [data-testid="stMarkdown"] p{opacity:.8}
 @media (max-width:640px){.stMainBlockContainer{padding-top:3.9rem}
+[class*="st-key-wide_runs"]{display:none}[class*="st-key-narrow_runs"]{display:flex}
 .st-key-run_and_choice{flex-wrap:nowrap}
 .st-key-run_head{gap:.2rem .5rem}.st-key-verdict_strip{gap:.4rem}
 .st-key-verdict_strip [data-testid="stText"]{font-size:.88rem;line-height:1.35}

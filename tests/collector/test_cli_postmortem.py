@@ -56,7 +56,7 @@ def check_it_can_do_nothing(page: Page) -> None:
     allowed = {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "div"),
         *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "b", "pre"),
-        *("svg", "g", "rect", "path", "line", "text"),
+        *("svg", "g", "rect", "path", "line", "text", "details", "summary"),
     }
     assert set() == set(page.tags) - allowed
     names = {name for name, _ in page.attributes}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.support.queries import query
 from trainvitals.errors import UsageError
 from trainvitals.rows import Value
@@ -66,6 +66,17 @@ def test_along_tokens_runs_stand_where_they_had_seen_as_many(store: Store):
     assert (20, 1_000) == (found.x[0], found.x[-1])
     assert {0.0} == {round(value or 0.0, 6) for value in found.value}
     assert found.is_interpolated
+
+
+def test_along_time_runs_are_compared_since_the_first_point_of_each(store: Store):
+    for run_id, days, loss in ((RUN, 0, 1.0), (OTHER_RUN, 3, 4.0)):
+        writer = Writer(run=run_id, started=START + days * 86_400 * SECOND)
+        ingest(store, writer.steps(range(5, 15), loss=loss))
+    found = query(store).ask(
+        DifferenceQuestion(run_id=RUN, other=OTHER_RUN, metric="steps.loss", along="time")
+    )
+    assert [1_000 * second for second in range(10)] == list(found.x)
+    assert {3.0} == {*found.value}
 
 
 def test_what_cannot_be_compared_is_said(store: Store):

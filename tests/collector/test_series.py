@@ -6,7 +6,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from vitals_collector.numbers.interface import AttemptRow, Points, downsample, lineage, stitch
+from vitals_collector.numbers.interface import (
+    AttemptRow,
+    Points,
+    downsample,
+    downsample_means,
+    lineage,
+    smooth,
+    stitch,
+)
 from vitals_collector.queries.series import nonfinite_marks
 
 FLOATS = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -106,6 +114,25 @@ def test_every_column_keeps_its_own_minimum_and_maximum():
 
 def test_a_short_curve_is_not_touched():
     assert list(range(50)) == downsample(curve([1.0] * 50), 50).step.tolist()
+    assert list(range(50)) == downsample_means(curve([1.0] * 50), 50).step.tolist()
+
+
+def test_a_mean_of_each_column_is_drawn_at_its_last_finite_value():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, math.nan, math.nan, math.nan, 1e308, 1e308, 9.0, math.inf]
+    drawn = downsample_means(curve(values), 4)
+    assert [4, 10] == drawn.step.tolist(), "of columns of eight steps"
+    assert [3.0, pytest.approx(1e308 / 1.5)] == drawn.value.tolist()
+    gap = downsample_means(curve([1.0] * 4 + [math.nan] * 4 + [2.0] * 4), 6)
+    assert [1, 3, 4, 6, 9, 11] == gap.step.tolist(), "of columns of two steps"
+    assert [True, True, False, False, True, True] == np.isfinite(gap.value).tolist()
+
+
+def test_a_smoothed_curve_of_a_million_noisy_steps_is_a_line_and_no_band():
+    noise = np.random.default_rng(1).normal(size=1_000_000)
+    whole = smooth(Points(*(np.arange(len(noise)) for _ in range(3)), noise), 0.9)
+    band, line = downsample(whole, 1_000), downsample_means(whole, 1_000)
+    assert np.abs(np.diff(line.value)).max() < 0.2 < np.abs(np.diff(band.value)).mean()
+    assert 500 <= len(line) <= 1_001
 
 
 def test_every_nonfinite_value_has_a_mark_with_its_kind():

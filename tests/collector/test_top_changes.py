@@ -98,6 +98,21 @@ def test_a_learning_rate_that_follows_a_schedule_has_not_moved_and_one_that_jump
     assert 290 == jumped.first_step
 
 
+@pytest.mark.parametrize(
+    ("metric", "usual", "unusual"),
+    [("loss_scale", (2.0, 0.5), 0.25), ("memory_allocated_bytes", (1.04, 0.96), 1.2)],
+)
+def test_what_a_healthy_run_changes_now_and_then_is_no_change(metric, usual, unusual):
+    steps, values = np.arange(600), np.full(600, 65_536.0)
+    for factor in usual:
+        found = judge("run", metric, steps, np.where(steps < 590, values, factor * values), 599)
+        assert found is not None
+        assert found.view.score < MIN_SCORE
+    found = judge("run", metric, steps, np.where(steps < 590, values, unusual * values), 599)
+    assert found is not None
+    assert (590, True) == (found.first_step, found.view.score >= MIN_SCORE)
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
 def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):

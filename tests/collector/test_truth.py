@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.support.examples import one_in
@@ -198,6 +197,16 @@ def envelope(by_column: Mapping[tuple[int, int], Sequence[Row]]) -> dict[tuple[i
     return shape
 
 
+def means(by_column: Mapping[tuple[int, int], Sequence[Row]]) -> list[tuple[int, float]]:
+    """Return the mean of each column, at its last finite value; NaN if it has none."""
+    drawn = []
+    for rows in by_column.values():
+        finite = [row for row in rows if math.isfinite(row.value)]
+        mean = math.fsum(row.value for row in finite) / len(finite) if finite else math.nan
+        drawn.append((finite[-1].at if finite else rows[0].at, mean))
+    return sorted(drawn)
+
+
 def check(reply: SeriesReply, rows: Sequence[Row], width: int) -> None:
     """Assert that what is drawn is what is stored."""
     along = reply.time_unix_ns if reply.metric.startswith("gpu.") else reply.step
@@ -267,25 +276,17 @@ def test_a_smoothed_curve_is_the_mean_over_every_row(written: Written):
                 norm = weight * norm + (1 - weight)
             value = total / norm if math.isfinite(row.value) else row.value
             rows.append(row._replace(value=value))
-        at = {row.at: row.value for row in rows}
         for first in (None, written.step // 2):
             request = SeriesRequest(
                 metric="steps.loss", points=250, smoothing=weight, from_step=first
             )
             (reply,) = ask(written.store, request)
             asked = [row for row in rows if row.at >= (first or 0)]
-            expected = [at[step] for step in reply.step]
+            expected = means(columns(asked, 250, is_lineage=True))
+            assert [step for step, _ in expected] == list(reply.step)
             drawn = [math.nan if value is None else value for value in reply.value]
-            is_finite = np.isfinite(expected)
-            assert np.isfinite(drawn).tolist() == is_finite.tolist()
-            np.testing.assert_allclose(
-                np.array(drawn)[is_finite], np.array(expected)[is_finite], rtol=1e-9
-            )
-            exact = [
-                value if value is None else at[step]
-                for step, value in zip(reply.step, reply.value, strict=True)
-            ]
-            check(structs.replace(reply, value=tuple(exact)), asked, 250)
+            np.testing.assert_allclose(drawn, [value for _, value in expected], rtol=1e-9)
+            assert reply.num_total == len(asked)
 
 
 def test_a_live_run_is_drawn_as_finely_where_it_was_merged_as_where_it_is_new(

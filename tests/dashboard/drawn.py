@@ -16,7 +16,7 @@ class Drawn:
 
     wire: dict[str, Any]
     marks: list[tuple[str, float, str]]
-    """Kind, place and words."""
+    """Kind, place and text."""
 
     @property
     def names(self) -> list[str]:

@@ -110,6 +110,35 @@ def write_long_run(folder: Path) -> str:
     return OTHER_RUN
 
 
+def write_troubled_run(folder: Path, num_incidents: int) -> str:
+    """Write a finished run with skips that are 200 steps apart, and many snapshots."""
+    spool, num_steps = open_spool(folder, OTHER_RUN), 200 * num_incidents
+    writer = Writer(run=OTHER_RUN, started=time.time_ns() - num_steps * SECOND, world_size=1)
+    config: dict[str, str | int | float | bool | None] = {f"key{i}": i for i in range(60)}
+    spool.append(writer.events(RunStarted(info=RunInfo(name="troubled", config=config))))
+    spool.append(writer.steps(range(num_steps), loss=2.0, grad_norm=1.0, loss_limit=6.0))
+    for step in range(0, num_steps, 20):
+        saved = CheckpointChanged(
+            checkpoint_id=f"s{step}", checkpoint_step=step, state="healthy", where="memory"
+        )
+        spool.append(writer.events(saved, step=step))
+    for number in range(num_incidents):
+        made = Decision(
+            ledger_seq=number + 1,
+            action="skip_step",
+            step=200 * number,
+            decided_at_step=200 * number + 1,
+            attempt=1,
+            reason="loss 9 is above its limit 6",
+            rule="skip",
+            cause="data",
+        )
+        spool.append(writer.events(DecisionMade(decision=made), step=made.step))
+    spool.append(writer.events(RunEnded(state="finished"), step=num_steps - 1))
+    spool.close()
+    return OTHER_RUN
+
+
 def open_spool(folder: Path, run_id: str) -> Spool:
     directory = RunDir.create(folder, run_id).agent_dir("node-a") / "spool"
     return Spool(directory, max_bytes=1 << 24, keep=True)

@@ -167,6 +167,8 @@ def _difference(base: SampleRun, other: SampleRun, asked: DifferenceQuestion) ->
         if asked.along == "tokens":
             counted = sample.series["steps.tokens_seen", "rank:0", "lineage"]
             x = np.interp(x, counted.step, np.array(counted.value, dtype=float))
+        if asked.along == "time":
+            x = (np.array(reply.time_unix_ns) - reply.time_unix_ns[0]) / 1e6
         return SampledCurve(x, np.array(reply.value, dtype=float))
 
     found = subtract(curve(base), curve(other))

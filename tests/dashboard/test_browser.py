@@ -1,6 +1,8 @@
 """The pages in a real browser, over a real collector that follows a folder."""
 
 import csv
+import io
+import json
 import math
 import re
 import secrets
@@ -27,8 +29,10 @@ from tests.dashboard.folder import (
     SPIKE_STEP,
     OpenRun,
     write_long_run,
+    write_troubled_run,
 )
 from tests.dashboard.stranger import stranger
+from tests.support.cli import vitals
 from tests.support.dashboards import (
     CHART,
     TABLE,
@@ -322,6 +326,7 @@ def test_the_page_of_an_ended_run_asks_for_nothing_more(tab, address):
 # ----------------------------------------------------------------------- the component by itself
 
 MODULE = "_stcore/bidi-components/trainvitals.charts/chart.js"
+DATA_MODULE = MODULE.replace("chart.js", "data.js")
 
 
 class Alone:
@@ -425,6 +430,77 @@ def test_a_loss_that_ends_in_nan_is_not_read_as_its_last_finite_value(alone: Alo
     alone.give(whole([2.0, 1.5, None]))
     said = alone.page.locator("#alone figure .u-legend").inner_text()
     assert "step 2 loss -" == " ".join(said.split())
+
+
+def of_data(alone: Alone, call: str) -> Any:
+    """Return what the functions of the component's data give for some data."""
+    alone.give(whole([1.0, 2.0]))
+    address = alone.page.evaluate("url => new URL(url, location.origin).href", f"/{DATA_MODULE}")
+    return alone.page.evaluate(
+        f"async (url) => {{ const d = await import(url); return {call} }}", address
+    )
+
+
+def test_marks_of_a_kind_are_grouped_by_their_distance_in_pixels(alone: Alone):
+    marks = [["skip", 40, "", 1, 2], ["skip", 0, "", 1, 1], ["halt", 1, "", 1, 1]]
+    marks += [["skip", 10, "", 1, 1], ["skip", 27, "", 1, 97]]
+    groups = of_data(alone, f"d.grouped({json.dumps(marks)}, x => x)")
+    assert [("skip", 0, 27, 99), ("halt", 1, 1, 1), ("skip", 40, 40, 2)] == [
+        (each["kind"], each["first"], each["last"], each["num"]) for each in groups
+    ]
+    assert [0, 10, 27] == [mark[1] for mark in groups[0]["marks"]]
+
+
+def test_parts_are_stacked_on_those_after_them(alone: Alone):
+    given = of_data(alone, "d.stacked([[1, 1, null], [2, null, null], [4, 4, null]])")
+    assert [[7, 5, None], [6, 4, None], [4, 4, None]] == given
+
+
+def test_a_chart_as_csv_has_no_formula_and_a_gap_for_no_value(alone: Alone):
+    text = of_data(alone, 'd.csv(["step", "=1+1", "a, b"], [[1, 2], [-0.5, null], [1e-9, 3]])')
+    assert [["step", "'=1+1", "a, b"], ["1", "-0.5", "1e-9"], ["2", "", "3"]] == [
+        *csv.reader(io.StringIO(text))
+    ]
+
+
+LOOK = {"line": "", "width": 1, "size": 9}
+KINDS = {
+    "checkpoint": LOOK | {"symbol": "flag", "colour": "#009E73", "lane": 3},
+    "skip": LOOK | {"symbol": "triangle", "colour": "#E69F00", "lane": 0, "line": "dotted"},
+}
+
+
+def test_dense_marks_are_one_with_their_number_and_each_kind_has_a_switch(alone: Alone):
+    marks = [["checkpoint", step, f"state of step {step}", 1, 1] for step in range(1_000)]
+    marks.append(["skip", 500, "skip at step 500: loss 9", 1, 1])
+    alone.give(whole([1.0] * 1_000) | {"marks": marks, "kinds": KINDS})
+    page = alone.page.locator("#alone")
+    box = page.locator("figure .u-over").bounding_box()
+
+    def at_the_skip() -> str:
+        alone.page.mouse.move(0, 0)
+        alone.page.mouse.move(box["x"] + box["width"] * 500 / 999, box["y"] + 60)
+        return str(page.locator("figure .events").inner_text())
+
+    assert re.search(r"\d+ times checkpoint, step \d+ to \d+: zoom in for each", at_the_skip())
+    assert "skip at step 500: loss 9" in at_the_skip()
+    switch = page.get_by_role("button", name="checkpoint (1,000)")
+    assert "true" == switch.get_attribute("aria-pressed")
+    switch.click()
+    assert "false" == switch.get_attribute("aria-pressed")
+    assert "skip at step 500: loss 9" == at_the_skip()
+
+
+def test_a_chart_is_saved_as_it_is_shown(alone: Alone, tmp_path: Path):
+    alone.give(whole([1.0, None, 3.0], title="Loss (log)"))
+    saved = {}
+    for kind in ("CSV", "PNG"):
+        with alone.page.expect_download() as offered:
+            alone.page.locator("#alone").get_by_role("button", name=f"as {kind}").click()
+        offered.value.save_as(tmp_path / kind)
+        saved[offered.value.suggested_filename] = (tmp_path / kind).read_bytes()
+    assert b"step,loss\r\n0,1\r\n1,\r\n2,3\r\n" == saved["loss_log.csv"]
+    assert saved["loss_log.png"].startswith(b"\x89PNG") and len(saved["loss_log.png"]) > 2_000
 
 
 @pytest.mark.nightly
@@ -640,6 +716,26 @@ def test_the_screenshot_script_writes_a_picture_of_the_address(address, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (0, f"{picture}\n") == (done.returncode, done.stdout), done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+CUT = """() => [...document.querySelectorAll(".table")]
+    .filter((table) => table.scrollWidth > table.clientWidth).length"""
+
+
+def test_a_post_mortem_has_six_screens_at_most_and_no_cut_column(page, tmp_path: Path):
+    write_troubled_run(tmp_path / "runs", 15)
+    file = tmp_path / "report.html"
+    assert 0 == vitals("postmortem", tmp_path / "runs", "--html", file)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(file.as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") <= 6 * 900
+    title = page.get_by_role("heading", name="Skipped: data at step")
+    assert 10 == title.count()
+    assert 9 == page.locator("details > summary", has=title).count(), "one is described in full"
+    assert not page.get_by_text("key59").is_visible()
+    page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true })")
+    assert 0 == page.evaluate(CUT)
+    assert page.get_by_text("key59").is_visible()
 
 
 # ------------------------------------------------------- a second program on this machine

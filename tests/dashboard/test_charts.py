@@ -146,6 +146,21 @@ def test_a_mean_lies_over_its_own_curve_in_its_colour():
     assert (1, "main", [4.0, 4.0, None, 8.0]) == (own.colour, own.role, own.y)
 
 
+def test_a_group_is_drawn_as_its_mean_and_a_band_where_all_of_its_runs_have_values():
+    def run(values, steps):
+        return Line(name="r", reply=series("steps.loss", "rank:0", values, steps=steps))
+
+    seeds = [run([1.0, 3.0, None, 5.0], [0, 10, 15, 20]), run([3.0, 5.0], [10, 30])]
+    chart = charts.groups_chart("Loss", [("seed", seeds), ("single", seeds[1:])])
+    high, low, mean, single = chart.curves
+    assert ["band", "band", "main", "main"] == [each.role for each in chart.curves]
+    assert [10, 20] == mean.x == high.x
+    assert ([3.0, 5.0], [3.0, 4.0], [3.0, 4.5]) == (high.y, low.y, mean.y)
+    assert (0, 0, 0, 1) == tuple(each.colour for each in chart.curves)
+    assert ("single", [3.0, 5.0]) == (single.name, single.y)
+    assert () == tuple(charts.groups_chart("Loss", [("gap", [run([None], [0])])]).curves)
+
+
 def test_a_chart_knows_how_many_points_are_stored():
     reply = series("steps.loss", "rank:0", [1.0, 2.0], total=1_000_000)
     chart = charts.step_chart("Loss", [Line(name="loss", reply=reply)])
@@ -239,5 +254,6 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts_them():
         in marked(chart, "non-finite")[0][1]
     )
     assert "the first: skip at step 0: why 0" in marked(chart, "skip")[0][1]
+    assert len(steps) == sum(mark.num for mark in chart.marks if mark.look.word == "skip")
     later = charts.step_chart("Loss", lines, decisions=skips, extent=(0, 100_400))
     assert marked(chart, "skip") == marked(later, "skip"), "what a browser has of them stays"

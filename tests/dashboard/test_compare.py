@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
@@ -91,7 +92,42 @@ def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open
     assert (True, "billion tokens") == (curves.wire["log"], curves.wire["unit"])
     assert 2 * curves.curve("r1")[-1][0] == curves.curve("r2")[-1][0], "aligned by tokens"
     assert curves.colour("r2") == curves.colour("r2, smoothed")
-    assert ["steps.grad_norm"] == [box.value for box in app.selectbox]
+    assert "steps.grad_norm" == app.selectbox(key="compared_metric").value
+
+
+def test_runs_are_compared_by_the_time_since_their_start(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run(name="base"))
+    later = other_run(2, name="later", shift=0.5)
+    later.series = {
+        key: msgspec.structs.replace(
+            reply, time_unix_ns=tuple(time + 86_400 * 10**9 for time in reply.time_unix_ns)
+        )
+        for key, reply in later.series.items()
+    }
+    stub.add(later)
+    app = open_page("compare", runs=runs(1, 2), along="time")
+    shown(app)
+    curves, between = drawn(app).values()
+    assert "hours since the start" == curves.wire["unit"] == between.wire["unit"]
+    assert 0 == curves.curve("base")[0][0] == between.curve("later")[0][0]
+    assert [x for x, _ in curves.curve("base")] == [x for x, _ in curves.curve("later")]
+    assert curves.curve("base")[-1][0] == pytest.approx(between.curve("later")[-1][0], rel=1e-5)
+    assert {0.5} == {round(y, 9) for _, y in between.curve("later") if y is not None}
+
+
+def test_runs_of_a_group_are_a_mean_with_a_band(stub: Stub, open_page: Open) -> None:
+    stub.add(other_run(1, name="a", shift=0.0, config={"lr": 0.1}))
+    stub.add(other_run(2, name="b", shift=1.0, config={"lr": 0.1}))
+    stub.add(other_run(3, name="c", shift=5.0, config={"lr": 0.2}))
+    app = open_page("compare", runs=runs(1, 2, 3), mean_by="config.lr")
+    shown(app)
+    (chart,) = drawn(app).values()
+    band = "config.lr: 0.1 (2 runs), lowest to highest"
+    assert [band, band, "config.lr: 0.1 (2 runs)", "config.lr: 0.2 (1 run)"] == chart.names
+    high, mean = chart.curve(band)[0][1], chart.curve("config.lr: 0.1 (2 runs)")[0][1]
+    assert mean == pytest.approx(high - 0.5)
+    said = shown(open_page("compare", runs=runs(1, 2), mean_by="nonsense"))
+    assert "runs cannot be grouped by 'nonsense'" in said
 
 
 def test_runs_of_one_name_and_of_hostile_names_stay_apart_and_plain(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
@@ -124,6 +125,20 @@ def test_a_page_of_a_run_keeps_the_run_in_its_address_and_its_links(
     assert samples.run_id(1) in app.query_params["run"], "the run looked at last"
 
 
+def test_the_fleet_shows_what_stragglers_and_hangs_cost_once_it_is_asked(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = samples.sample_run(name="slow")
+    view = samples.goodput(sample.summary)
+    sample.goodput = structs.replace(view, nanoseconds={"straggler_wait": 60 * 10**9})
+    stub.add(sample)
+    assert 2 == len(open_page().dataframe), "the list, for a wide and for a narrow screen"
+    app = open_page(open_waiting="true")
+    shown(app)
+    (row,) = app.dataframe[2].value.to_dict("records")
+    assert ("slow", "1 min 0 s", "10.0 %") == (row["Run"], row["Stragglers"], row["Share"])
+
+
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:
     assert "No firing alerts." in shown(open_page("alerts"))
 
@@ -204,12 +219,12 @@ def test_runs_are_grouped_by_what_the_address_says(stub: Stub, open_page: Open) 
     said = shown(app)
     assert "project: a (3 runs)" in said and "project: b (2 runs)" in said
     assert [["sweep-0", "sweep-2", "sweep-4"], ["sweep-1", "sweep-3"]] == [
-        list(table.value["Run"]) for table in app.dataframe
+        list(table.value["Run"]) for table in app.dataframe[::2]
     ]
     stub.configs = {run.run_id: {"lr": 10.0 ** -(n % 2)} for n, run in enumerate(stub.runs)}
     app = open_page(group="config.lr", q="config.lr<1")
     assert "config.lr: 0.1 (2 runs)" in shown(app)
-    assert 1 == len(app.dataframe)
+    assert 2 == len(app.dataframe)
 
 
 def test_a_run_with_an_incident_has_its_verdict_in_the_list(stub: Stub, open_page: Open) -> None:
@@ -219,6 +234,15 @@ def test_a_run_with_an_incident_has_its_verdict_in_the_list(stub: Stub, open_pag
     assert verdicts[0].startswith("Resolved: Rank 3's loss reached 4.9")
     assert "Rolled back to step 230." in verdicts[0]
     assert "" == verdicts[1]
+
+
+def test_a_phone_shows_each_run_in_two_columns(stub: Stub, open_page: Open) -> None:
+    stub.add(with_look_back(samples.sample_run()))
+    stub.runs.append(samples.summary(2, loss=math.nan, num_firing_alerts=2))
+    first, second = open_page().dataframe[1].value.to_dict("records")
+    assert {"Run", "Now"} == {*first}
+    assert "healthy. Step 420, loss 2.4" in first["Now"] and "Resolved: Rank 3's" in first["Now"]
+    assert "loss nan. 2 firing alerts." in second["Now"]
 
 
 def test_a_run_that_hangs_is_not_called_running_in_the_list(stub: Stub, open_page: Open) -> None:

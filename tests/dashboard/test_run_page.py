@@ -339,8 +339,10 @@ def test_a_note_needs_a_control_token_and_is_on_the_curve_at_once(
     shown(app)
     (kept,) = stub.samples[samples.run_id(1)].annotations
     assert (42, samples.HOSTILE, "ada") == (kept.step, kept.text, kept.by)
-    ((kind, step, words, where),) = messages(app)[0]["marks"]
-    assert ("note", 42, 1) == (kind, step, where), "with the loss only, and only what is new"
+    ((kind, step, words, where, num),) = messages(app)[0]["marks"]
+    assert ("note", 42, 1, 1) == (kind, step, where, num), (
+        "with the loss only, and only what is new"
+    )
     assert words.startswith("step 42, ada: <script>")
 
 
@@ -353,10 +355,7 @@ def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
         "steps.tokens_per_second": "Tokens per second",
         "scalars.val": "val",
     }
-    split = ("steps.step_duration_seconds", "steps.data_wait_seconds")
-    for metric, source in (
-        ("steps.rank_loss", "rank:1"), *((name, "rank:0") for name in (*of_one, *split))
-    ):  # fmt: skip
+    for metric, source in (("steps.rank_loss", "rank:1"), *((name, "rank:0") for name in of_one)):
         sample.series[metric, source, "lineage"] = samples.series(metric, source, [2.0] * 200)
         sample.series[metric, source, "discarded"] = samples.series(
             metric, source, [3.0, None], steps=[180, 181], attempt=samples.FIRST,
@@ -368,17 +367,31 @@ def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
     app = open_page("run", also="scalars.val")
     shown(app)
     charts = drawn(app)
-    steps = charts["Step time, rank 0 (log)"]
     left = [charts["Loss of each rank"].curve("rank 1, rolled back")]
     left += [charts[title].curve("rolled back") for title in of_one.values()]
-    left += [steps.curve(f"{name}, rolled back") for name in ("whole", "data")]
-    assert [[(180, 3.0), (181, None)]] * 6 == left
-    for name in ("whole", "data"):
-        assert steps.colour(name) == steps.colour(f"{name}, rolled back")
+    assert [[(180, 3.0), (181, None)]] * 4 == left
     app = open_page("run", also="scalars.val", discarded="false")
     shown(app)
     names = {name for chart in drawn(app).values() for name in chart.names}
     assert set() == {name for name in names if name.endswith("rolled back")}
+
+
+def test_the_time_of_a_step_is_drawn_as_parts_below_the_whole(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    parts = {"forward_backward": 2.0, "data_wait": 1.0, "step_duration": 3.5, "checkpoint": 0.5}
+    for name, seconds in parts.items():
+        metric = f"steps.{name}_seconds"
+        sample.series[metric, "rank:0", "lineage"] = samples.series(metric, "rank:0", [seconds] * 9)
+    metrics = {*sample.detail.metrics, *(f"steps.{name}_seconds" for name in parts)}
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=tuple(metrics))
+    stub.add(sample)
+    app = open_page("run")
+    shown(app)
+    wire = drawn(app)["Step time, rank 0"].wire
+    assert [("data", "part"), ("compute", "part"), ("whole", "main")] == [
+        (name, role) for name, role, _ in wire["curves"]
+    ], "from the top; checkpoints are in few steps, and no part"
+    assert (3, False) == (len({colour for _, _, colour in wire["curves"]}), wire["log"])
 
 
 def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open) -> None:

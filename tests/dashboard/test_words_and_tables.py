@@ -1,6 +1,8 @@
 import pytest
+from msgspec import structs
 
 from tests.dashboard import samples
+from trainvitals.views import GoodputView, RunSummary
 from vitals_dashboard import formatting, tables
 
 SECOND = 1_000_000_000
@@ -39,6 +41,30 @@ def test_attempts_are_told_by_the_numbers_people_give_them():
     assert [(2, 1, 230), (1, None, 0)] == [
         (row["Attempt"], row["Forked from"], row["At step"]) for row in rows
     ]
+
+
+def test_runs_that_waited_are_told_with_what_it_cost_the_most_expensive_first():
+    quiet, late, hung = (
+        samples.summary(n, name=name, world_size=8) for n, name in enumerate(("a", "b", "c"))
+    )
+    views = [
+        (quiet, samples.goodput(quiet)),
+        (late, with_waits(late, straggler_wait=90)),
+        (hung, structs.replace(with_waits(hung, straggler_wait=30, hang=60 * 60), money=None)),
+    ]
+    rows = tables.waiting_rows(views)
+    assert ["c", "b"] == [row["Run"] for row in rows]
+    waits = {"Stragglers": "1 min 30 s", "Hangs": "0 ms", "Share": "15.0 %"}
+    assert waits | {"Run": "b", "GPU-hours": "0.2", "Price": "0.5"} == rows[1]
+    assert ("1 h 0 min", "8.07", "\u2013") == (
+        rows[0]["Hangs"], rows[0]["GPU-hours"], rows[0]["Price"],
+    )  # fmt: skip
+
+
+def with_waits(run: RunSummary, **seconds: int) -> GoodputView:
+    """Return where ten minutes went, with these waits."""
+    waits = {name: value * SECOND for name, value in seconds.items()}
+    return structs.replace(samples.goodput(run), nanoseconds=waits)
 
 
 def test_an_unknown_time_is_no_time():

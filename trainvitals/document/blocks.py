@@ -74,8 +74,17 @@ class ChartBlock(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A section that a page shows as its title until it is opened; it is printed open."""
+
+    level: int
+    title: str
+    blocks: "Sequence[Block]"
+
+
 TextBlock = Heading | Paragraph | KeyFacts | CommandLines | TableBlock | DrawnLines
-Block = TextBlock | ChartBlock
+Block = TextBlock | ChartBlock | Fold
 
 
 def cell_text(value: object) -> str:

@@ -6,6 +6,7 @@ from trainvitals.document.blocks import (
     Block,
     CommandLines,
     DrawnLines,
+    Fold,
     Heading,
     KeyFacts,
     Paragraph,
@@ -49,5 +50,8 @@ def _text(block: Block, escape: Escape, strong: str) -> str:
             return "\n".join([lines[0], "|" + "---|" * len(block.header), *lines[1:]])
         case DrawnLines():
             return "\n".join(["```text", *block.lines, "```"])
+        case Fold():
+            section = [Heading(block.level, block.title), *block.blocks]
+            return "\n\n".join(_text(part, escape, strong) for part in section)
         case _:
             return "\n\n".join(_text(part, escape, strong) for part in block.to_blocks())

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from trainvitals.document.blocks import (
     Block,
+    ChartBlock,
     CommandLines,
     DrawnLines,
+    Fold,
     Heading,
     KeyFacts,
     Paragraph,
@@ -64,10 +66,15 @@ def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
     return written(root, method="xml")
 
 
-def _nodes(blocks: Sequence[Block]) -> list[Node]:
+def _nodes(blocks: Sequence[Block], notes: set[str] | None = None) -> list[Node]:
+    """Return the elements; ``notes`` are on the page already, and it gets those of these blocks."""
     nodes: list[Node] = []
-    notes = {""}
+    notes = {""} if notes is None else notes
     for block in blocks:
+        if isinstance(block, Fold):
+            summary = node("summary", node(f"h{block.level}", block.title))
+            nodes.append(node("details", summary, *_nodes(block.blocks, notes)))
+            continue
         note = "" if isinstance(block, TextBlock) else block.note
         if note not in notes:
             notes.add(note)
@@ -76,7 +83,7 @@ def _nodes(blocks: Sequence[Block]) -> list[Node]:
     return nodes
 
 
-def _node(block: Block) -> Node:
+def _node(block: TextBlock | ChartBlock) -> Node:
     match block:
         case Heading():
             return node(f"h{block.level}", block.text)

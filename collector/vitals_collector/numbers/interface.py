@@ -222,6 +222,30 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
     return points.take(np.unique(np.concatenate(selected_parts)))
 
 
+def downsample_means(points: Points, num_points: int, branch: Branch = "lineage") -> Points:
+    """Return the mean of each column of ``downsample``, or all points if there are fewer.
+
+    A mean has the place of its column's last finite value, so that later rows come after it. A
+    column without a finite value keeps its first one, as a gap.
+    """
+    points, attempt = _by_branch(points, branch)
+    if len(points) <= num_points:
+        return points
+    power = column_power(points, num_points, branch)
+    column = _columns(attempt, _axis_values(points), power or 0)
+    is_finite = np.isfinite(points.value)
+    finite = np.flatnonzero(is_finite)
+    starts = _starts(column[finite])
+    num = np.diff(starts, append=len(finite))
+    last = finite[starts + num - 1]
+    value = points.value.copy()
+    if len(finite):
+        value[last] = np.add.reduceat(points.value[finite] / np.repeat(num, num), starts)
+    empty = np.flatnonzero(~is_finite & ~np.isin(column, column[last]))
+    which = np.union1d(last, empty[_starts(column[empty])])
+    return Points(points.step, points.attempt, points.time_unix_ns, value).take(which)
+
+
 def column_power(points: Points, num_points: int, branch: Branch = "lineage") -> int | None:
     """Return the largest column width, as a power of two, that gives this many points.
 

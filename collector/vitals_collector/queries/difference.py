@@ -88,6 +88,8 @@ def _load_sampled_curve(
     x = points.step.astype(np.float64)
     if along == "tokens":
         x = _tokens_at_steps(load, x)
+    elif along == "time":
+        x = (points.time_unix_ns - points.time_unix_ns[:1]) / 1e6
     is_placed = np.isfinite(x)
     # A step without tokens has the position of the previous one: the last of them counts.
     x, value = np.maximum.accumulate(x[is_placed]), points.value[is_placed]

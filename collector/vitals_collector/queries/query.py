@@ -77,6 +77,7 @@ from vitals_collector.numbers.interface import (
     DownsampledCurve,
     Points,
     downsample,
+    downsample_means,
     smooth,
 )
 from vitals_collector.queries import series, tables
@@ -457,13 +458,17 @@ def _select_series(
     source, curve = series.curve_of(moment, run_id, request.metric, request.source, steps)
     since, until = request.from_time_unix_ns, series.behind(request.to_time_unix_ns)
     span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
-    if not request.smoothing:
+    if not _has_means(request):
         return source, CurveRequest(span, curve.column, request.points)
-    if span.from_step is not None:
+    if span.from_step is not None and request.smoothing:
         span = span._replace(from_step=max(0, span.from_step - _reach(request.smoothing)))
     return source, CurveRequest(
         span, curve.column
     )  # the mean of the drawn points differs from that of the stored ones
+
+
+def _has_means(request: SeriesRequest) -> bool:
+    return request.mean or request.smoothing > 0.0
 
 
 def _reach(weight: float) -> int:
@@ -486,7 +491,8 @@ def _series_reply(
     if request.smoothing:
         points = _smooth_points(request, curve.points)
         curve = DownsampledCurve(points, len(points))
-    drawn = downsample(curve.points, request.points, request.branch)
+    reduce = downsample_means if _has_means(request) else downsample
+    drawn = reduce(curve.points, request.points, request.branch)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
         values[i] = None

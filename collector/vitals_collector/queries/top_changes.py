@@ -53,6 +53,10 @@ standard deviations: among 50 late values of 20 rows, once in 500,000 windows.""
 _RATE_JUMP = 1.5
 """Ratio of two steps from which a learning rate has jumped."""
 
+_LEAST = {"loss_scale": 0.18, "memory_allocated_bytes": 0.0125}
+"""Least scales of metrics that are constant for long, as logarithms: one doubling or halving of a
+loss scale, or 5% of memory, is not a change."""
+
 _KEYS = ("step", "attempt", "time_unix_ns")
 
 RUN = "run"
@@ -270,7 +274,7 @@ def judge(
         return None
     if metric == "learning_rate" and not _has_jumped(before, late):
         return None
-    away = _distances(before, late, has_jumps=has_jumps)
+    away = _distances(before, late, has_jumps=has_jumps, least=_LEAST.get(metric, 1e-3))
     peak = int(np.argmax(away))
     score = min(float(away[peak]), MAX_SCORE)
     begins = np.flatnonzero(away >= min(_MOVED, score))
@@ -291,9 +295,8 @@ def _has_jumped(before: Floats, late: Floats) -> bool:
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
-def _distances(before: Floats, late: Floats, *, has_jumps: bool) -> Floats:
+def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -> Floats:
     """Return each late value's distance from the median of the earlier ones, in scales."""
-    least = 1e-3
     if before.min() > 0.0:
         before, late = np.log(before), np.log(np.maximum(late, np.finfo(np.float64).tiny))
     else:

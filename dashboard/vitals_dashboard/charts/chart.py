@@ -5,8 +5,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from trainvitals.views import DecisionView, DifferenceReply
-from vitals_dashboard.charts.lines import ChartCurve, Line, chart_text, curves_of, display_unit
+from trainvitals.views import Along, DecisionView, DifferenceReply
+from vitals_dashboard.charts.lines import (
+    ChartCurve,
+    Line,
+    chart_text,
+    curves_of,
+    display_unit,
+    group_curves,
+)
 from vitals_dashboard.charts.marks import ChartMark, decision_marks, merged, nonfinite_marks
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
 
@@ -52,6 +59,7 @@ def step_chart(
     attempts: Mapping[int, int] = MappingProxyType({}),
     log: bool = False,
     exact: bool = False,
+    note: str = "",
     extent: tuple[int, int] | None = None,
     show_unit: bool = True,
     scale: StepScale = STEPS,
@@ -68,6 +76,7 @@ def step_chart(
         attempts: numbers by id, for the text of non-finite steps.
         log: whether y is logarithmic.
         exact: whether the y axis must hold every value.
+        note: shown next to the number of points.
         extent: first and last step shown.
         show_unit: whether the title names the unit.
         scale: positions of steps along x.
@@ -75,7 +84,7 @@ def step_chart(
         height: of the curves' area with its axis, in pixels.
     """
     marks = [*decision_marks(decisions, scale), *others]
-    measured = [line.reply for line in lines if line.role in ("main", "discarded")]
+    measured = [line.reply for line in lines if line.role in ("main", "part", "discarded")]
     marks += nonfinite_marks(measured, scale, attempts)
     ends = None
     if extent is not None:
@@ -91,6 +100,7 @@ def step_chart(
         ends=ends,
         log=log,
         exact=exact,
+        note=note,
         size=size,
         height=height,
     )
@@ -145,6 +155,30 @@ def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: 
     )
 
 
+def groups_chart(
+    title: str,
+    groups: Sequence[tuple[str, Sequence[Line]]],
+    *,
+    log: bool = False,
+    height: int = 380,
+) -> Chart:
+    """Return the mean of each group of runs, with a band from its lowest to its highest run."""
+    scale = _scale_of([line for _, lines in groups for line in lines])
+    return Chart(
+        title=chart_text(title),
+        curves=[
+            curve
+            for colour, (name, lines) in enumerate(groups)
+            for curve in group_curves(name, lines, colour=colour, log=log)
+        ],
+        axis=scale.axis,
+        unit=scale.unit,
+        log=log,
+        note="where all runs of a group have values",
+        height=height,
+    )
+
+
 def difference_chart(
     title: str, lines: Sequence[Line], differences: Sequence[DifferenceReply], *, height: int = 240
 ) -> Chart:
@@ -166,10 +200,7 @@ def difference_chart(
             ChartCurve(
                 name=line.label,
                 colour=number,
-                x=[
-                    x / token_size(scale.unit) if difference.along == "tokens" else x
-                    for x in difference.x
-                ],
+                x=[x / _unit_size(difference.along, scale.unit) for x in difference.x],
                 y=difference.value,
                 num_total=difference.num_total,
             )
@@ -182,6 +213,10 @@ def difference_chart(
         note=note,
         height=height,
     )
+
+
+def _unit_size(along: Along, unit: str) -> float:
+    return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 
 def _scale_of(lines: Sequence[Line]) -> StepScale:

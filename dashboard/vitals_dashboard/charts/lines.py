@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from trainvitals.views import SeriesReply
 from vitals_dashboard import formatting
 from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import UNITS
 
+Floats = npt.NDArray[np.float64]
 Point = tuple[float, float | None]
-Role = Literal["main", "mean", "limit", "discarded"]
-"""``mean``: a smoothed curve, drawn over the one it is of."""
+Role = Literal["main", "mean", "limit", "discarded", "part", "band"]
+"""``mean``: a smoothed curve, drawn over the one it is of. ``part``: drawn on top of the parts
+after it. ``band``: an upper end, or the lower end that follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,7 @@ def curves_of(
         reply = line.reply
         series = (reply.run_id, reply.metric, reply.source)
         colour = -1
-        if line.role == "main":
+        if line.role in ("main", "part"):
             colour = curve_indices[series] = len(curve_indices)
         elif line.role == "mean" or (line.role == "discarded" and num_discarded > 1):
             colour = curve_indices.get(series, -1)
@@ -103,6 +108,37 @@ def curves_of(
             for part in (_by_attempt(line, drawn) if line.role == "discarded" else [drawn])
         ]
     return result
+
+
+def group_curves(
+    name: str, lines: Sequence[Line], *, colour: int, log: bool = False
+) -> list[ChartCurve]:
+    """Return the band from the lowest to the highest run of a group, and the mean of its runs.
+
+    Runs are linear between their points. The curves cover what all of them cover; one run has no
+    band.
+    """
+    runs = [
+        np.array([(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None])
+        for curve in curves_of(lines, log=log)
+    ]
+    if not all(map(len, runs)):
+        return []
+    xs = np.unique(np.concatenate([run[:, 0] for run in runs]))
+    xs = xs[(xs >= max(run[0, 0] for run in runs)) & (xs <= min(run[-1, 0] for run in runs))]
+    values = np.stack([np.interp(xs, run[:, 0], run[:, 1]) for run in runs])
+    band = chart_text(f"{name}, lowest to highest", 80)
+    ends: list[tuple[str, Role, Floats]] = [
+        (band, "band", values.max(axis=0)),
+        (band, "band", values.min(axis=0)),
+        (chart_text(name, 48), "main", values.mean(axis=0)),
+    ]
+    return [
+        ChartCurve(
+            name=text, role=role, colour=colour, x=xs.tolist(), y=y.tolist(), num_total=len(xs)
+        )
+        for text, role, y in (ends if len(runs) > 1 else ends[2:])
+    ]
 
 
 def _by_attempt(line: Line, drawn: Sequence[Point]) -> Iterator[list[Point]]:

@@ -1,7 +1,8 @@
 """Events drawn on the curves: each kind has its shape, color and name.
 
 Marks are in rows above and below the curves: they never stretch the curve's axis. Marks of one kind
-that are too close are combined into one, which shows their number.
+that are too close are combined into one, which shows their number: here for the widest screen, and
+in the browser again for its width.
 """
 
 import math
@@ -72,6 +73,8 @@ class ChartMark:
     place: float
     say: Callable[[], str]
     """Its text: computed only if it is drawn, because most of thousands are merged."""
+    num: int = 1
+    """Events that it stands for."""
 
 
 def mark_text(view: DecisionView) -> str:
@@ -232,4 +235,6 @@ def _merge_group(group: Sequence[ChartMark]) -> ChartMark:
             f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
             f" the first: {first.say()}"
         )
-    return ChartMark(look=first.look, step=first.step, place=first.place, say=lambda: text)
+    return ChartMark(
+        look=first.look, step=first.step, place=first.place, say=lambda: text, num=len(group)
+    )

@@ -1,4 +1,4 @@
-"""Position of steps along x: the step, its time, or its tokens."""
+"""Position of steps along x: the step, its time, its tokens, or the time since the start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from trainvitals.views import SeriesReply
 
-Axis = Literal["step", "time", "tokens"]
+Axis = Literal["step", "time", "tokens", "elapsed"]
 
 _TOKEN_UNITS = {"trillion tokens": 1e12, "billion tokens": 1e9, "million tokens": 1e6}
 
@@ -49,6 +49,12 @@ TIMES = StepScale(axis="time", unit="time (UTC)")
 def time_scale(reply: SeriesReply) -> StepScale:
     """Return the scale of wall time, in milliseconds, by a series that has most of the steps."""
     return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", TIMES.unit)
+
+
+def elapsed_scale(reply: SeriesReply) -> StepScale:
+    """Return the scale of the hours since the first point of a run's series."""
+    hours = [(time - reply.time_unix_ns[0]) / 3.6e12 for time in reply.time_unix_ns]
+    return _rising(reply.step, hours, "elapsed", "hours since the start")
 
 
 def token_unit(most: float) -> str:

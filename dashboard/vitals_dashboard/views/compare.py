@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import get_args
 
 import streamlit as st
+from msgspec import structs
 
+from trainvitals.errors import UsageError
 from trainvitals.views import (
+    Along,
     DifferenceReply,
     RunDetail,
     RunQuestion,
@@ -14,23 +17,25 @@ from trainvitals.views import (
     RunSummary,
     SeriesRequest,
 )
-from vitals_dashboard import charts, compare, formatting, layout, placeholders, tables
+from vitals_dashboard import charts, compare, formatting, layout, placeholders, search, tables
 from vitals_dashboard.charts import Line
 from vitals_dashboard.feed import draw_charts, load_charts
 from vitals_dashboard.source import POINTS, DataSource, differences, series_of
 
 MAX_RUNS = 6
 DEFAULT_METRIC = "steps.loss"
-ALONG: tuple[Literal["step", "tokens"], ...] = ("step", "tokens")
+ALONG: tuple[Along, ...] = get_args(Along)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareControls:
     """Selections of the user."""
 
-    axis: Literal["step", "tokens"]
+    axis: Along
     smoothing: float
     log: bool
+    group: str
+    """What runs of a group have in common; empty: each run has its own curve."""
 
 
 def render() -> None:
@@ -60,10 +65,24 @@ def render() -> None:
             label_visibility="collapsed",
         )
         log = st.toggle("Log", key="log", bind="query-params")
+        group = st.selectbox(
+            "Mean of runs by",
+            search.GROUPS,
+            index=None,
+            key="mean_by",
+            bind="query-params",
+            placeholder="Mean by (or type config.KEY)",
+            label_visibility="collapsed",
+            accept_new_options=True,
+            width=230,
+        )
         st.space("stretch")
         live = layout.live_toggle()
     options = CompareControls(
-        axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
+        axis=axis if axis in ALONG else "step",
+        smoothing=float(smoothing),
+        log=bool(log),
+        group=str(group or "").strip(),
     )
     layout.refreshing_runs(
         lambda source: _draw_body(source, options), _requested_runs(), live=live, key="compare_body"
@@ -79,6 +98,11 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
     if len(ids) < 2:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
+    try:
+        search.check_group(options.group)
+    except UsageError as error:
+        placeholders.not_understood(error)
+        return
     details = [source.client.ask(RunQuestion(run_id=run_id)) for run_id in ids]
     layout.stop_at_the_end([detail.summary for detail in details])
     names = compare.distinct_names(details)
@@ -87,6 +111,29 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
         st.caption("None of these runs has recorded a metric yet.")
         return
     lines = _lines(source, details, names, metric, options)
+    if options.group:
+        groups = _groups(options.group, dict(zip(names, details, strict=True)), lines)
+        chart = charts.groups_chart(metric, groups, log=options.log)
+        draw_charts("compare", lambda _: [chart], of=(metric, options))
+    else:
+        _draw_runs(source, details, names, lines, metric, options)
+    _draw_table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
+    differing = compare.config_rows(details, names)
+    if differing:
+        _draw_table("Different settings", differing, "compare_config")
+    else:
+        st.caption("These runs have the same recorded settings.")
+
+
+def _draw_runs(
+    source: DataSource,
+    details: Sequence[RunDetail],
+    names: Sequence[str],
+    lines: Sequence[Line],
+    metric: str,
+    options: CompareControls,
+) -> None:
+    """Draw the curves of the runs, and the differences to the first one."""
     replies: list[DifferenceReply] = []
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
@@ -94,12 +141,6 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
         replies = differences(source, drawn, metric, options.axis)
     means = _means(source, dict(zip(names, details, strict=True)), lines, metric, options)
     _draw_curves(lines, means, replies, metric, options)
-    _draw_table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
-    differing = compare.config_rows(details, names)
-    if differing:
-        _draw_table("Different settings", differing, "compare_config")
-    else:
-        st.caption("These runs have the same recorded settings.")
 
 
 def _requested_runs() -> list[str]:
@@ -159,15 +200,43 @@ def _lines(
     metric: str,
     options: CompareControls,
 ) -> list[Line]:
-    """Return the curves of the runs that have the metric, each on its own steps or tokens."""
+    """Return the curves of the runs that have the metric, each on its own steps, tokens or time."""
     request = SeriesRequest(metric=metric, points=POINTS)
+    if options.group:
+        request = structs.replace(request, mean=True, smoothing=options.smoothing)
     replies = {
         name: series_of(source, detail, [request])[0]
         for detail, name in zip(details, names, strict=True)
     }
     lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
     _say_missing([n for n in names if replies[n] is None], f"no {formatting.plain(metric, 60)}")
-    return lines if options.axis == "step" else _by_tokens(source, details, names, lines)
+    if options.axis == "tokens":
+        return _by_tokens(source, details, names, lines)
+    if options.axis == "time":
+        return [replace(line, scale=charts.elapsed_scale(line.reply)) for line in lines]
+    return lines
+
+
+def _groups(
+    by: str, details: Mapping[str, RunDetail], lines: Sequence[Line]
+) -> list[tuple[str, list[Line]]]:
+    """Return the curves of the runs with an equal value, by its name and number of runs.
+
+    Args:
+        by: a field of the summary, or ``config.KEY``.
+        details: by the names of the runs.
+        lines: the curves, with these names.
+    """
+    line_of = {details[line.name].summary.run_id: line for line in lines}
+    runs = [details[line.name].summary for line in lines]
+    configs = {detail.summary.run_id: detail.info.config for detail in details.values()}
+    return [
+        (
+            f"{by}: {value or 'none'} ({formatting.count(len(members), 'run')})",
+            [line_of[run.run_id] for run in members],
+        )
+        for value, members in search.grouped(runs, by, configs)
+    ]
 
 
 def _by_tokens(

@@ -25,18 +25,21 @@ DELTA_STEPS = 100
 TALL = 280
 """Pixels of the first chart's curves."""
 
-SPLIT: tuple[tuple[str, str], ...] = (
-    ("steps.step_duration_seconds", "whole"),
-    ("steps.data_wait_seconds", "data"),
-    ("steps.forward_backward_seconds", "compute"),
-    ("steps.checkpoint_seconds", "checkpoint"),
-    ("steps.optimizer_seconds", "optimizer"),
-    ("steps.communication_seconds", "exchange"),
-    ("steps.monitor_seconds", "Vitals"),
+SPLIT: tuple[tuple[str, str, Role], ...] = (
+    ("steps.monitor_seconds", "Vitals", "part"),
+    ("steps.communication_seconds", "exchange", "part"),
+    ("steps.optimizer_seconds", "optimizer", "part"),
+    ("steps.data_wait_seconds", "data", "part"),
+    ("steps.forward_backward_seconds", "compute", "part"),
+    ("steps.step_duration_seconds", "whole", "main"),
 )
+"""Parts that every step has, from the top, and the whole step. Checkpoints are in few steps: they
+are between the parts and the whole."""
+SPLIT_STEPS = 100_000
+"""Last steps of the range whose parts are drawn: a mean needs every value."""
 
 DRAWN = frozenset(
-    {metric for metric, _ in SPLIT}
+    {metric for metric, _, _ in SPLIT}
     | {
         f"steps.{name}"
         for name in (
@@ -165,7 +168,7 @@ class View:
         means = [
             CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
             for name, request, role in chart.curves
-            if weight and role == "main"
+            if weight and role == "main" and not request.mean
         ]
         return [*chart.curves, *means]
 
@@ -247,6 +250,7 @@ class ChartSpec:
     unitless: bool = False
     exact: bool = False
     """Single steps matter: never smoothed."""
+    note: str = ""
     least: int = 1
     """Number of the run's lines that are needed for the chart."""
 
@@ -266,7 +270,7 @@ def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Ch
     with_lines += [
         (chart, lines)
         for chart, lines in zip(below, others, strict=True)
-        if sum(line.role == "main" for line in lines) >= chart.least
+        if sum(line.role in ("main", "part") for line in lines) >= chart.least
     ]
     everything = [*view.decisions, *view.others]
     # A loop may report no loss: then the first available chart comes first.
@@ -285,9 +289,12 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     tokens = view.both("steps.tokens_per_second", "tokens/s")
     yield ChartSpec(title="Tokens per second", curves=tokens, unitless=True)
     yield ChartSpec(title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
-    split = [view.wanted(metric, name) for metric, name in SPLIT]
-    split += view.left_behind(split)
-    yield ChartSpec(title="Step time, rank 0 (log)", curves=split, log=True, least=2)
+    yield ChartSpec(
+        title="Step time, rank 0",
+        curves=list(_split(view)),
+        note="above the parts: checkpoints and unmeasured time",
+        least=2,
+    )
     duration = _rank_curves(view, "steps.step_duration_seconds")
     yield ChartSpec(title="Step duration of each rank", curves=duration)
     yield ChartSpec(title="Loss of each rank", curves=_rank_curves(view, "steps.rank_loss"))
@@ -296,6 +303,16 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     for metric in extra_metrics:
         name = metric.removeprefix("scalars.")
         yield ChartSpec(title=name, curves=view.both(metric, name))
+
+
+def _split(view: View) -> Iterator[CurveChoice]:
+    """Yield the parts of a step as means, so that they add up, and the whole step."""
+    first, last = view.requested_range
+    end = view.detail.summary.last_step if last is None else last
+    first = max(first or 0, end - SPLIT_STEPS) or first
+    for metric, name, role in SPLIT:
+        request = view.wanted(metric, name, points=POINTS).request
+        yield CurveChoice(name, structs.replace(request, mean=True, from_step=first), role)
 
 
 def nothing(view: View) -> str:
@@ -331,6 +348,7 @@ def _build_chart(
         extent=view.extent,
         log=chart.log,
         exact=chart.exact,
+        note=chart.note,
         show_unit=not chart.unitless,
         scale=view.scale,
         **size,

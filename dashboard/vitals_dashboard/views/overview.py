@@ -1,7 +1,7 @@
 """The fleet: every run with its state, health, verdict, curve, alerts; searched and grouped."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,11 +11,13 @@ from trainvitals.errors import UsageError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, placeholders, search, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
-from vitals_dashboard.source import DataSource, configs_of, loss_curve, verdict_of
+from vitals_dashboard.source import DataSource, configs_of, goodput_of, loss_curve, verdict_of
 from vitals_dashboard.theme import HEALTH_BADGES, HEALTH_WORDS, LABELS, STATE_BADGES, STATE_WORDS
 
 PAGE_SIZE = 25
 """Runs per page: each has a sparkline, which needs a query."""
+PHONE_ROW = 92
+"""Pixels: five lines."""
 CURVE_STEPS = 50
 """A sparkline is queried again when its run has grown by 1/50."""
 
@@ -126,6 +128,23 @@ def _pages(
                 st.markdown("## Group")
                 st.text(f"{label} ({formatting.count(sizes[value], 'run')})")
         _draw_run_table(source, [run for _, run in members], key=f"runs_{number}_{choice.group}")
+    if shown:
+        _draw_waiting(source, {run.run_id: run for _, run in shown}.values())
+
+
+def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
+    """Draw what stragglers and hangs cost these runs.
+
+    Queried when it is opened: the collector reads every step of each run for it.
+    """
+    with st.expander(
+        "Cost of stragglers and hangs", key="open_waiting", on_change="rerun", bind="query-params"
+    ) as part:
+        if part.open:
+            views = [(run, goodput_of(source, run)) for run in runs if run.last_step >= 0]
+            empty = "No run above has waited for a straggler, or has hung."
+            layout.table(tables.waiting_rows(views), empty, key="waiting")
+            st.caption("Time in which the other ranks waited, and the same on every rank's GPU.")
 
 
 def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
@@ -141,29 +160,38 @@ def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str)
     numbers = column.NumberColumn(format="localized", width=70)
     is_text = any(isinstance(row["Loss"], str) for row in rows)
     loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
-    selected_rows = layout.table(
-        rows,
-        "",
-        key=key,
-        height=38 + 35 * PAGE_SIZE,
-        select=True,
-        columns={
-            "Run": column.TextColumn(width="medium"),
-            "State": _labels(STATE_WORDS, STATE_BADGES, width=115),
-            "Health": _labels(HEALTH_WORDS, HEALTH_BADGES, width=105),
-            "Verdict": column.TextColumn(width=420),
-            "Alerts": column.NumberColumn(width=60),
-            "Loss": loss,
-            "Loss curve": column.ImageColumn(width=130, help="Red: the loss was NaN or infinite."),
-            "Seen": column.TextColumn(width=90),
-            "Step": numbers,
-            "Skips": numbers,
-            "Rollbacks": numbers,
-            "Ranks": numbers,
-        },
-    )
-    if selected_rows is not None:
-        st.switch_page(layout.RUN, query_params={"run": runs[selected_rows].run_id})
+    columns = {
+        "Run": column.TextColumn(width="medium"),
+        "State": _labels(STATE_WORDS, STATE_BADGES, width=115),
+        "Health": _labels(HEALTH_WORDS, HEALTH_BADGES, width=105),
+        "Verdict": column.TextColumn(width=420),
+        "Alerts": column.NumberColumn(width=60),
+        "Loss": loss,
+        "Loss curve": column.ImageColumn(width=130, help="Red: the loss was NaN or infinite."),
+        "Seen": column.TextColumn(width=90),
+        "Step": numbers,
+        "Skips": numbers,
+        "Rollbacks": numbers,
+        "Ranks": numbers,
+    }
+    # The style sheet shows one of the two: only the browser knows how wide it is.
+    with st.container(key=f"wide_{key}"):
+        selected = layout.table(
+            rows, "", key=key, height=38 + 35 * PAGE_SIZE, select=True, columns=columns
+        )
+    with st.container(key=f"narrow_{key}"):
+        of_phone = layout.table(
+            tables.phone_rows(rows),
+            "",
+            key=f"{key}_narrow",
+            height=38 + PHONE_ROW * PAGE_SIZE,
+            select=True,
+            columns={"Run": column.TextColumn(width=90), "Now": column.TextColumn(width=228)},
+            row_height=PHONE_ROW,
+        )
+    selected = of_phone if selected is None else selected
+    if selected is not None:
+        st.switch_page(layout.RUN, query_params={"run": runs[selected].run_id})
 
 
 def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
@@ -206,5 +234,6 @@ def _draw_totals(runs: Sequence[RunSummary]) -> None:
         ("Steps skipped", sum(run.num_skips for run in runs)),
         ("Rollbacks", sum(run.num_rollbacks for run in runs)),
     )
-    for column, (label, value) in zip(st.columns(len(values)), values, strict=True):
-        column.metric(label, f"{value:,}", border=True)
+    with st.container(horizontal=True, key="fleet_totals", gap="small"):  # wraps on a phone
+        for label, value in values:
+            st.metric(label, f"{value:,}", border=True)

@@ -1,10 +1,10 @@
 """Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from trainvitals.cli.output import format_time
-from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
+from trainvitals.document.blocks import Block, Fold, Heading, Paragraph, TableBlock
 from trainvitals.document.incident import incident_blocks
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
@@ -26,6 +26,8 @@ from vitals_collector.report.run_tables import (
 MAX_LINES = 200
 """Maximum number of rows in a table; the number of omitted rows is shown."""
 _MOVERS = 10
+_LISTED = 8
+"""Incidents in the first table."""
 _TITLE = 120
 
 Row = Sequence[object]
@@ -37,23 +39,47 @@ def report_blocks(facts: ReportData) -> list[Block]:
     curve_marks = marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
+    gravest = min(facts.incidents, key=_gravity, default=None)
     return [
         Heading(1, f"Post-mortem of {_truncate_title(summary.name or summary.run_id)}"),
         Paragraph(_in_short(facts)),
         *_incident_list_section(facts),
         *chain.from_iterable(
-            _incident_section(incident_facts, curve_marks, ordinals)
-            for incident_facts in facts.incidents
+            _incident_section(each, curve_marks, ordinals, is_folded=each is not gravest)
+            for each in facts.incidents
         ),
         Heading(2, "The run"),
         TableBlock(("what", "value"), _run_fact_rows(facts)),
         *(Plot(curve, curve_marks, spans) for curve in facts.curves),
-        *_decisions_section(facts),
-        *_timeline_section(facts),
-        *_checkpoints_section(facts),
-        *_settings_section(facts),
+        *_folded(_decisions_section(facts)),
+        *_folded(_timeline_section(facts)),
+        *_folded(_checkpoints_section(facts)),
+        *_folded(_settings_section(facts)),
         *_closing_section(facts),
     ]
+
+
+def _gravity(incident_facts: IncidentFacts) -> tuple[int, int]:
+    incident = incident_facts.incident
+    return list(SEVERITY_WORDS).index(incident.severity), -incident.started_unix_ns
+
+
+def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield each section as one that a page folds, unless it has only sentences.
+
+    A section starts with its heading.
+    """
+    sections: list[tuple[Heading, list[Block]]] = []
+    for block in blocks:
+        if isinstance(block, Heading):
+            sections.append((block, []))
+        else:
+            sections[-1][1].append(block)
+    for heading, section in sections:
+        if all(isinstance(block, Paragraph) for block in section):
+            yield from (heading, *section)
+        else:
+            yield Fold(heading.level, heading.text, section)
 
 
 def _truncate_title(name: str) -> str:
@@ -84,7 +110,18 @@ def _incident_list_section(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Incidents")
     shown = facts.all_incidents[:MAX_LINES]
-    yield TableBlock(
+    yield _incident_table(shown[:_LISTED])
+    if older := shown[_LISTED:]:
+        left_out = _left_out(len(facts.all_incidents) - len(shown), "older incidents")
+        yield Fold(3, "Older incidents", [_incident_table(older), *left_out])
+    if len(facts.incidents) < len(facts.all_incidents):
+        yield Paragraph(
+            f"Details of {len(facts.incidents)} of them follow; for another: --incident ID."
+        )
+
+
+def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
+    return TableBlock(
         ("incident", "cause", "action", "severity", "steps", "began", "state", "lost work"),
         [
             (
@@ -97,14 +134,9 @@ def _incident_list_section(facts: ReportData) -> Iterator[Block]:
                 "open" if incident.is_open else "resolved",
                 humanize_count(incident.cost_steps, "step"),
             )
-            for incident in shown
+            for incident in incidents
         ],
     )
-    yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
-    if len(facts.incidents) < len(facts.all_incidents):
-        yield Paragraph(
-            f"Details of {len(facts.incidents)} of them follow; for another: --incident ID."
-        )
 
 
 def _step_range_text(incident: IncidentView) -> str:
@@ -117,10 +149,23 @@ def _left_out(num: int, what: str) -> list[Block]:
 
 
 def _incident_section(
+    incident_facts: IncidentFacts,
+    curve_marks: Sequence[CurveMark],
+    ordinals: Mapping[int, int],
+    *,
+    is_folded: bool,
+) -> list[Block]:
+    title, *summary = incident_blocks(incident_facts.incident)
+    blocks = [*summary, *_incident_evidence(incident_facts, curve_marks, ordinals)]
+    if is_folded and isinstance(title, Heading):
+        return [Fold(title.level, title.text, blocks)]
+    return [title, *blocks]
+
+
+def _incident_evidence(
     incident_facts: IncidentFacts, curve_marks: Sequence[CurveMark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
     incident = incident_facts.incident
-    yield from incident_blocks(incident)
     yield Heading(3, "Evidence")
     for paragraph in incident.story:
         yield Paragraph(paragraph)
@@ -139,8 +184,7 @@ def _incident_section(
                 for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _evidence_section(incident)
-    yield from _of_time(incident, ordinals)
+    yield from _folded([*_evidence_section(incident), *_of_time(incident, ordinals)])
 
 
 def _peak_cell(peak: float | None) -> object:

@@ -2,28 +2,36 @@
 // another page is shown; a message of the server (feed.py) holds everything, or what is new.
 // Words of others (names, reasons) are only ever set as text.
 
+import { csv, grouped, stacked } from "./data.js";
 import uPlot from "./uPlot.esm.js";
 
 const LANE = 13; // pixels of a row of marks above the curves
-const NEAR = 6; // pixels at which a mark is pointed at, or stands on another one
+const NEAR = 6; // pixels at which a mark is pointed at
+const NAMED = 3; // marks of a group that are described one by one
 const RECENT = 128; // last points that are never thinned: some of them may be replaced
 const ROBUST = { part: 0.02, spans: 1.5, least: 20 }; // see `robust`
 const STYLE = `
 :host{display:block}
 .page{display:grid;grid-template-columns:repeat(12,minmax(0,1fr));gap:.6rem 1rem;
 font-family:var(--st-font,sans-serif);color:var(--st-text-color,inherit)}
-.bar{grid-column:1/-1;display:flex;gap:.75rem;align-items:center;font-size:.75rem;margin-bottom:-.3rem}
-.bar button{font:inherit;color:inherit;background:transparent;cursor:pointer;
+.bar{grid-column:1/-1;display:flex;flex-wrap:wrap;gap:.3rem .75rem;align-items:center;font-size:.75rem;
+margin-bottom:-.3rem}
+.kinds{display:flex;flex-wrap:wrap;gap:.3rem}
+.kinds button{display:flex;gap:.3rem;align-items:center}.kinds canvas{width:12px;height:12px}
+.kinds button[aria-pressed=false]{text-decoration:line-through;border-style:dashed}
+.kinds button[aria-pressed=false] canvas{opacity:.3}
+.bar button,.save button{font:inherit;color:inherit;background:transparent;cursor:pointer;
 border:1px solid var(--st-border-color,#8884);border-radius:.4rem;padding:.1rem .5rem}
-.bar button[aria-pressed=true]{font-weight:700;border-color:currentColor}
+.bar>button[aria-pressed=true]{font-weight:700;border-color:currentColor}
 .bar span{opacity:.8}
+.save{display:flex;gap:.3rem;margin-left:auto}.save button{font-size:.68rem;padding:0 .35rem}
 figure{grid-column:span 12;margin:0;min-width:0;position:relative;border-radius:.3rem}
 figure.half{grid-column:span 6}figure.quarter{grid-column:span 3}
 figure:focus-visible{outline:2px solid var(--st-primary-color,#0072B2);outline-offset:2px}
 figcaption{display:flex;justify-content:space-between;gap:.75rem;font-size:.8rem;line-height:1.3}
-.title{font-weight:600;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.title{flex:none;max-width:70%;font-weight:600;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .counts{font-size:.72rem;opacity:.8;text-align:right;white-space:nowrap;overflow:hidden;
-text-overflow:ellipsis}
+text-overflow:ellipsis;min-width:0}
 .events{position:absolute;z-index:3;pointer-events:none;display:none;max-width:min(26rem,90%);
 padding:.25rem .5rem;font-size:.75rem;overflow-wrap:anywhere;border-radius:.3rem;
 background:var(--st-background-color,#fff);border:1px solid var(--st-border-color,#8888)}
@@ -80,8 +88,9 @@ class Page {
   constructor() {
     this.held = ""; // name and number of the last message
     this.charts = [];
-    this.marks = []; // [kind, place, words, charts as bits]
+    this.marks = []; // [kind, place, words, charts as bits, number]
     this.kinds = {};
+    this.hidden = new Set(); // kinds that are switched off
     this.palette = { light: [], dark: [] };
     this.zoom = {}; // by axis: [first, last], as long as somebody looks at a part
     this.isFull = false; // whether every value is to be within the y axes
@@ -129,8 +138,31 @@ class Page {
     this.full.setAttribute("aria-pressed", this.isFull);
     const hint = element("span", "hint");
     hint.textContent = "Drag to zoom, double-click to reset; arrow keys move the cursor";
-    bar.append(back, this.full, hint, this.spoken);
+    this.legend = element("div", "kinds");
+    bar.append(back, this.full, this.legend, hint, this.spoken);
     this.box.append(bar);
+  }
+
+  // A switch for each kind of mark, with its shape and number.
+  names() {
+    const nums = {};
+    this.marks.forEach(([kind, , , , num]) => (nums[kind] = (nums[kind] ?? 0) + num));
+    const text = JSON.stringify(nums);
+    if (!this.root || (text === this.named && this.legend.childElementCount)) return;
+    this.named = text;
+    this.legend.replaceChildren(
+      ...Object.entries(nums).map(([kind, num]) => {
+        const made = button("", () => {
+          if (!this.hidden.delete(kind)) this.hidden.add(kind);
+          made.setAttribute("aria-pressed", !this.hidden.has(kind));
+          this.build(); // the rows of marks are others
+        });
+        made.title = "Show or hide these marks";
+        made.setAttribute("aria-pressed", !this.hidden.has(kind));
+        made.append(glyph(this.kinds[kind]), `${kind} (${whole(num)})`);
+        return made;
+      }),
+    );
   }
 
   take(message) {
@@ -155,6 +187,7 @@ class Page {
   add(message) {
     Object.assign(this.kinds, message.kinds);
     const gone = new Set(message.gone);
+    const before = this.rows();
     this.marks = this.marks.filter((_, i) => !gone.has(i)).concat(message.marks ?? []);
     for (const [i, j, replaced, xs, y, total, bad] of message.lines ?? [])
       this.charts[i].lines[j].add(replaced, message.xs[xs], y, total, bad);
@@ -163,11 +196,18 @@ class Page {
       if (ends.length) chart.ends = ends.length === 1 ? ends[0] : ends[i];
       chart.trim();
     });
+    if (before !== this.rows()) return this.build(); // it needs room for another row of marks
+    this.names();
     this.redraw();
+  }
+
+  rows() {
+    return new Set(this.marks.map((mark) => this.kinds[mark[0]].lane)).size;
   }
 
   build() {
     if (!this.root) return;
+    this.names();
     this.seen.disconnect();
     this.box.querySelectorAll("figure").forEach((old) => old.remove());
     this.colours();
@@ -209,6 +249,7 @@ class Page {
     this.isDark = r * 0.3 + g * 0.6 + b * 0.1 < 128;
     this.font = `11px ${style.fontFamily}`;
     this.ink = style.color;
+    this.ground = style.getPropertyValue("--st-background-color") || "#ffffff";
     this.lines = this.isDark ? this.palette.dark : this.palette.light;
     this.faint = this.isDark ? "#9AA2AE" : "#7B828D";
     this.grid = "rgba(128,136,148,0.20)";
@@ -301,7 +342,8 @@ class Chart {
   }
 
   get marks() {
-    return this.page.marks.filter((mark) => Math.floor(mark[3] / 2 ** this.index) % 2);
+    const { hidden, marks } = this.page;
+    return marks.filter((mark) => !hidden.has(mark[0]) && Math.floor(mark[3] / 2 ** this.index) % 2);
   }
 
   trim() {
@@ -318,7 +360,13 @@ class Chart {
     const title = element("span", "title");
     title.textContent = this.title;
     this.counts = element("span", "counts");
-    caption.append(title, this.counts);
+    const save = element("span", "save");
+    for (const [kind, write] of [["PNG", () => this.image()], ["CSV", () => this.table()]]) {
+      const made = button(kind, write);
+      made.setAttribute("aria-label", `Save ${this.title} as ${kind}`);
+      save.append(made);
+    }
+    caption.append(title, this.counts, save);
     this.events = element("div", "events");
     this.figure.append(caption, this.events);
     this.figure.addEventListener("keydown", (event) => this.key(event));
@@ -336,11 +384,14 @@ class Chart {
       const isBehind = isMain && means.has(line.colour);
       const colour = this.colour(line);
       const series = {
-        label: line.name, stroke: colour, spanGaps: false, value: (_, v, s, i) => this.value(s, i),
+        label: line.name, stroke: colour, show: this.isShown(line), spanGaps: false, value: (_, v, s, i) => this.value(s, i),
         width: line.role === "mean" ? 2 : 1, // without a GPU, one of a pixel is drawn ten times as fast as a wider one
         points: { size: 4, fill: colour, filter: lone },
         alpha: line.role === "discarded" ? (line.colour < 0 ? 0.8 : 0.45) : isBehind ? 0.4 : 1,
       };
+      if (line.role === "part") series.fill = colour;
+      if (line.role === "band") Object.assign(series, { width: 0, points: { show: false } });
+      if (this.bands().some((band) => band.series[0] === result.length)) series.fill = `${colour}33`;
       if (line.role === "limit")
         Object.assign(series, { dash: [5, 4], paths: uPlot.paths.stepped({ align: 1 }) });
       result.push(series);
@@ -355,10 +406,15 @@ class Chart {
 
   data() {
     const tables = this.lines.map((line) => [line.x, line.y]);
-    if (!tables.length) return [[]];
+    if (!tables.length) return (this.drawn = this.measured = [[]]);
     const [x] = tables[0];
     const isSame = tables.every(([other]) => other === x || (other.length === x.length && other.every((v, i) => v === x[i])));
-    return isSame ? [x, ...tables.map(([, y]) => y)] : uPlot.join(tables);
+    this.measured = isSame ? [x, ...tables.map(([, y]) => y)] : uPlot.join(tables);
+    const parts = this.lines.map((line, i) => [line, i + 1]).filter(([line]) => line.role === "part" && this.isShown(line));
+    const sums = stacked(parts.map(([, i]) => this.measured[i]));
+    this.drawn = [...this.measured];
+    parts.forEach(([, i], j) => (this.drawn[i] = sums[j]));
+    return this.drawn;
   }
 
   range() {
@@ -382,11 +438,14 @@ class Chart {
   heights() {
     const [first, last] = this.range();
     const shown = this.lines.filter((line) => this.isShown(line));
-    const within = (line) => line.y.filter((v, i) => v !== null && line.x[i] >= first && line.x[i] <= last && (!this.log || v > 0));
+    const x = this.drawn[0];
+    const within = (line) =>
+      this.drawn[this.lines.indexOf(line) + 1].filter((v, i) => v != null && x[i] >= first && x[i] <= last && (!this.log || v > 0));
     const own = shown.filter((line) => line.role === "main").flatMap(within);
     const every = shown.flatMap(within);
     const ends = this.exact || this.page.isFull ? outer(every) : robust(own.length ? own : every, every, this.log);
-    return pad(ends, this.log);
+    const padded = pad(ends, this.log);
+    return shown.some((line) => line.role === "part") ? [0, padded[1]] : padded; // a height is a sum
   }
 
   isShown(line) {
@@ -402,9 +461,10 @@ class Chart {
     };
     const lanes = this.lanes();
     this.newest();
+    const before = this.plot; // it knows which curves are switched off
     this.plot = new uPlot(
       {
-        width, height: this.tall(), ms: 1, series,
+        width, height: this.tall(), ms: 1, series, bands: this.bands(),
         // Half of the last place's label stands beyond the axis.
         padding: [lanes.length * LANE + 6, Math.max(12, 3.3 * this.place(this.range()[1]).length), 0, 0],
         scales: {
@@ -434,8 +494,15 @@ class Chart {
       this.data(),
       this.figure,
     );
+    before?.destroy();
     this.names();
     if (!this.plot.data[0].length) this.redraw(); // by itself it scales to points, and has none
+  }
+
+  // The area between the upper and the lower end of a band, which follow each other.
+  bands() {
+    const ends = this.lines.map((line, i) => (line.role === "band" ? i + 1 : 0)).filter((i) => i);
+    return ends.filter((_, i) => i % 2 === 0).map((upper) => ({ series: [upper, upper + 1] }));
   }
 
   // All that was rolled back is one entry of the legend: of seven curves it would be seven more.
@@ -508,19 +575,23 @@ class Chart {
     const ratio = devicePixelRatio;
     const { left, top, width, height } = u.bbox;
     const lanes = this.lanes();
-    this.heads = []; // [x, y, words]: what can be pointed at, in pixels of the page
+    const [first, last] = this.range();
+    this.heads = []; // [x, end, words]: what can be pointed at, in pixels of the page
     ctx.save();
-    ctx.font = `${11 * ratio}px sans-serif`;
-    const last = {};
-    for (const [kind, place, words] of [...this.marks].sort((a, b) => a[1] - b[1])) {
-      const x = u.valToPos(place, "x", true);
-      if (x < left - 1 || x > left + width + 1) continue;
+    ctx.font = `${10 * ratio}px sans-serif`;
+    Object.assign(ctx, { textBaseline: "middle", textAlign: "left" });
+    const shown = this.marks.filter((mark) => mark[1] >= first && mark[1] <= last);
+    const groups = grouped(shown, (place) => u.valToPos(place, "x"));
+    groups.forEach(({ kind, x: from, end, first: place, last: until, num, marks }, i) => {
       const look = this.page.kinds[kind];
       const below = look.lane < 0;
+      const x = left + from * ratio;
       const y = below ? top + height - 6 * ratio : top - (9 + LANE * lanes.indexOf(look.lane)) * ratio;
-      this.heads.push([(x - left) / ratio, (y - top) / ratio, words, place]);
+      const radius = (look.size / 2) * ratio;
+      if (marks.length <= NAMED) marks.forEach((mark) => this.heads.push([u.valToPos(mark[1], "x"), null, mark[2]]));
+      else this.heads.push([from, end, `${whole(num)} times ${kind}, ${this.unit} ${this.place(place)} to ${this.place(until)}: zoom in for each`]);
       if (look.line || below) {
-        ctx.globalAlpha = below ? 0.35 : 0.75;
+        ctx.globalAlpha = below || num > 1 ? 0.35 : 0.75;
         ctx.strokeStyle = look.colour;
         ctx.lineWidth = look.width * ratio;
         ctx.setLineDash(look.line === "dotted" ? [ratio, 3 * ratio] : look.line === "dashed" ? [5 * ratio, 4 * ratio] : []);
@@ -529,10 +600,18 @@ class Chart {
         ctx.lineTo(x, top + height);
         ctx.stroke();
       }
-      if (x - (last[kind] ?? -Infinity) < 2 * ratio) continue;
-      last[kind] = x;
-      shape(ctx, look.symbol, x, y, (look.size / 2) * ratio, look.colour);
-    }
+      shape(ctx, look.symbol, x, y, radius, look.colour);
+      if (num === 1) return;
+      ctx.globalAlpha = 1;
+      ctx.fillStyle = look.colour;
+      ctx.fillRect(x, y + radius + ratio, (end - from) * ratio, ratio);
+      const text = num < 1000 ? String(num) : `${Math.floor(num / 1000)}k`;
+      const room = from + look.size / 2 + 2 + ctx.measureText(text).width / ratio;
+      // Marks of another kind in this row come first: its number is in the legend, and at the cursor.
+      const isCovered = groups.some((other, j) => j !== i && this.page.kinds[other.kind].lane === look.lane && other.x >= from && other.x - 5 < room);
+      ctx.fillStyle = this.page.ink;
+      if (!isCovered) ctx.fillText(text, x + radius + 2 * ratio, y);
+    });
     this.outside(u);
     ctx.restore();
   }
@@ -545,7 +624,7 @@ class Chart {
     const [first, last] = this.range();
     this.numOutside = 0;
     this.lines.forEach((line, j) => {
-      if (line.role === "limit" || line.role === "mean" || !this.isShown(line)) return;
+      if (!["main", "discarded"].includes(line.role) || !this.isShown(line)) return;
       const colour = this.colour(line);
       const drawn = { up: -Infinity, down: -Infinity };
       line.y.forEach((value, i) => {
@@ -556,7 +635,7 @@ class Chart {
         if (x - drawn[side] < NEAR * ratio) return;
         drawn[side] = x;
         const y = side === "up" ? top + 5 * ratio : top + height - 5 * ratio;
-        this.heads.push([(x - left) / ratio, (y - top) / ratio, `${line.name}: ${short(value)} at ${this.unit} ${this.place(line.x[i])}, beyond this axis`, line.x[i]]);
+        this.heads.push([(x - left) / ratio, null, `${line.name}: ${short(value)} at ${this.unit} ${this.place(line.x[i])}, beyond this axis`]);
         shape(u.ctx, side === "up" ? "triangle" : "down", x, y, 4 * ratio, colour);
       });
     });
@@ -574,7 +653,7 @@ class Chart {
   point(u) {
     const { left } = u.cursor;
     const isHere = left >= 0 && this.figure.matches(":hover,:focus"); // the others only show where it is
-    const near = !isHere ? [] : (this.heads ?? []).filter((head) => Math.abs(head[0] - left) <= NEAR);
+    const near = !isHere ? [] : (this.heads ?? []).filter(([x, end]) => left >= x - NEAR && left <= (end ?? x) + NEAR);
     this.events.style.display = near.length ? "block" : "none";
     if (!near.length) return;
     this.events.replaceChildren(
@@ -627,7 +706,7 @@ class Chart {
   }
 
   describe() {
-    const main = this.lines.filter((line) => line.role === "main");
+    const main = this.lines.filter((line) => line.role === "main" || line.role === "part");
     const drawn = main.reduce((sum, line) => sum + line.x.length, 0);
     const total = main.reduce((sum, line) => sum + line.total, 0);
     const bad = main.reduce((sum, line) => sum + line.bad, 0);
@@ -642,7 +721,7 @@ class Chart {
       this.counts.title = text;
     }
     const kinds = {};
-    this.marks.forEach((mark) => (kinds[mark[0]] = (kinds[mark[0]] ?? 0) + 1));
+    this.marks.forEach((mark) => (kinds[mark[0]] = (kinds[mark[0]] ?? 0) + mark[4]));
     const finite = main.flatMap((line) => line.y.filter((v) => v !== null));
     const [low, high] = outer(finite);
     const newest = main.map((line) => {
@@ -658,9 +737,62 @@ class Chart {
   // The value of a series where the cursor is; where it is nowhere, the last one, finite or not.
   value(series, index) {
     const line = this.lines[series - 1];
-    if (!line || entry(line) !== line.name) return ""; // of several curves none stands for all
-    const value = index == null ? line.y.at(-1) : this.plot.data[series][index];
+    if (!line || line.role === "band" || entry(line) !== line.name) return ""; // of several curves none stands for all
+    const value = index == null ? line.y.at(-1) : this.measured[series][index];
     return value == null ? "-" : short(value);
+  }
+
+  // ------------------------------------------------------------------------------------ files
+
+  shownLines() {
+    return this.lines.filter((line) => this.isShown(line));
+  }
+
+  // The points within the range, as they are drawn; times in UTC.
+  table() {
+    const [first, last] = this.range();
+    const which = [...this.measured[0].keys()].filter((i) => this.measured[0][i] >= first && this.measured[0][i] <= last);
+    const take = (column) => which.map((i) => column[i]);
+    const xs = take(this.measured[0]).map((x) => (this.axis === "time" ? new Date(x).toISOString() : x));
+    const lines = this.shownLines();
+    const columns = lines.map((line) => take(this.measured[this.lines.indexOf(line) + 1]));
+    const text = csv([this.unit, ...lines.map((line) => line.name)], [xs, ...columns]);
+    save(new Blob([text], { type: "text/csv" }), `${this.fileName()}.csv`);
+  }
+
+  // The canvas below its title, above the names of its curves and marks.
+  image() {
+    const { page, plot } = this;
+    const ratio = devicePixelRatio;
+    const canvas = element("canvas");
+    const { width, height } = plot.ctx.canvas;
+    Object.assign(canvas, { width, height: height + 54 * ratio });
+    const ctx = canvas.getContext("2d");
+    ctx.fillStyle = page.ground;
+    ctx.fillRect(0, 0, width, canvas.height);
+    ctx.drawImage(plot.ctx.canvas, 0, 26 * ratio);
+    ctx.textBaseline = "middle";
+    ctx.fillStyle = page.ink;
+    ctx.font = `600 ${13 * ratio}px sans-serif`;
+    ctx.fillText(`${this.title} over ${this.unit}`, 8 * ratio, 14 * ratio);
+    ctx.font = `${11 * ratio}px sans-serif`;
+    let x = 8 * ratio;
+    const y = canvas.height - 14 * ratio;
+    const put = (name, symbol, colour, radius) => {
+      shape(ctx, symbol, x + 5 * ratio, y, radius * ratio, colour);
+      ctx.fillStyle = page.ink;
+      ctx.fillText(name, (x += 14 * ratio), y);
+      x += ctx.measureText(name).width + 14 * ratio;
+    };
+    const lines = new Map(this.shownLines().map((line) => [entry(line), this.colour(line)]));
+    lines.forEach((colour, name) => put(name, "rect", colour, 4));
+    const kinds = new Set(this.marks.map((mark) => mark[0]));
+    kinds.forEach((kind) => put(kind, page.kinds[kind].symbol, page.kinds[kind].colour, 5));
+    canvas.toBlob((blob) => save(blob, `${this.fileName()}.png`), "image/png");
+  }
+
+  fileName() {
+    return this.title.toLowerCase().replace(/[^a-z0-9]+/g, "_").replace(/^_|_$/g, "") || "chart";
   }
 
   place(value) {
@@ -798,6 +930,21 @@ function element(tag, className = "") {
   const made = document.createElement(tag);
   made.className = className;
   return made;
+}
+
+function glyph({ symbol, colour }) {
+  const canvas = element("canvas");
+  canvas.width = canvas.height = 24;
+  shape(canvas.getContext("2d"), symbol, 12, 12, 10, colour);
+  return canvas;
+}
+
+function save(blob, name) {
+  const link = element("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
 function button(text, press) {
