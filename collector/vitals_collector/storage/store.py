@@ -752,7 +752,7 @@ def _positional_dialect(name: str) -> Dialect:
         return SQLiteDialect(paramstyle="qmark")
     from sqlalchemy.dialects.postgresql.base import PGDialect
 
-    return PGDialect(paramstyle="format")  # type: ignore[no-untyped-call, no-any-return]
+    return PGDialect(paramstyle="format")  # type: ignore[no-untyped-call]
 
 
 class PreparedStatement:
