@@ -102,6 +102,14 @@ def cpu_seconds_of(process: psutil.Process) -> float:
     return used
 
 
+def pss_bytes(pid: int) -> int:
+    """Return the memory of a process, with its share of the pages that others have as well."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no line of Pss")
+
+
 def free_port() -> int:
     """Return a port of loopback that was free just now."""
     with socket.socket() as listener:

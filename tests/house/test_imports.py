@@ -11,6 +11,8 @@ import pytest
 
 import trainer_hooks
 import trainvitals
+from tests.support.story import story, through_a_folder
+from trainvitals.cli.programs import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +28,18 @@ NEVER_IN_A_RANK = {
     "httpx",
     "cryptography",
 }
+
+
+OPTIONAL_PARTS = {"sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "torch"}
+"""Large modules that no directory needs, besides the packages of each program."""
+RUN_COMMAND = """
+import contextlib, io
+from trainvitals.cli.main import main
+output = io.StringIO()
+with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+    main({arguments!r})
+assert "tiny" in output.getvalue(), output.getvalue()
+"""
 
 
 def modules_after(*imports: str) -> set[str]:
@@ -45,9 +59,22 @@ def modules_after_each(*statements: str) -> list[set[str]]:
 
 
 def test_a_command_line_holds_no_other_library_s():
-    modules = modules_after("trainvitals.cli.main", "vitals_collector.cli.collector")
+    modules = modules_after(
+        "trainvitals.cli.main", "vitals_collector.cli.collector", "trainvitals.io.unix_transport"
+    )
     assert "httpx" in modules
     assert {"rich", "pygments"} & modules == set()
+
+
+@pytest.mark.parametrize("command", ["runs {}", "show {}", "why {} 40"])
+def test_a_command_on_a_directory_imports_no_package_of_servers_and_clients(
+    command: str, tmp_path: Path
+):
+    with through_a_folder(story(), tmp_path):
+        arguments = command.format(tmp_path / "runs").split()
+    modules = modules_after_each(RUN_COMMAND.format(arguments=arguments))[-1]
+    large = OPTIONAL_PARTS.union(*PACKAGES.values())
+    assert {"msgspec", "numpy", "sqlalchemy", "typer"} == modules & large
 
 
 def test_the_hooks_add_only_themselves_to_torch_and_msgspec():

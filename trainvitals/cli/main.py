@@ -4,6 +4,7 @@ Exit codes: 0 ok, 1 failed, 2 wrong usage, 130 interrupted. Data are written to 
 else to stderr.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Typer's completion passes the words in the environment, and needs all commands.
     app, owners = build_app(arguments[0] if arguments else "")
+    gc.enable()  # `entry` disables it while the command loads
     program = next((owners[word] for word in arguments if word in owners), "")
     try:
         app(args=arguments, prog_name="vitals")

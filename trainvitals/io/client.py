@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-import httpx
 import msgspec
 
 from trainvitals.errors import (
@@ -46,7 +45,6 @@ from trainvitals.io.server_identity import (
     tls_context,
 )
 from trainvitals.io.setting_paths import collector_urls, default_data_dir
-from trainvitals.io.unix_transport import UnixTransport
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, as_request
 from trainvitals.views import (
@@ -70,6 +68,11 @@ from trainvitals.wire import (
     WRITER_KEY_HEADER,
     IngestReply,
 )
+
+# httpx, and the libraries that it imports, are loaded by the first client: a program that reads a
+# directory, or only needs the tokens of a collector, has none.
+if TYPE_CHECKING:
+    import httpx
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -145,13 +148,17 @@ class CollectorClient:
         *,
         tls: TlsTrust = TlsTrust(),  # noqa: B008 - frozen
         timeout: float = 5.0,
-        transport: httpx.BaseTransport | None = None,
+        transport: "httpx.BaseTransport | None" = None,
     ) -> None:
+        import httpx
+
         self.url = url.rstrip("/")
         self._address = parse_url(self.url)
         self._tls = tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         if transport is None and self._address.socket is not None:
+            from trainvitals.io.unix_transport import UnixTransport
+
             transport = UnixTransport(self._address.socket)
         self._http = httpx.Client(
             base_url=self._address.base,
@@ -211,6 +218,8 @@ class CollectorClient:
         Raises:
             ServerIdentityError: a server responds that cannot prove to be the collector.
         """
+        import httpx
+
         try:
             return self._http.get("/healthz").status_code in (200, 503)  # without the token
         except httpx.HTTPError as error:
@@ -307,6 +316,8 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
+        import httpx
+
         headers = {**self._headers, **how.pop("headers", {})}
         try:
             response = self._http.request(method, path, headers=headers, **how)
@@ -457,7 +468,7 @@ def _json_body_kwargs(body: bytes) -> dict[str, Any]:
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
-def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
+def refusal(url: str, path: str, response: "httpx.Response") -> VitalsError:
     """Return the error for a response other than 2xx."""
     status = response.status_code
     try:
@@ -489,7 +500,7 @@ def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
     return error
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(response: "httpx.Response") -> float:
     """The seconds that the response requests; other forms of the header are ignored."""
     text = response.headers.get("Retry-After", "").strip()
     if not text.isascii() or not text.isdigit():

@@ -36,6 +36,8 @@ class Cost(msgspec.Struct, kw_only=True):
     """CPU seconds of each part; what is left is the loop, HTTP threads and the interpreter."""
     num_rows: int
     """Rows of the ranks that were spooled meanwhile."""
+    pss_bytes: int
+    """Its memory at the end, with its share of the pages that others have as well."""
 
     @property
     def cpu_per_second(self) -> float:
@@ -107,6 +109,12 @@ def measure_agent(*, quick: bool) -> Iterator[Row]:
             goal=at_most(GOAL_PER_CENT),
             note=f"{cost.num_rows / cost.seconds:.0f} rows of ranks a second; the GPUs are played "
             "back, the driver's own CPU is not in it",
+        )
+        yield Row(
+            name=f"memory of an agent with {NUM_RANKS} ranks and {NUM_GPUS} GPUs, {where}",
+            ours=cost.pss_bytes / 1e6,
+            unit="MB",
+            note="PSS",
         )
         for part, used in sorted(cost.parts.items(), key=lambda item: -item[1]):
             share = 100 * used / cost.seconds

@@ -30,6 +30,7 @@ from vitals_agent.sampling import Sampling
 from vitals_bench.agent.cost import NUM_GPUS, Cost
 from vitals_bench.agent.rank import NODE
 from vitals_bench.agent.replayed_nvml import ReplayedNvml
+from vitals_bench.processes import pss_bytes
 
 _ALL_LINKS = (1 << 32) - 1
 H100: dict[str, Any] = {
@@ -120,6 +121,7 @@ def _report(agent: Agent, meter: Meter, warm_up: float, seconds: float) -> None:
         cpu_seconds=time.process_time() - cpu,
         parts={name: used - parts.get(name, 0.0) for name, used in meter.parts.items()},
         num_rows=_num_rows(agent) - rows,
+        pss_bytes=pss_bytes(os.getpid()),
     )
     sys.stdout.buffer.write(msgspec.json.encode(cost))
     sys.stdout.buffer.flush()

@@ -23,7 +23,7 @@ from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
 from trainvitals.rows import Value
 from vitals_bench.agent.rank import NODE
-from vitals_bench.processes import cpu_seconds_of
+from vitals_bench.processes import cpu_seconds_of, pss_bytes
 from vitals_bench.rows import Row, at_most
 
 NUM_JOBS = 50
@@ -69,7 +69,7 @@ def sweep_cost(num_jobs: int, *, seconds: float) -> SweepCost:
                 time.sleep(1.0)
 
             busy = _cpu_per_second(agents, step, seconds)
-            pss = sum(_pss_bytes(agent.pid) for agent in agents)
+            pss = sum(pss_bytes(agent.pid) for agent in agents)
             for job in jobs:
                 job.journal.close()
             return SweepCost(pss_bytes=pss / num_jobs, idle=idle / num_jobs, busy=busy / num_jobs)
@@ -149,13 +149,6 @@ def _cpu_per_second(
     while time.monotonic() - began < seconds:
         turn()
     return (sum(map(cpu_seconds_of, agents)) - before) / (time.monotonic() - began)
-
-
-def _pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no line of Pss")
 
 
 def measure_sweep(*, quick: bool) -> Iterator[Row]:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.postgresql.base import PGDialect
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.engine.interfaces import Dialect
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
@@ -42,6 +41,10 @@ from vitals_collector.numbers.interface import (
 from vitals_collector.numbers.memory import MemoryNumbers
 from vitals_collector.storage.migrate import migrate, take_turns
 from vitals_collector.storage.schema import Damage
+
+# Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
+if TYPE_CHECKING:
+    from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 
 DATABASE_FILE = "vitals.db"
 LAKE_FOLDER = "lake"
@@ -474,10 +477,12 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
     )
 
 
-def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+def insert(connection: Connection, table: Table) -> "sqlite.Insert | PostgresInsert":
     """Return the dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``_do_update``."""
     if connection.dialect.name == "sqlite":
         return sqlite.insert(table)
+    from sqlalchemy.dialects import postgresql
+
     return postgresql.insert(table)
 
 
@@ -740,10 +745,14 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-_DIALECTS: dict[str, Dialect] = {
-    "sqlite": SQLiteDialect(paramstyle="qmark"),
-    "postgresql": PGDialect(paramstyle="format"),  # type: ignore[no-untyped-call]
-}
+@lru_cache
+def _positional_dialect(name: str) -> Dialect:
+    """Return the dialect by its name, with parameters by position."""
+    if name == "sqlite":
+        return SQLiteDialect(paramstyle="qmark")
+    from sqlalchemy.dialects.postgresql.base import PGDialect
+
+    return PGDialect(paramstyle="format")  # type: ignore[no-untyped-call]
 
 
 class PreparedStatement:
@@ -778,7 +787,7 @@ class PreparedStatement:
         rendered = self._statement
         statement = rendered(dialect) if callable(rendered) else rendered
         keys = self._names if isinstance(statement, Insert) else None
-        compiled = statement.compile(dialect=_DIALECTS[dialect], column_keys=keys)
+        compiled = statement.compile(dialect=_positional_dialect(dialect), column_keys=keys)
         places = [self._names.index(name) for name in compiled.positiontup or ()]
         return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
 

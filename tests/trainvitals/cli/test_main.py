@@ -188,6 +188,16 @@ def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback():
     assert (130, "", "") == (done.returncode, done.stdout, done.stderr)
 
 
+def test_a_command_runs_with_garbage_collection():
+    code = (
+        "import gc, contextlib; from trainvitals.cli.entry import main\n"
+        "with contextlib.suppress(SystemExit): main(['--version'])\n"
+        "print(gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"vitals {__version__}\nTrue\n" == done.stdout
+
+
 def test_every_way_to_start_a_command_handles_ctrl_c_while_it_loads():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert {"vitals": "trainvitals.cli.entry:main"} == scripts
