@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
 from vitals_collector.cli.replay import LogSettings
 from vitals_collector.cli.writing import write_file
+
+if TYPE_CHECKING:
+    from trainvitals.document.blocks import Block
 
 Log = Annotated[
     Path,
@@ -50,6 +53,22 @@ def audit(
     The detectors and the policy of a live run judge the log. The output lists its assumptions.
     """
     from trainvitals.document import markdown, page
+
+    blocks = audit_log(log, settings, gpus=gpus)
+    if html is not None:
+        write_file(html, page.write(blocks).encode(), force=force)
+        sys.stdout.write(f"{html}\n")
+        return
+    write = markdown.write_text if sys.stdout.isatty() else markdown.write
+    sys.stdout.write(write(blocks))
+
+
+def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "list[Block]":
+    """Return the audit of a log as blocks.
+
+    Raises:
+        UsageError: there is no such log, or it contains runs that Vitals watched.
+    """
     from trainvitals.judged_log import cadence_of, judge_history
     from vitals_plugins.bridges.audit.audit import audit as gather
     from vitals_plugins.bridges.audit.audit import audit_blocks
@@ -83,10 +102,4 @@ def audit(
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
         lacking=lacking(assumed.config, len(history.steps)),
     )
-    blocks = audit_blocks(audit_result, printable(log.name or str(log)))
-    if html is not None:
-        write_file(html, page.write(blocks).encode(), force=force)
-        sys.stdout.write(f"{html}\n")
-        return
-    write = markdown.write_text if sys.stdout.isatty() else markdown.write
-    sys.stdout.write(write(blocks))
+    return audit_blocks(audit_result, printable(log.name or str(log)))
