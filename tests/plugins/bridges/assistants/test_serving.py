@@ -1,6 +1,7 @@
 """Servers as an assistant reaches them: a process over stdio, and HTTP with tokens."""
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from tests.collector.rows import RUN, Writer
+from tests.house.pages import ROOT, block
 from tests.plugins.bridges.assistants.runs import (
     CALLS,
     body_of,
@@ -35,6 +37,7 @@ from vitals_plugins.bridges.assistants.server import build_server
 from vitals_plugins.bridges.assistants.sources import TokenSource
 from vitals_plugins.bridges.assistants.tools import RunTools, run_sql
 
+GUIDE = ROOT / "docs" / "guides" / "assistants.md"
 URL = "http://127.0.0.1:8765/mcp"
 COMMAND = [sys.executable, "-m", "trainvitals", "mcp"]
 
@@ -59,8 +62,10 @@ def over_http(tools: RunTools, secret: str, bearer: str, asks: Conversation) -> 
     return asyncio.run(talk())
 
 
-def test_a_process_over_stdio_answers_with_every_tool(tmp_path):
+def test_a_process_as_the_guide_shows_it_answers_with_every_tool(tmp_path):
     runs = write_story(tmp_path)
+    shown = json.loads(block(GUIDE, "test: server").body)["mcpServers"]["vitals"]
+    assert ("vitals", ["mcp", "/data/vitals_runs"]) == (shown["command"], shown["args"])
     options = [str(runs), "--logs", str(tmp_path)]
     parameters = StdioServerParameters(command=COMMAND[0], args=[*COMMAND[1:], *options])
 
