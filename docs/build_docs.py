@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
-from docs import api_page, benchmarks_page, llms_pages
+from docs import api_page, benchmarks_page, json_schema, llms_pages
 from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
@@ -249,7 +249,9 @@ def cli_page() -> str:
         "# Command line",
         "",
         NOTICE,
-        "Data goes to stdout, messages to stderr.",
+        "Data goes to stdout, messages to stderr. `--format json` is described by",
+        "[output.schema.json](output.schema.json), a JSON Schema with a version: within a version",
+        "fields are added, but not removed or changed. Readers must accept new fields.",
         "",
         EXITS,
     ]
@@ -303,6 +305,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
     **{name: gpu_page(name, fill) for name, fill in GPU_PAGES.items()},
+    "output.schema.json": json_schema.text,
     # The last ones: they quote the others.
     "llms.txt": llms_pages.index,
     llms_pages.FULL_PATH: llms_pages.full,

@@ -634,10 +634,13 @@ class RunTools:
         """
         from trainvitals.document import markdown
         from vitals_collector.cli.replay import LogSettings
-        from vitals_plugins.bridges.audit.cli import audit_log
+        from vitals_plugins.bridges.audit.audit import audit_blocks
+        from vitals_plugins.bridges.audit.cli import audit_log, audit_title
 
         assert self.logs is not None
-        report = markdown.write(audit_log(_inside(self.logs, log), LogSettings()))
+        path = _inside(self.logs, log)
+        result = audit_log(path, LogSettings())
+        report = markdown.write(audit_blocks(result, audit_title(path)))
         first, num = min(max(start, 0), len(report)), 600 * min(max(max_kb, 1), 32)
         end = min(first + num, len(report))
         rest = f"characters {end} to {len(report)}: audit(log=..., start={end})"
