@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from tests.plugins.bridges.assistants.runs import (
     write_story,
 )
 from tests.support.served import Served
+from tests.support.story import story
 from tests.support.tokens import token
-from trainvitals.errors import UsageError
+from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.io.client import CollectorAddress
 from trainvitals.records import RunInfo, RunStarted
+from vitals_collector.api.app import CollectorSettings
 from vitals_plugins.bridges.assistants.http import TokenGate, build_app, parse_listen
 from vitals_plugins.bridges.assistants.server import build_server
 from vitals_plugins.bridges.assistants.sources import TokenSource
@@ -205,6 +208,44 @@ def test_the_command_prints_url_and_token_and_serves_with_it(tmp_path):
         process.communicate()
 
 
-def test_sql_is_checked_as_by_the_command(tmp_path):
-    with pytest.raises(Exception, match="no lake of numbers"):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    data = tmp_path_factory.mktemp("sql") / "data"
+    data.mkdir(mode=0o700)
+    settings = CollectorSettings(data=data, commit_seconds=0.0)
+    with Served(settings) as collector, collector.client("ingest") as client:
+        for raws in story().values():
+            client.ingest_all(raws)
+    return data
+
+
+def test_a_query_in_sql_returns_rows(data):
+    assert [{"run_id": RUN, "name": "tiny"}] == run_sql(data, "SELECT run_id, name FROM runs", 5)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DROP TABLE runs",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "SELECT 1; SELECT 2",
+        "--data /tmp",
+        "",
+        "SELECT '" + "x" * 20_000 + "'",
+    ],
+)
+def test_a_statement_that_reads_or_changes_something_else_is_refused(data, query):
+    with pytest.raises(VitalsError) as caught:
+        run_sql(data, query, 5)
+    assert "root:" not in str(caught.value)
+
+
+def test_the_rows_of_a_query_are_marked_as_data(data):
+    tools = RunTools(source=folder_source(data), data=data)
+    body = json.loads(tools.sql("SELECT name, CAST(0.5 AS DOUBLE) AS half FROM runs"))
+    assert [["\u27e6tiny\u27e7", 0.5]] == body["rows"]
+
+
+def test_sql_on_a_folder_without_a_store_is_an_error(tmp_path):
+    with pytest.raises(StorageError, match="no lake of numbers"):
         run_sql(tmp_path, "SELECT 1", 5)
