@@ -13,7 +13,7 @@ import msgspec
 
 from trainvitals.jsonable import word_of
 from trainvitals.printable import printable
-from trainvitals.redaction import redact_text
+from trainvitals.redaction import REDACTED, is_secret, redact_text
 
 DEFAULT_KB = 4
 MAX_KB = 32
@@ -98,8 +98,14 @@ def plain(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
 
 
 def pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a mapping whose names come from a run as rows, so that the names are marked too."""
-    return list(values.items())
+    """Return a mapping whose names come from a run as rows, so that the names are marked too.
+
+    A value whose name marks a secret is replaced.
+    """
+    return [
+        (name, Fixed(REDACTED) if is_secret(name, value) else value)
+        for name, value in values.items()
+    ]
 
 
 def thin(points: Sequence[Point], num: int) -> list[Point]:

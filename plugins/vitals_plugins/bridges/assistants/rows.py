@@ -1,6 +1,6 @@
 """Converts views to the rows and facts of a response."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -126,11 +126,11 @@ def node_rows(sources: Sequence[SourceView]) -> list[dict[str, Any]]:
 
 def config_differences(first: RunDetail, second: RunDetail) -> list[tuple[str, Any, Any]]:
     """Return name and both values of each setting that differs."""
-    configs: tuple[Mapping[str, Any], Mapping[str, Any]] = (first.info.config, second.info.config)
+    ours, theirs = (dict(pairs(detail.info.config)) for detail in (first, second))
     return [
-        (name, configs[0].get(name), configs[1].get(name))
-        for name in sorted(configs[0].keys() | configs[1].keys())
-        if configs[0].get(name) != configs[1].get(name)
+        (name, ours.get(name), theirs.get(name))
+        for name in sorted(ours.keys() | theirs.keys())
+        if first.info.config.get(name) != second.info.config.get(name)
     ]
 
 

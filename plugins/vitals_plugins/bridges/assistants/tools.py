@@ -638,6 +638,8 @@ class RunTools:
         from vitals_plugins.bridges.audit.cli import audit_log, audit_title
 
         assert self.logs is not None
+        with self.source.open() as opened:
+            opened.reader.ask(RunsQuestion())  # over HTTP, only the collector checks the token
         path = _inside(self.logs, log)
         result = audit_log(path, LogSettings())
         report = markdown.write(audit_blocks(result, audit_title(path)))

@@ -59,6 +59,11 @@ def test_text_is_data_unless_a_tool_declares_otherwise():
     assert expected == body
 
 
+def test_a_setting_whose_name_marks_a_secret_is_redacted():
+    assert [f"{OPEN}api_key{CLOSE}", "***"] == plain(pairs({"api_key": "x1"}))[0]
+    assert [[f"{OPEN}lr{CLOSE}", 0.1]] == plain(pairs({"lr": 0.1}))
+
+
 def test_numbers_are_short_and_a_number_that_is_not_finite_is_a_word():
     assert [0.333333, "nan", "inf", "-inf", 7, None, True] == plain(
         [1 / 3, math.nan, math.inf, -math.inf, 7, None, True]

@@ -26,6 +26,7 @@ from tests.plugins.bridges.assistants.runs import (
     call_all,
     folder_source,
     text_of,
+    write_log,
     write_story,
 )
 from tests.support.served import Served
@@ -162,6 +163,18 @@ class TestCollector:
         result = self.list_runs(tools, token(served, "bob", "ingest"))
         assert result.is_error
         assert RUN not in text_of(result)
+
+    def test_a_log_is_audited_for_a_valid_token_only(self, served, tools, tmp_path):
+        write_log(tmp_path)
+        with_logs = RunTools(source=tools.source, logs=tmp_path)
+
+        def audit(bearer: str) -> Any:
+            arguments = {"log": "log.csv"}
+            return over_http(with_logs, "", bearer, lambda c: c.call_tool("audit", arguments))
+
+        assert body_of(audit(token(served, "ann", "read")))["report"]
+        for bearer in ("wrong", token(served, "bob", "ingest")):
+            assert audit(bearer).is_error
 
     def test_a_token_of_another_project_sees_no_run(self, served, tools):
         limited = token(served, "eve", "read", project="vision")
