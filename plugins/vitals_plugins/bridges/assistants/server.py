@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.server.mcpserver.prompts import Prompt
-from mcp_types import ToolAnnotations
+from mcp.types import ToolAnnotations
 
 from trainvitals import __version__
 from trainvitals.errors import VitalsError

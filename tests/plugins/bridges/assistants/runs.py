@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcp import Client
-from mcp_types import CallToolResult, TextContent
+from mcp.types import CallToolResult, TextContent
 
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.support.cli import leave
