@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from trainvitals.catalog import CATALOG
 from trainvitals.cli.output import format_time
 from trainvitals.io.rundir import is_run_id
 from trainvitals.records import action_text
@@ -18,6 +19,14 @@ from trainvitals.views import (
     VerdictView,
 )
 from vitals_plugins.bridges.assistants.answers import Fixed, Point, Story, pairs
+
+_SERIES = frozenset(f"{metric.stream}.{metric.column}" for metric in CATALOG if metric.stream)
+"""Series of Vitals; others have names from the run."""
+
+
+def series_names(names: Sequence[str]) -> list[str]:
+    """Return the names of series; only those from the run are marked as data."""
+    return [Fixed(name) if name in _SERIES else name for name in names]
 
 
 def number_or_none(value: int) -> int | None:

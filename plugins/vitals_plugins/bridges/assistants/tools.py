@@ -52,6 +52,7 @@ from vitals_plugins.bridges.assistants.rows import (
     node_rows,
     number_or_none,
     run_id_text,
+    series_names,
     summary_row,
     utc_time,
     verdict_facts,
@@ -163,14 +164,15 @@ class RunTools:
                     "incidents": [incident_row(line) for line in verdict.incidents],
                     "attempts": [
                         {
-                            "attempt": attempt.ordinal,
+                            "attempt": attempt.id,
+                            "number": attempt.ordinal,
                             "from_step": attempt.fork_step,
                             "last_step": attempt.last_step,
                             "reason": attempt.reason,
                         }
                         for attempt in reversed(detail.attempts)
                     ],
-                    "series": detail.metrics,
+                    "series": series_names(detail.metrics),
                     "config": pairs(info.config),
                 },
                 more={"incidents": f'incidents(run="{run_id}") lists all'},

@@ -88,6 +88,8 @@ def test_the_summary_has_the_verdict_and_the_next_calls(call):
     body = call("run_summary", run="tiny")
     assert "Rolled back to step 60." in body["verdict"]["action"]
     assert [40] == [line["onset_step"] for line in body["incidents"]]
+    assert {"steps.loss", "\u27e6scalars.val_loss\u27e7"} <= set(body["series"])
+    assert [(2, 60), (1, 0)] == [(row["number"], row["from_step"]) for row in body["attempts"]]
     assert [f'incidents(run="{RUN}", incident=ID)', f'why(run="{RUN}", step=40)'] == body["next"]
 
 
