@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
-from docs import api_page, benchmarks_page
+from docs import api_page, benchmarks_page, json_schema, llms_pages
 from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
@@ -249,7 +249,9 @@ def cli_page() -> str:
         "# Command line",
         "",
         NOTICE,
-        "Data goes to stdout, messages to stderr.",
+        "Data goes to stdout, messages to stderr. `--format json` is described by",
+        "[output.schema.json](output.schema.json), a JSON Schema with a version: within a version",
+        "fields are added, but not removed or changed. Readers must accept new fields.",
         "",
         EXITS,
     ]
@@ -303,6 +305,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
     **{name: gpu_page(name, fill) for name, fill in GPU_PAGES.items()},
+    "output.schema.json": json_schema.text,
+    # The last ones: they quote the others.
+    "llms.txt": llms_pages.index,
+    llms_pages.FULL_PATH: llms_pages.full,
 }
 
 IMAGES: Callable[[], dict[str, str]] = images
@@ -311,11 +317,17 @@ IMAGES: Callable[[], dict[str, str]] = images
 
 def main() -> int:
     """Write every page and picture; return 0."""
-    for name, text in {**{name: page() for name, page in PAGES.items()}, **IMAGES()}.items():
-        (DOCS / name).parent.mkdir(parents=True, exist_ok=True)
-        (DOCS / name).write_text(text)
-        sys.stdout.write(f"docs/{name}\n")
+    for name, page in PAGES.items():
+        _write(name, page())
+    for name, text in IMAGES().items():
+        _write(name, text)
     return 0
+
+
+def _write(name: str, text: str) -> None:
+    (DOCS / name).parent.mkdir(parents=True, exist_ok=True)
+    (DOCS / name).write_text(text)
+    sys.stdout.write(f"docs/{name}\n")
 
 
 if __name__ == "__main__":

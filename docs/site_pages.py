@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 from packaging.version import Version
 
 import trainvitals
+from docs import llms_pages
 from docs.api_page import site_page
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +44,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root directory, with links that work from docs/."""
+    """Add the pages of the root directory, with links that work from docs/, and llms*.txt."""
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
+    files.remove(files.src_uris["llms.txt"])
+    files.append(File.generated(config, "llms.txt", content=llms_pages.index(".html")))
+    files.append(File.generated(config, "llms-full.txt", content=llms_pages.full()))
     return files

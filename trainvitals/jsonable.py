@@ -5,6 +5,7 @@ loss means a broken run.
 """
 
 import math
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ def jsonable(body: Any) -> Any:
     if isinstance(body, dict):
         changed = _changed_fields(body)
         return body | changed if changed else body
+    if is_dataclass(body) and not isinstance(body, type):
+        return {each.name: jsonable(getattr(body, each.name)) for each in fields(body)}
     # The columns of curves are long, and their queries leave nothing in them to be replaced.
     if isinstance(body, list | tuple) and body and not isinstance(body[0], _PLAIN):
         if isinstance(body[0], msgspec.Struct) and not _with_numbers(type(body[0])):
@@ -63,9 +66,9 @@ def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
     match kind:
         case inspect.FloatType() | inspect.AnyType():
             return True
-        case inspect.StructType(cls=cls, fields=fields):
+        case inspect.StructType(cls=cls, fields=members):
             inner = outer | {cls}
-            return cls not in outer and any(_may_hold_one(field.type, inner) for field in fields)
+            return cls not in outer and any(_may_hold_one(field.type, inner) for field in members)
         case inspect.UnionType(types=kinds) | inspect.TupleType(item_types=kinds):
             return any(_may_hold_one(member, outer) for member in kinds)
         case inspect.DictType(value_type=element):
@@ -76,8 +79,8 @@ def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
             return False
 
 
-def _changed_fields(fields: dict[Any, Any]) -> dict[Any, Any]:
-    pairs = ((name, value, jsonable(value)) for name, value in fields.items())
+def _changed_fields(values: dict[Any, Any]) -> dict[Any, Any]:
+    pairs = ((name, value, jsonable(value)) for name, value in values.items())
     return {name: new for name, value, new in pairs if new is not value}
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 EXTRAS = (
     *("collector", "notify", "remote-write", "postgresql", "s3", "dashboard", "oidc", "grafana"),
-    *("replay", "tensorboard", "trackio", "otlp"),
+    *("replay", "tensorboard", "trackio", "otlp", "mcp"),
 )
 """Those that bring no framework: these are installed by `make test-integrations`."""
 
@@ -56,6 +56,8 @@ WORDS = {
     "sql": ["FROM runs", "--data", "data"],
     "token": ["list", "--data", "data"],
     "mirror": ["absent", "--to", "nowhere"],  # with a tracker it waits for the run
+    "mcp": ["runs"],  # stdin is empty
+    "skill": ["install"],
     "audit": ["log.csv"],
     "dashboard": ["absent"],
     "checkpoints": ["list", "runs"],

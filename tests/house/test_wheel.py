@@ -116,7 +116,7 @@ def test_the_metadata_is_complete(metadata):
         "replay",
         "all",
     }
-    extras |= {"tensorboard", "wandb", "mlflow", "trackio", "otlp"}
+    extras |= {"tensorboard", "wandb", "mlflow", "trackio", "otlp", "mcp"}
     extras |= {"huggingface", "accelerate", "lightning", "deepspeed", "torchtitan"}
     assert extras == set(metadata.get_all("Provides-Extra", []))
 

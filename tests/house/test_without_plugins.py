@@ -96,6 +96,8 @@ def test_a_command_of_a_plugin_reports_that_it_is_not_installed(copy, tmp_path):
         ["repro", "runs", "3", "--entry", "train.py:build"],
         ["landscape", "runs", "--entry", "train.py:build"],
         ["mirror", "run", "--to", "trackio"],
+        ["mcp", "runs"],
+        ["skill", "install"],
         ["audit", str(log)],
         ["replay", str(log)],
         ["goodput", str(log)],

@@ -1,4 +1,5 @@
 import math
+from dataclasses import dataclass
 
 import msgspec
 
@@ -27,3 +28,18 @@ def test_what_was_not_measured_stays_null_and_a_finite_body_is_not_copied():
     quiet = msgspec.structs.replace(DECISION, value=None, evidence={"loss": 1.0})
     assert jsonable(quiet) is quiet
     assert None is from_json(to_json(quiet), Decision).value
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    decision: Decision
+    losses: tuple[float, ...]
+
+
+def test_a_number_that_is_not_finite_is_a_word_inside_a_dataclass_as_well():
+    (facts,) = msgspec.json.decode(to_json((Facts(DECISION, (1.0,)),)))
+    assert ("nan", "inf") == (
+        facts["decision"]["value"],
+        facts["decision"]["evidence"]["grad_norm"],
+    )
+    assert [1.0] == facts["losses"]

@@ -21,7 +21,7 @@ GROUP = "trainvitals.commands"
 ORDER = (
     *("demo", "up", "run", "doctor", "resume", "plan", "agent", "repro", "landscape"),
     *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
-    *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard"),
+    *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard", "mcp"),
 )
 """Order of commands in the help; others follow, groups come last."""
 
@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("checkpoints",),
     "repro": ("repro",),
     "mirror": ("mirror",),
+    "mcp": ("mcp", "skill"),
     "audit": ("audit",),
     "landscape": ("landscape",),
     "deploy": ("deploy",),
@@ -66,6 +67,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "dashboard": ("streamlit", "pandas"),
     "oidc": ("authlib",),
     "grafana": ("grafana_api", "requests"),
+    "mcp": ("mcp",),
 }
 """Modules of the base install and each extra; a test compares them with pyproject.toml."""
 

@@ -58,7 +58,8 @@ def postmortem(
             sys.stdout.write(f"{file}\n")
     if form == "json":
         body = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
-        write_json({**body, "decisions": body.pop("ledger")})
+        body["decisions"] = body.pop("ledger")
+        write_json(body)
     elif html is None and md is None:
         # Piped output may end up in a ticket, in which text from the run must not become a link.
         write = markdown.write_text if sys.stdout.isatty() else markdown.write

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,23 +12,11 @@ from trainvitals.cli.options import Dir
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
-from trainvitals.views import (
-    DecisionsQuestion,
-    EventsQuestion,
-    FindingsQuestion,
-    RunQuestion,
-    RunsQuestion,
-    SeriesQuestion,
-    StacksQuestion,
-    StacksView,
-    StepQuestion,
-    VerdictQuestion,
-)
+from trainvitals.views import RunsQuestion
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import RunChoice, Server, warn_of_unreadable
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Opened
-from vitals_collector.queries.stacks import stood
 from vitals_collector.queries.tail import Tail
 
 _RUN_COLUMNS = (
@@ -95,43 +84,12 @@ def why(
     ] = "text",
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
-    from vitals_collector.queries.user_alerts import episodes
-    from vitals_collector.queries.why import (
-        FOLLOWING,
-        explain,
-        loss_of,
-        profiles_near,
-        with_kept_samples,
-    )
+    from vitals_collector.queries.why import gather_step, step_text, with_kept_samples
 
     with server.open(RunChoice(run, folder)) as (opened, summary):
-        view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
-        ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
-        detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
-        findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
-        notes = opened.reader.ask(EventsQuestion(run_id=summary.run_id, kind="Note"))
-        incidents = opened.reader.ask(VerdictQuestion(run_id=summary.run_id)).incidents
-        stacks: tuple[StacksView, ...] = ()
-        if any(entry.finding.kind == "waiting" for entry in view.findings):
-            stacks = opened.reader.ask(StacksQuestion(run_id=summary.run_id))
-        after = None
-        if "steps.loss" in detail.metrics and form == "text":
-            after = opened.reader.ask(
-                SeriesQuestion(
-                    run_id=summary.run_id,
-                    metric=loss_of(view),
-                    from_step=step + 1,
-                    to_step=step + FOLLOWING,
-                )
-            )
+        facts = gather_step(opened.reader, summary, step, with_text=form == "text")
     kept_in = (folder or Path(run)) / summary.run_id
-    view = with_kept_samples(view, kept_in, Path(run), detail.info.run_dir)
-    if not (view.rows or view.findings or view.decisions):
-        raise UsageError(
-            f"no rows are stored for step {step}; the last step of {summary.run_id} is "
-            f"{summary.last_step}",
-            hint="`vitals tail RUN` shows the latest steps",
-        )
+    view = with_kept_samples(facts.view, kept_in, Path(run), facts.detail.info.run_dir)
     if form == "json":
         write_json(view)
     elif form == "csv":
@@ -148,17 +106,7 @@ def why(
         ]
         write_rows(header, rows, Format.CSV)
     else:
-        alerts = episodes(raised.finding for raised in findings)
-        typer.echo(explain(summary, view, ledger, after, alerts))
-        for line in incidents:
-            if line.onset_step <= step <= line.last_step:
-                typer.echo(
-                    f"Part of an incident: vitals postmortem {summary.run_id} "
-                    f"--incident {line.incident_id}"
-                )
-        for part in (stood(stacks, step), profiles_near(notes, step)):
-            if part:
-                typer.echo(part)
+        typer.echo(step_text(replace(facts, view=view)))
 
 
 def tail(

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
 from msgspec.structs import replace
 
+from trainvitals.errors import UsageError
 from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
@@ -30,18 +32,30 @@ from trainvitals.records import (
 )
 from trainvitals.units import humanize_count, name_ranks
 from trainvitals.views import (
+    DecisionsQuestion,
     DecisionView,
+    EventsQuestion,
     EventView,
+    FindingsQuestion,
     FindingView,
+    IncidentLine,
+    RunDetail,
+    RunQuestion,
     RunSummary,
+    SeriesQuestion,
     SeriesReply,
+    StacksQuestion,
+    StacksView,
     StepData,
+    StepQuestion,
     StepRow,
     StepView,
+    VerdictQuestion,
 )
 from vitals_collector.ingest.projections import samples
-from vitals_collector.queries.stacks import capital
-from vitals_collector.queries.user_alerts import UserAlertEpisode
+from vitals_collector.queries.open import Reader
+from vitals_collector.queries.stacks import capital, stood
+from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
 _VERDICT = (
     (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
@@ -63,6 +77,74 @@ _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 
 FOLLOWING = 8
 """Number of later steps whose losses show the outcome of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """Everything that the explanation of a step needs."""
+
+    run: RunSummary
+    detail: RunDetail
+    view: StepView
+    decisions: Sequence[DecisionView]
+    findings: Sequence[FindingView]
+    notes: Sequence[EventView]
+    incidents: Sequence[IncidentLine]
+    stacks: Sequence[StacksView]
+    after: SeriesReply | None
+
+
+def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool = True) -> StepFacts:
+    """Return the data of a step; without ``with_text``, omit the losses of the following steps.
+
+    Raises:
+        UsageError: nothing is stored about the step.
+    """
+    view = reader.ask(StepQuestion(run_id=run.run_id, step=step))
+    if not (view.rows or view.findings or view.decisions):
+        raise UsageError(
+            f"no rows are stored for step {step}; the last step of {run.run_id} is {run.last_step}",
+            hint="`vitals tail RUN` shows the latest steps",
+        )
+    detail = reader.ask(RunQuestion(run_id=run.run_id))
+    has_waits = any(entry.finding.kind == "waiting" for entry in view.findings)
+    after = None
+    if with_text and "steps.loss" in detail.metrics:
+        after = reader.ask(
+            SeriesQuestion(
+                run_id=run.run_id,
+                metric=loss_of(view),
+                from_step=step + 1,
+                to_step=step + FOLLOWING,
+            )
+        )
+    return StepFacts(
+        run=run,
+        detail=detail,
+        view=view,
+        decisions=reader.ask(DecisionsQuestion(run_id=run.run_id)),
+        findings=reader.ask(FindingsQuestion(run_id=run.run_id)),
+        notes=reader.ask(EventsQuestion(run_id=run.run_id, kind="Note")),
+        incidents=reader.ask(VerdictQuestion(run_id=run.run_id)).incidents,
+        stacks=reader.ask(StacksQuestion(run_id=run.run_id)) if has_waits else (),
+        after=after,
+    )
+
+
+def step_text(facts: StepFacts) -> str:
+    """Return the explanation of a step, its incident, stacks and traces."""
+    run, step = facts.run, facts.view.step
+    alerts = episodes(raised.finding for raised in facts.findings)
+    parts = [explain(run, facts.view, facts.decisions, facts.after, alerts)]
+    parts += [
+        f"Part of an incident: vitals postmortem {run.run_id} --incident {line.incident_id}"
+        for line in facts.incidents
+        if line.onset_step <= step <= line.last_step
+    ]
+    parts += [
+        part for part in (stood(facts.stacks, step), profiles_near(facts.notes, step)) if part
+    ]
+    return "\n".join(parts)
 
 
 def explain(

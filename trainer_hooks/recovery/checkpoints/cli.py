@@ -170,7 +170,7 @@ def _known_to_collector(run: str) -> list[IndexEntry]:
 # ------------------------------------------------------------------------------------ verifying
 
 
-class _VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of verifying one checkpoint."""
 
     checkpoint: str
@@ -185,14 +185,14 @@ class _VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.checksums == "ok" and self.finite != "wrong"
 
 
-def _verify_checkpoint(folder: CheckpointFolder, name: str) -> _VerifyResult:
+def _verify_checkpoint(folder: CheckpointFolder, name: str) -> VerifyResult:
     path, notes = folder.path, [_refused(folder, name)]
     try:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
-        return _VerifyResult(checkpoint=name, checksums="wrong", note=error.text)
+        return VerifyResult(checkpoint=name, checksums="wrong", note=error.text)
     except (VitalsError, OSError) as error:  # newer, or not readable by us: it may be intact
-        return _VerifyResult(checkpoint=name, checksums="unknown", note=_error_text(error))
+        return VerifyResult(checkpoint=name, checksums="unknown", note=_error_text(error))
     finite: Literal["ok", "wrong", "unknown"] = "ok"
     try:
         wrong = _nonfinite(path / name, content)
@@ -205,7 +205,7 @@ def _verify_checkpoint(folder: CheckpointFolder, name: str) -> _VerifyResult:
     except VitalsError as error:
         finite = "wrong"
         notes.append(error.text)
-    return _VerifyResult(
+    return VerifyResult(
         checkpoint=name,
         checksums="ok",
         finite=finite,

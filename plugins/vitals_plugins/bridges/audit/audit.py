@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
@@ -132,6 +134,63 @@ class Audit:
     assumptions: Sequence[str]
     lacking: Sequence[str]
     """Checks for which the log is too short, and the required length."""
+
+
+class AuditedAlarm(msgspec.Struct, frozen=True, kw_only=True):
+    """One alarm of an audit in JSON."""
+
+    onset_step: int
+    first_step: int
+    last_step: int
+    kinds: tuple[str, ...]
+    reasons: tuple[str, ...]
+    actions: dict[str, int]
+    """Actions and their number, up to the first rollback or halt."""
+    severity: Severity
+    acted_step: int | None
+    """Step at which the run would have been rolled back, stopped or paged for."""
+    rollback_to: int | None
+    ending: Ending
+    end_step: int
+
+
+class AuditDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """Audit of a log in JSON."""
+
+    log: str
+    num_steps: int
+    step_seconds: float | None
+    alarms: tuple[AuditedAlarm, ...]
+    assumptions: tuple[str, ...]
+    lacking: tuple[str, ...]
+    """Checks for which the log is too short, and the required length."""
+
+
+def audit_document(result: Audit, log: str) -> AuditDocument:
+    """Return an audit for JSON."""
+    return AuditDocument(
+        log=log,
+        num_steps=len(result.history.steps),
+        step_seconds=result.step_seconds,
+        alarms=tuple(
+            AuditedAlarm(
+                onset_step=alarm.onset_step,
+                first_step=alarm.first_step,
+                last_step=alarm.last_step,
+                kinds=tuple(alarm.kinds),
+                reasons=tuple(alarm.reasons),
+                actions=alarm.actions,
+                severity=alarm.severity,
+                acted_step=alarm.acted_step,
+                rollback_to=alarm.rollback_to,
+                ending=alarm.ending,
+                end_step=alarm.end_step,
+            )
+            for alarm in result.alarms
+        ),
+        assumptions=tuple(result.assumptions),
+        lacking=tuple(result.lacking),
+    )
 
 
 def audit(

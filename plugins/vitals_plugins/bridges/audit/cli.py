@@ -3,17 +3,21 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trainvitals.cli.groups import add_commands
 from trainvitals.cli.options import Force
+from trainvitals.cli.output import write_json
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
 from vitals_collector.cli.replay import LogSettings
 from vitals_collector.cli.writing import write_file
+
+if TYPE_CHECKING:
+    from vitals_plugins.bridges.audit.audit import Audit
 
 Log = Annotated[
     Path,
@@ -26,6 +30,10 @@ Log = Annotated[
 Html = Annotated[
     Path | None,
     typer.Option(help="Write one self-contained page: no scripts, no other files."),
+]
+Form = Annotated[
+    Literal["text", "json"],
+    typer.Option("--format", help="How to write to stdout; json: alarms and assumptions."),
 ]
 Gpus = Annotated[
     int, typer.Option(min=0, help="How many GPUs the run was on, for GPU-hours; 0: not known.")
@@ -41,6 +49,7 @@ def audit(
     *,
     log: Log,
     html: Html = None,
+    form: Form = "text",
     force: Force = False,
     gpus: Gpus = 0,
     settings: LogSettings,
@@ -50,9 +59,34 @@ def audit(
     The detectors and the policy of a live run judge the log. The output lists its assumptions.
     """
     from trainvitals.document import markdown, page
+    from vitals_plugins.bridges.audit.audit import audit_blocks, audit_document
+
+    result = audit_log(log, settings, gpus=gpus)
+    blocks = audit_blocks(result, audit_title(log))
+    if html is not None:
+        write_file(html, page.write(blocks).encode(), force=force)
+        sys.stdout.write(f"{html}\n")
+        return
+    if form == "json":
+        write_json(audit_document(result, audit_title(log)))
+        return
+    write = markdown.write_text if sys.stdout.isatty() else markdown.write
+    sys.stdout.write(write(blocks))
+
+
+def audit_title(log: Path) -> str:
+    """Return the name of a log: a report may be sent to others, so it omits the directory."""
+    return printable(log.name or str(log))
+
+
+def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "Audit":
+    """Return the audit of a log.
+
+    Raises:
+        UsageError: there is no such log, or it contains runs that Vitals watched.
+    """
     from trainvitals.judged_log import cadence_of, judge_history
     from vitals_plugins.bridges.audit.audit import audit as gather
-    from vitals_plugins.bridges.audit.audit import audit_blocks
     from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
 
     if not log.exists():
@@ -73,20 +107,12 @@ def audit(
         clips=assumed.clips,
         expected=assumed.expected,
     )
-    audit_result = gather(
+    return gather(
         history,
         judged,
         cadence_of(history.steps),
         loss_kind=assumed.config.loss_kind,
         gpus=gpus,
-        # The page may be sent to others: it does not contain the log's directory.
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
         lacking=lacking(assumed.config, len(history.steps)),
     )
-    blocks = audit_blocks(audit_result, printable(log.name or str(log)))
-    if html is not None:
-        write_file(html, page.write(blocks).encode(), force=force)
-        sys.stdout.write(f"{html}\n")
-        return
-    write = markdown.write_text if sys.stdout.isatty() else markdown.write
-    sys.stdout.write(write(blocks))

@@ -1,0 +1,1 @@
+"""Lets coding assistants read runs: an MCP server, and a skill file."""

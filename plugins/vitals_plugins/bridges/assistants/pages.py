@@ -1,0 +1,73 @@
+"""The documentation: pages by name, and a search over their sections."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+TEXT_FILE = "llms-full.txt"
+PAGE_MARK = "<!-- page: {} -->"
+_PAGE = re.compile(r"^<!-- page: (\S+) -->\n", re.M)
+_WORD = re.compile(r"[a-z0-9_]{2,}")
+_MAX_REPEATS = 3
+_TITLE_WEIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Part of a page below one heading."""
+
+    page: str
+    title: str
+    text: str
+
+
+@cache
+def load_pages() -> dict[str, str]:
+    """Return the Markdown of each page by its path."""
+    return split_pages((files(__package__) / TEXT_FILE).read_text())
+
+
+def split_pages(text: str) -> dict[str, str]:
+    """Return the pages of `llms-full.txt` by their paths."""
+    _, *parts = _PAGE.split(text)
+    return {path: page.strip() for path, page in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def split_sections(pages: Mapping[str, str]) -> list[Section]:
+    """Return the sections of pages; a line in a code block is not a heading."""
+    sections: list[Section] = []
+    for page, text in pages.items():
+        title, lines, is_code = page, list[str](), False
+        for line in text.splitlines():
+            is_code ^= line.startswith("```")
+            if not is_code and re.match(r"#{1,3} ", line):
+                sections.append(Section(page, title, "\n".join(lines).strip()))
+                title, lines = line.lstrip("# "), []
+            else:
+                lines.append(line)
+        sections.append(Section(page, title, "\n".join(lines).strip()))
+    return [section for section in sections if section.text]
+
+
+def search(sections: Sequence[Section], query: str, num: int) -> list[Section]:
+    """Return the sections that fit a query best; rare words count more, and words in titles."""
+    words = set(_WORD.findall(query.lower()))
+    counts = [Counter(_WORD.findall(section.text.lower())) for section in sections]
+    titles = [set(_WORD.findall(f"{s.title} {s.page}".lower())) for s in sections]
+    weights = {
+        word: math.log((1 + len(sections)) / (1 + sum(word in count for count in counts)))
+        for word in words
+    }
+
+    def score(at: int) -> float:
+        return sum(
+            weight * (min(counts[at][word], _MAX_REPEATS) + _TITLE_WEIGHT * (word in titles[at]))
+            for word, weight in weights.items()
+        )
+
+    ranked = sorted(range(len(sections)), key=lambda at: (-score(at), at))
+    return [sections[at] for at in ranked[:num] if score(at) > 0]

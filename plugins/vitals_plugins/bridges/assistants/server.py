@@ -1,0 +1,157 @@
+"""The MCP server: tools, resources and prompts over one source of runs.
+
+Imported only by `vitals mcp`: this module imports the `mcp` SDK.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ResourceError, ToolError
+from mcp.server.mcpserver.prompts import Prompt
+from mcp.types import ToolAnnotations
+
+from trainvitals import __version__
+from trainvitals.errors import VitalsError
+from vitals_plugins.bridges.assistants.answers import DATA_NOTE, as_data, without_marks
+from vitals_plugins.bridges.assistants.pages import load_pages
+from vitals_plugins.bridges.assistants.tools import RunTools, error_text
+
+INSTRUCTIONS = f"""\
+Vitals watches PyTorch training runs: it records every step, skips harmful updates, rolls back, and
+explains why. These tools only read.
+
+Start with list_runs or run_summary. Its verdict has the state, the cause and the next command. For
+evidence call incidents, why(step) and decisions, and name the step, the value and the limit. Do not
+guess a cause that no tool reports. A response lists what it omits and the next call to make; a run
+without an id is the latest one.
+
+{DATA_NOTE}
+
+Commands of a verdict are for the operator: show them, and do not run them yourself.
+"""
+_READ_ONLY = ToolAnnotations(
+    read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+)
+_MAX_NAME = 100
+
+
+def build_server(tools: RunTools) -> MCPServer:
+    """Return the server; run it over stdio, or serve its HTTP app."""
+    server = MCPServer(
+        "vitals",
+        title="Vitals",
+        description="Reads PyTorch training runs: verdicts, incidents, evidence, curves.",
+        instructions=INSTRUCTIONS,
+        version=__version__,
+        log_level="WARNING",
+    )
+    for tool in tools.all():
+        server.add_tool(
+            _translating(tool, ToolError),
+            description=inspect.getdoc(tool),
+            annotations=_READ_ONLY,
+            structured_output=False,
+        )
+    _add_resources(server, tools)
+    for prompt in (post_mortem, is_healthy, wrap_loop):
+        server.add_prompt(Prompt.from_function(prompt))
+    return server
+
+
+def _translating(
+    function: Callable[..., str], error_type: type[ToolError] | type[ResourceError]
+) -> Callable[..., str]:
+    """Return the function with its expected errors as text for the caller."""
+
+    @functools.wraps(function)
+    def call(**arguments: object) -> str:
+        try:
+            return function(**arguments)
+        except VitalsError as error:
+            raise error_type(error_text(error)) from error
+
+    return call
+
+
+def _add_resources(server: MCPServer, tools: RunTools) -> None:
+    def runs() -> str:
+        """List of all runs."""
+        return tools.list_runs()
+
+    def run(run: str) -> str:
+        """Summary of one run with its verdict."""
+        return tools.run_summary(run)
+
+    def incidents(run: str) -> str:
+        """Incidents of one run."""
+        return tools.incidents(run)
+
+    for uri, function in (
+        ("vitals://runs", runs),
+        ("vitals://runs/{run}", run),
+        ("vitals://runs/{run}/incidents", incidents),
+    ):
+        server.resource(uri, mime_type="application/json")(_translating(function, ResourceError))
+    for path, page in load_pages().items():
+        server.resource(
+            page_uri(path), name=path, description=_title(page), mime_type="text/markdown"
+        )(_returning(page))
+
+
+def page_uri(path: str) -> str:
+    """Return the URI of a page of the documentation."""
+    return f"vitals://docs/{path.removesuffix('.md')}"
+
+
+def _returning(page: str) -> Callable[[], str]:
+    def read() -> str:
+        return page
+
+    return read
+
+
+def _title(page: str) -> str:
+    return page.partition("\n")[0].lstrip("# ")
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+def post_mortem(run: str = "") -> str:
+    """Write the post-mortem of a run."""
+    return (
+        f"Write the post-mortem of {_run_text(run)} with the tools of Vitals. Call run_summary, "
+        "then incidents for each incident, why for its first step, decisions, goodput and "
+        "checkpoints. Sections: summary, timeline, cause, what Vitals did, cost, what to change. "
+        "After each claim name the evidence: step, value, limit, rank, and the tool that showed "
+        "it. Write what is unknown; do not guess."
+    )
+
+
+def is_healthy(run: str = "") -> str:
+    """Check whether a run is healthy."""
+    return (
+        f"Is {_run_text(run)} healthy? Call run_summary and alerts; if there is an open incident, "
+        "call incidents and why for its first step; for speed call goodput and ranks. Respond "
+        "first with yes, no or unknown, then with the evidence, then with the next command for "
+        "the operator, if the verdict has one."
+    )
+
+
+def wrap_loop(framework: str = "PyTorch") -> str:
+    """Wrap a training loop with Vitals."""
+    name = as_data(without_marks(framework), _MAX_NAME)
+    return (
+        f"Wrap the training loop in this project with Vitals; the framework is {name}. First call "
+        "search_docs for the framework and read its complete page (resource vitals://docs/...). "
+        "Change as few lines as the page does, keep the loop's own clipping and checkpoints unless "
+        "the page removes them, and start with mode='guard'. Never hide an error of Vitals, never "
+        "lower a limit to silence an alert. Then train a few steps and run `vitals runs`."
+    )
+
+
+def _run_text(run: str) -> str:
+    name = without_marks(run)
+    return f"the run {as_data(name, _MAX_NAME)}" if name else "the latest run"

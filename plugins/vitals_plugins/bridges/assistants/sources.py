@@ -1,0 +1,75 @@
+"""Opens runs for a request: one directory or collector for all, or one client per token."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+from trainvitals.errors import UnauthorizedError
+from trainvitals.io.client import CollectorAddress, CollectorClient
+from vitals_collector.queries.open import Opened
+
+request_token: ContextVar[str] = ContextVar("request_token", default="")
+"""Bearer token of the HTTP request that is processed; "" without one."""
+
+
+class RunSource(Protocol):
+    """Where a tool reads runs."""
+
+    def open(self) -> contextlib.AbstractContextManager[Opened]:
+        """Provide a reader with the latest data, for one request."""
+        ...
+
+
+class SharedSource:
+    """One reader for all requests, opened at the first one; a request waits for the previous one.
+
+    A directory is read at the first request and not at the start: a client expects the start of
+    the server within seconds.
+    """
+
+    def __init__(self, opens: Callable[[], contextlib.AbstractContextManager[Opened]]) -> None:
+        self._opens = opens
+        self._stack = contextlib.ExitStack()
+        self._opened: Opened | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Opened]:
+        """Provide the reader, after it has read new rows."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._stack.enter_context(self._opens())
+            else:
+                self._opened.refresh()
+            yield self._opened
+
+    def close(self) -> None:
+        """Close the reader."""
+        with self._lock:
+            self._stack.close()
+
+
+class TokenSource:
+    """A collector that checks the token of each request: its scopes and projects apply."""
+
+    def __init__(self, collector: CollectorAddress) -> None:
+        self._collector = collector
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Opened]:
+        """Provide a client with the token of the request, never with one of this process.
+
+        Raises:
+            UnauthorizedError: the request has no token.
+        """
+        token = request_token.get()
+        if not token:
+            raise UnauthorizedError(
+                "the request has no token",
+                hint="send a token of the collector with the scope read: Authorization: Bearer",
+            )
+        address = self._collector
+        with CollectorClient(address.url, token, tls=address.tokens.tls) as client:
+            yield Opened(client, lambda: None)
