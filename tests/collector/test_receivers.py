@@ -556,7 +556,7 @@ acting.dispatcher.start()
 acting.engine._resend_undelivered()
 labels = {"run": RUN, "cause": number}
 page = Alert(name="StateDamaged", severity="page", labels=labels, summary="x", step=1, point=True)
-acting.inbox.take([Occurrence(RUN, clock.time_ns(), page)], cursors={})
+acting.inbox.raise_alerts([Occurrence(RUN, clock.time_ns(), page)], cursors={})
 print(flush=True)
 time.sleep(60)
 """

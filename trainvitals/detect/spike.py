@@ -738,11 +738,11 @@ class BurstDetector(Detector):
                 self._push_norm(outlier)
             self._end_burst()
         is_notable = norm >= _NOTABLE * usual
-        told, worth = self._told, 1 + is_notable
-        if self._sum < config.enough or told >= worth:
+        before, level = self._told, 2 if is_notable else 1
+        if self._sum < config.enough or before >= level:
             return ()
-        self._told = worth
-        if not told and self._recurs(math.log(norm / usual)):
+        self._told = level
+        if not before and self._recurs(math.log(norm / usual)):
             self._told = 2
             return ()
         finding = Finding(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
+from trainvitals.detect.registry import KINDS
 from trainvitals.judged_log import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import FindingsQuestion
@@ -59,7 +60,9 @@ def test_the_stored_run_is_reproduced_to_the_last_digit(trained, replayed: Repla
     assert "rollback" == replayed.decisions[-1].action
     assert repr(list(replayed.recorded)) == repr(list(replayed.decisions))
     with reader_of(trained) as reader:
-        found = [view.finding for view in reader.ask(FindingsQuestion(run_id=run_id_of(trained)))]
+        views = reader.ask(FindingsQuestion(run_id=run_id_of(trained)))
+    # A reader looks at the speed too, and a busy machine changes it; a replay judges the numbers.
+    found = [each.finding for each in views if KINDS[each.finding.kind].domain != "speed"]
     assert repr(found) == repr([f for j in replayed.judgements for f in j.findings])
 
 
