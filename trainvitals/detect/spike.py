@@ -645,9 +645,10 @@ BURST_DEFAULTS = BurstConfig()
 
 
 class BurstDetector(Detector):
-    """Reports a gradient norm that rises over several steps: once per burst, and at 8 times.
+    """Reports, once per burst, a gradient norm that rises over several steps.
 
-    Below 8 times its median the report is only logged. Clean runs show single steps at 5 to 15
+    Below 8 times its median the report is only logged; if the burst reaches that later, it is
+    reported again, and as a message. Clean runs show single steps at 5 to 15
     times the usual norm while the loss does not move. A real spike builds up over several steps:
     BLOOM-176B's norm went 0.242 0.947 2.39 15.9 145 960. Neither 0.947 nor 2.39 is an outlier; in
     a row they are. So evidence is summed as in a CUSUM chart (Page, 1954), with each step's share
