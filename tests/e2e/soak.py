@@ -56,8 +56,9 @@ of our records of a step is larger, so that one that is kept for each step is se
 RESOLUTION_BYTES = 4e6
 """What a process may take more over the looks that count, however few their steps: an allocator
 takes memory from the system by the megabyte, and keeps it."""
-RESOLUTION_COUNT = 1.0
-"""Of descriptors, threads and files in memory: one that stays is a leak."""
+RESOLUTION_COUNT = 1.5
+"""Of descriptors, threads and files in memory. One may be added once: the slot that is lent while a
+slow disk holds another. If that happens in the middle, the median of the slopes is that of one."""
 
 
 class Look(NamedTuple):

@@ -57,6 +57,16 @@ def test_what_a_healthy_process_does_is_flat(of, num_steps):
 
 
 @pytest.mark.parametrize("num_steps", [20_000, 1_000])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.625, 0.63, 0.9])
+def test_a_slot_that_is_lent_once_is_flat_whenever_that_happens(share, num_steps):
+    def of(step: int) -> dict[str, float]:
+        lent = float(step >= share * num_steps)
+        return {"num_memfds": lent, "num_descriptors": lent, "memfd_bytes": 1e6 * lent}
+
+    assert [] == not_flat(looks(of, num_steps=num_steps))
+
+
+@pytest.mark.parametrize("num_steps", [20_000, 1_000])
 @pytest.mark.parametrize(
     ("name", "of"),
     [
