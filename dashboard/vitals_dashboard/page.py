@@ -7,11 +7,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-PATHS = (
-    *("", "run", "compare", "alerts", "query"),
-    *("layers", "ranks", "decisions", "checkpoints", "incident"),
-)
-"""The paths of pages below the dashboard's own."""
+_ENTRY, _PREFIX = Path(__file__).with_name("entry"), "vitals_page_"
 PROGRAMS = ("chart", "uPlot.esm")
 """Scripts of the charts: fetched while Streamlit's own are run, and not with the first chart."""
 # Without it, a page looks for its server below its own path first, and is refused: a round trip in
@@ -29,10 +25,16 @@ def page() -> str:
     return text.replace("<head>", "\n    ".join(["<head>", _SERVER, *links]), 1)
 
 
+def paths() -> list[str]:
+    """Return the path of each page below the dashboard's own, one per file; the first has none."""
+    names = (path.stem.removeprefix(_PREFIX) for path in sorted(_ENTRY.glob(f"{_PREFIX}*.py")))
+    return ["" if name == "overview" else name for name in names]
+
+
 def routes(text: str) -> list[Route]:
     """Return routes that serve the page at each of its paths."""
 
     async def answer(_: Request) -> HTMLResponse:
         return HTMLResponse(text, headers={"cache-control": "no-cache"})
 
-    return [Route(f"/{path}", answer) for path in PATHS]
+    return [Route(f"/{path}", answer) for path in paths()]
