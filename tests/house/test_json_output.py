@@ -8,9 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from docs import json_schema
 from tests.collector.rows import RUN, Writer
-from tests.house.generated import COMMANDS
+from tests.house.generated import COMMANDS, build_docs
 from tests.support.cli import vitals
 from tests.support.served import Served, served_in
 from tests.support.story import story, through_a_folder
@@ -19,6 +18,7 @@ from trainvitals.records import RunInfo, RunStarted
 from trainvitals.views import CommandRequest
 from vitals_collector.api.app import CollectorSettings
 
+json_schema = build_docs.json_schema
 NOT_RUN = {
     "vitals landscape",  # a checkpoint
     "vitals repro",  # a stored bad step
