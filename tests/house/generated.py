@@ -4,9 +4,6 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
-pytest.importorskip("vitals_plugins", reason="the pages also describe the commands of plugins")
 ROOT = Path(__file__).parents[2]
 
 
