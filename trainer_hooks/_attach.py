@@ -306,6 +306,7 @@ class Attached(Loop):
             run.report_unguarded(text, step=self._step)
 
     def _report_unjudged_parts(self) -> None:
+        """Note that the loop's own clip hides outliers of the gradient norm."""
         if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "
@@ -333,6 +334,7 @@ class Attached(Loop):
             )
 
     def _release(self) -> None:
+        """Undo the adapters' replacements, and restore ``optimizer.step``."""
         for undo in reversed(self._undo):
             with self._run.faults.fail_open("close"):
                 undo()
@@ -352,4 +354,5 @@ def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
 
 
 def _return_none() -> None:
+    """Replace the weak reference to a gradient that does not exist."""
     return None

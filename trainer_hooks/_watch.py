@@ -426,12 +426,14 @@ def _restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
 
 
 def _resume_notice(restored: Restored | None) -> str:
+    """Return the terminal's words on the checkpoint from which a run resumes."""
     return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
 
 
 def _emit_start_events(
     run: RunContext, run_paths: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
+    """Write the events about the start of this rank; rank 0 those of the run."""
     ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,

@@ -237,6 +237,7 @@ def _ended(pid: int) -> tuple[bool, int | None]:
 
 
 def _describe_exit(exit_code: int | None) -> str:
+    """Return how the node's agent ended, as text."""
     if exit_code is None:
         return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:

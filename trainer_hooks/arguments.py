@@ -284,6 +284,7 @@ def _check_words(arguments: Arguments) -> None:
 def _effective_mode(
     mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
 ) -> Mode:
+    """Return the guard's mode after ``VITALS_MODE``; refuse impossible ones."""
     override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
     if override is not None and override not in ("off", "observe"):
         raise UsageError(

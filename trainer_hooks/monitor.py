@@ -470,6 +470,7 @@ class Monitor(Loop):
         self._clearing.clear()
 
     def _release(self) -> None:
+        """Remove the monitor's hooks, and restore the optimizers."""
         self._own_steps.close()
         self._clearing.release()
         if self._backwards is not None:

@@ -191,6 +191,7 @@ class Unattached(NullMonitor):
             self._route = StepInterception(optimizers, scaler, self._step_one, FaultCounter())
 
     def _step_one(self, index: int, begins: bool) -> None:
+        """Step one optimizer unguarded, after the clip of ``attach(max_norm=...)``."""
         scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
         if begins:
             if scaler is not None:

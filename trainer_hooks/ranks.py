@@ -133,6 +133,7 @@ def named(error: Exception, failed: Sequence[int], world_size: int) -> Exception
 
 
 def _sendable_error(error: Exception | None, rank: int) -> VitalsError | None:
+    """Return a rank's error as one that other ranks can raise."""
     if error is None or isinstance(error, VitalsError):
         return error
     return UsageError(

@@ -124,6 +124,7 @@ def _folder_here(
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
 ) -> tuple[str, str, int, Plan, JudgeConfig]:
+    """Create or find the run's directory and plan, on rank 0."""
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     nth = next(_runs)

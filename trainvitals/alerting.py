@@ -693,6 +693,7 @@ def point_is_over(
 
 
 def _build_alert(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
+    """Return an alert with the severity of its ``AlertSpec``."""
     spec = ALERTS_BY_NAME[name]
     labels = {"run": run_id} | ({"cause": cause} if cause else {})
     return Alert(

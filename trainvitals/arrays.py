@@ -180,10 +180,12 @@ def cells(reply: CellsReply) -> Cells:
 
 
 def _concat_arrays(parts: Sequence[bytes], kind: str) -> npt.NDArray[Any]:
+    """Return the raw buffers of a curve's parts as one array."""
     return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=kind)
 
 
 def _column_array(values: Sequence[str | float | int | bool | None]) -> npt.NDArray[Any]:
+    """Return a column of a table as an array with its own dtype."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
         return np.array(values, dtype=np.int64)

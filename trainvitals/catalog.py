@@ -62,6 +62,7 @@ def _host_metric(
     kind: Kind = "gauge",
     dtype: Literal["f8", "i8"] = "f8",
 ) -> MetricSpec:
+    """Return the catalog entry of a metric that the agent samples."""
     labels = {"gpu": ("node", "gpu"), "node": ("node",), "process": ("run", "rank")}[scope]
     prefix = "train_process" if scope == "process" else scope
     suffix = "_total" if kind == "counter" else ""
@@ -79,7 +80,7 @@ def _host_metric(
 
 
 def _count(scope: Scope, column: str, text: str) -> MetricSpec:
-    """Return a counter of events."""
+    """Return the catalog entry of a counter of events that the agent samples."""
     return _host_metric(scope, column, "", text, kind="counter", dtype="i8")
 
 
@@ -218,6 +219,7 @@ PROCESS_METRICS: tuple[MetricSpec, ...] = (
 def _sample_schema(
     stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, ...]
 ) -> Schema:
+    """Return the row schema of a stream of the agent's samples."""
     return Schema(stream, ROW_COLUMNS + keys + tuple(Column(m.column, m.dtype) for m in metrics))
 
 

@@ -204,6 +204,7 @@ class Client:
         self._stack.close()
 
     def _ask(self, question: Question[Answer]) -> Answer:
+        """Send a query to the collector or the directory; refuse if closed."""
         if self._is_closed:
             raise UsageError(
                 f"this client of {self.where} is closed",
@@ -227,6 +228,7 @@ class Client:
         return f"<Client of {self.where}>"
 
     def _connect(self, collector: CollectorAddress, token: str) -> CollectorClient:
+        """Open a collector client that is closed together with this one."""
         tls = collector.tokens.tls
         client = CollectorClient(collector.url, token, tls=tls, timeout=_TIMEOUT_SECONDS)
         return self._stack.enter_context(client)

@@ -77,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
-    """Return what each key may be, bounds included."""
+    """Return the type of each setting of a section, with its bounds."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name: hints[name] for name in cls.__struct_fields__}
 
@@ -94,6 +94,7 @@ def _plain(value: object) -> object:
 
 
 def _is_convertible(value: object, kind: object) -> bool:
+    """Return whether msgspec converts the value to a setting's type."""
     try:
         msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -102,6 +103,7 @@ def _is_convertible(value: object, kind: object) -> bool:
 
 
 def _as_path(kind: type, value: object) -> object:
+    """Return a path setting as a path: a decoding hook of msgspec."""
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
     raise TypeError  # msgspec makes it a ValidationError
@@ -228,6 +230,7 @@ def _from_arguments(
 def _build_section(
     section: str, cls: type[Settings], given_values: Mapping[str, _Given]
 ) -> Settings:
+    """Return a section's settings; errors contain the source of each value."""
     allowed = kinds(cls)
     for key in given_values.keys() & cls.removed.keys():
         _LOG.warning(
@@ -308,6 +311,7 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 def _describe_type(info: inspect.Type) -> str:
+    """Return a setting's type as text for an error message."""
     if isinstance(info, inspect.UnionType):
         options = sorted(info.types, key=lambda option: isinstance(option, inspect.NoneType))
         return " or ".join(_describe_type(option) for option in options)
@@ -354,7 +358,7 @@ def _suggest(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5
 
 
 def _line_of(text: str, section: str, key: str) -> int:
-    """Find the line of a section's key by text search, or that of the section's header."""
+    """Return the line number of a key in the settings file, or of its section."""
     here, head = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
         match = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)

@@ -312,6 +312,7 @@ def _error_of(window: Floats) -> float:
 
 
 def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return the points of a loss curve whose numbers are both finite."""
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]
 

@@ -219,6 +219,7 @@ class _Timeline(NamedTuple):
 
 
 def _build_timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _Timeline:
+    """Return the ends of steps in order, and the interval before each."""
     ends = steps.end_unix_ns.copy()
     intervals = np.diff(ends, prepend=ends[:1])
     ordered: list[Launch] = []

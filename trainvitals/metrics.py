@@ -42,6 +42,7 @@ def _step_metric(
     kind: Kind = "gauge",
     name: str = "",
 ) -> MetricSpec:
+    """Return the catalog entry of a column of the ``steps`` stream."""
     labels = ("run",) if scope == "run" else ("run", "rank")
     return MetricSpec(
         name=name or f"train_{column}",
@@ -340,6 +341,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
 
 
 def _layer_metric(column: str, unit: str, text: str) -> MetricSpec:
+    """Return the catalog entry of a column of the ``layers`` stream."""
     return MetricSpec(
         name=f"train_layer_{column}",
         help=text,

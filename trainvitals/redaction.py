@@ -162,6 +162,7 @@ def _one_of(name: str) -> str:
 
 
 def _is_secret_part(one_of: str, part: object) -> bool:
+    """Return whether an item of a list of tokens or keys is a secret."""
     return isinstance(part, str) and not part.isdecimal() and is_secret(one_of, part)
 
 

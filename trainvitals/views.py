@@ -516,7 +516,7 @@ class CommandArgument(NamedTuple):
     is_optional: bool = False
 
     def check(self, action: str, argument: float | None) -> None:
-        """Refuse what it cannot be."""
+        """Raise UsageError for an argument that the action cannot take."""
         if argument is None and self.is_optional:
             return
         if argument is None:
@@ -567,7 +567,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rank for a profile; -1: the slowest rank and a typical one."""
 
     def check(self) -> None:
-        """Refuse what no run could be asked, whatever its state.
+        """Raise UsageError for a command that no run could carry out.
 
         Raises:
             UsageError: it names the field, the value and what is expected.

@@ -261,6 +261,7 @@ class _Version(msgspec.Struct):
 
 
 def _refuse_newer(head: bytes) -> None:
+    """Raise NewerVersionError for a batch of a later format version."""
     try:
         version = msgspec.msgpack.decode(head, type=_Version).version
     except UNREADABLE as error:

@@ -151,6 +151,7 @@ class Evaluations:
             self._take_in(value, holders, step, attempt)
 
     def _take_in(self, value: float | None, holders: int, step: int, attempt: int) -> None:
+        """Count the metric for early stopping; keep or release the copied state."""
         metric = self._settings.metric
         if value is None:
             text = (
@@ -184,6 +185,7 @@ class Evaluations:
         copy.give_up()
 
     def _not_kept(self, value: float, holders: int, step: int, attempt: int) -> None:
+        """Note why the best state of early stopping was not saved."""
         best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
         if self._missed:
             self._emit_note("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")

@@ -350,6 +350,7 @@ class Batches:
         self._finish(epoch)
 
     def _capture_rng(self) -> dict[str, Any] | None:
+        """Return the RNG state at which a batch is yielded, for a repro capsule."""
         with self._faults.fail_open("capsule.rng"):
             return capture_now()
         return None
@@ -399,12 +400,14 @@ class Batches:
         return self._count_batches(iterator, 0)
 
     def _count_batches(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
+        """Number the batches of a loader whose sample indices are unknown."""
         self._num_seen = start
         for batch in iterator:
             self._num_seen += 1
             yield self._num_seen - 1, None, batch
 
     def _pair_with_draws(self, iterator: Iterator[Any], draws: Draws) -> Iterator[_Found]:
+        """Pair each loaded batch with the sample indices drawn for it."""
         in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
             for batch in iterator:

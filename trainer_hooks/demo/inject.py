@@ -23,6 +23,7 @@ class Injector:
         self._rank = rank
 
     def _trigger_fault(self, kind: str, step: int) -> bool:
+        """Return whether the demo's plan has such a fault now; use it up."""
         for fault in self._faults:
             if fault.kind == kind and fault.hits(rank=self._rank, step=step):
                 if fault.last < 0:
@@ -67,7 +68,7 @@ class Injector:
 
 
 def poisoned(tokens: Tensor) -> Tensor:
-    """Return a corrupted shard's batch: bytes shuffled in place and inverted."""
+    """Return the demo's corrupted batch: bytes shuffled in place and inverted."""
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     order = torch.randperm(tokens.shape[1], generator=generator)
     return 255 - tokens[:, order]

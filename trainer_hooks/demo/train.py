@@ -32,7 +32,7 @@ TRAIN_BYTES, VALIDATION_BYTES = 4_000_000, 200_000
 
 
 def main() -> None:
-    """Train, inject, evaluate, and write the result on rank 0."""
+    """Train the demo's model, inject its faults, and write the result."""
     options = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def rate(step: int, *, steps: int) -> float:
-    """Return the factor of the peak rate: warm-up, plateau, decay to 0.1 in the last sixth."""
+    """Return the demo's factor of the peak rate: warm-up, plateau, decay to 0.1."""
     down = 1.0 - 0.9 * (6 * step / steps - 5)
     return min((step + 1) / WARM_UP, 1.0, max(down, 0.1))
 
@@ -103,7 +103,7 @@ def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
-    """Return the mean loss over the validation windows."""
+    """Return the demo model's mean loss over the validation windows."""
     model.eval()
     batches = DataLoader(data, batch_size=256)
     losses = [(float(model(tokens.to(device))), len(tokens)) for tokens in batches]
@@ -112,7 +112,7 @@ def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
 
 
 def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch.device]:
-    """Return the backend and the device of a rank.
+    """Return the backend and the device of a rank of the demo.
 
     With fewer GPUs than ranks, ranks share GPUs: then over gloo, because NCCL refuses two ranks on
     one GPU.
@@ -129,6 +129,7 @@ def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch
 
 
 def _parse_args() -> argparse.Namespace:
+    """Return the options of the demo's training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -498,6 +498,7 @@ def _by_name(record: StepRecord, name: str) -> dict[str, float]:
 
 
 def _tokens_from_weights(measured: HostMeasurements, reduced: Reduced) -> int | None:
+    """Return the step's tokens from the loss weights; None without weights."""
     total = reduced.total("weight")
     return int(total) if measured.weighted and math.isfinite(total) else None
 
@@ -569,6 +570,7 @@ class Layers:
 
 
 def _layer_of(parameter: str) -> str:
+    """Return the layer of a parameter: its name without the last part."""
     return parameter.rpartition(".")[0] or parameter
 
 
@@ -675,5 +677,6 @@ def _weight_update_columns(samples: Samples) -> dict[str, Value]:
 
 
 def _norm_from_squares(squares: Sequence[float]) -> float:
+    """Return the L2 norm from squared norms of parameters; NaN if invalid."""
     total = sum(squares)
     return math.sqrt(total) if total >= 0 else math.nan

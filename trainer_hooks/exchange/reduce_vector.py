@@ -463,6 +463,7 @@ class Reduced:
 
 
 def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]]:
+    """Return the reduce vector's numbers by field, one number per slot."""
     if len(flat) == len(fields):  # one slot
         return {field: [value] for field, value in zip(fields, flat, strict=True)}
     return {field: flat[i :: len(fields)] for i, field in enumerate(fields)}

@@ -105,6 +105,7 @@ class CommandsFeature(StepFeature):
         return judgement._replace(decision=self._with_reason(decision))
 
     def _with_reason(self, decision: Decision) -> Decision:
+        """Add the operator's name and reason to the decision of a command."""
         command = None if self._run.inbox is None else self._run.inbox.waiting
         if command is None or command.number != decision.command_number or not command.reason:
             return decision

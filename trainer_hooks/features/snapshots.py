@@ -223,5 +223,6 @@ def _named(judgement: Judgement, kind: str, names: str) -> Judgement:
 
 
 def _format_names(names: Sequence[str]) -> str:
+    """Return the names of non-finite tensors as text, shortened."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", ".join(names[:_MAX_NAMES]) or "unknown") + more

@@ -218,6 +218,7 @@ class _GuardedUpdate:
 
 
 def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
+    """Return the tensors of an ``AveragedModel``: parameters and buffers."""
     return (*average.parameters(), *average.buffers())
 
 

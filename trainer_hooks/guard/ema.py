@@ -383,6 +383,7 @@ def _copy(pairs: Sequence[Pair]) -> None:
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name, for the average."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {clean_name(name): tensor.detach() for name, tensor in named}
 
@@ -411,6 +412,7 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
+    """Refuse an ``EMA`` with an invalid decay, dtype or interval."""
     if not 0.0 < decay < 1.0:
         raise UsageError(
             f"decay is {decay!r}; it must be between 0 and 1, both excluded",
@@ -424,6 +426,7 @@ def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> Non
 
 
 def _refuse_weights(weights: Mapping[str, Tensor]) -> None:
+    """Refuse an ``EMA`` of weights that cannot be averaged."""
     if not weights:
         raise UsageError("the model has no floating parameters, so there is nothing to average")
     odd = [name for name, weight in weights.items() if weight.layout != torch.strided]

@@ -153,6 +153,7 @@ def _tensors_in(value: object) -> dict[object, Tensor] | None:
 
 
 def _initial_tensor(name: str, live: Tensor) -> Tensor:
+    """Return a communication hook's tensor as its first step creates it."""
     if name != "q_memory_dict":
         return torch.zeros_like(live)
     generator = torch.Generator(live.device).manual_seed(live.numel())

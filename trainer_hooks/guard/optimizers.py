@@ -349,6 +349,7 @@ def _flag_on(device: torch.device, bad: Tensor, flags: dict[torch.device, Tensor
 
 
 def _is_kept(buffer: Tensor | None) -> bool:
+    """Return whether a skip can restore this buffer: it exists and is dense."""
     return buffer is not None and is_dense(buffer)
 
 

@@ -115,6 +115,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
 
 
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that are stepped inside backward."""
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
             f"{what} steps an optimizer inside backward: the update happens before the ranks can "
@@ -125,6 +126,7 @@ def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> No
 
 
 def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield a description of each hook that steps an optimizer in backward."""
     for optimizer in optimizers:
         if getattr(optimizer, "_overlap_with_ddp", False):
             yield f"{type(optimizer).__name__}(overlap_with_ddp=True)"
@@ -175,11 +177,13 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
 
 
 def _referenced_names(code: CodeType) -> set[str]:
+    """Return the names that a hook's code refers to, inner functions included."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_referenced_names(nested) for nested in inner))
 
 
 def _is_or_holds_optimizer(value: object) -> bool:
+    """Return whether an object in a hook's closure is or holds an optimizer."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):

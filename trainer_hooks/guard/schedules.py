@@ -303,12 +303,14 @@ def end_of(scheduler: Any) -> int | None:
 
 
 def _num_decays(gamma: float, each: int) -> int | None:
+    """Return the steps until a decaying learning rate is almost zero."""
     if not 0.0 < gamma < 1.0:
         return None
     return math.ceil(math.log(_NEARLY_ZERO) / math.log(gamma)) * each
 
 
 def _is_planned_for(scheduler: Any, num_epochs: int) -> bool:
+    """Return whether a scheduler's length equals the number of epochs."""
     if isinstance(scheduler, lr_scheduler.MultiStepLR):
         return max(scheduler.milestones) < num_epochs
     if isinstance(scheduler, lr_scheduler.StepLR | lr_scheduler.ExponentialLR):

@@ -78,6 +78,7 @@ class StepInterception:
             undo()
 
     def _stand_in(self, index: int, optimizer: Optimizer) -> None:
+        """Replace ``optimizer.step`` by a call of the guarded step."""
         real = optimizer.step
 
         @not_compiled

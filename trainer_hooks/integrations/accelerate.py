@@ -370,6 +370,7 @@ class _Loop:
         return end_training
 
     def _write_state_file(self, _models: Any, _weights: Any, output_dir: str) -> None:
+        """Write the guard's state next to ``accelerator.save_state``'s files."""
         if self._accelerator.is_main_process:
             with self._attached._run.faults.fail_open("save_state"):
                 state = json.dumps(self._attached.state_dict())

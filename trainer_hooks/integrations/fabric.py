@@ -111,6 +111,7 @@ def _check_fabric_supported(fabric: Any, loss_divisor: float) -> None:
 
 
 def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
+    """Replace ``fabric.backward``, so that it passes on the loss."""
     real: Callable[..., None] = fabric.backward
 
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -124,6 +125,7 @@ def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
 def _judge_before_clips(
     fabric: Any, attached: Attached, optimizers: Sequence[Optimizer], *, refused: bool
 ) -> None:
+    """Replace ``fabric.clip_gradients``, so that the step is judged before it."""
     real: Callable[..., Tensor | None] = fabric.clip_gradients
     arguments_of = signature(real)
     places = {id(optimizer): index for index, optimizer in enumerate(optimizers)}

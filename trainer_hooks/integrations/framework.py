@@ -81,4 +81,5 @@ def replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
+    """Return a framework's version as numbers."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

@@ -128,6 +128,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         self._end_run("finished", "")
 
     def _end_run(self, how: EndState, reason: str) -> None:
+        """End the run of ``trainer.train()``, and detach."""
         attached, self.attached, self._hooks = self.attached, None, None
         if isinstance(attached, Attached):
             attached.end(how, reason)
@@ -172,4 +173,5 @@ class _Probed:
 
 
 def _metric_name(name: str) -> str:
+    """Return the name under which a metric of the trainer is recorded."""
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else name

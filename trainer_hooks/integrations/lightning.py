@@ -213,6 +213,7 @@ class VitalsCallback(_Callback):
 
 
 def _refuse_strategy(strategy: Any) -> None:
+    """Refuse Lightning strategies that make the update in their own engine."""
     for name in (kind.__name__ for kind in type(strategy).__mro__):
         if name in ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"):
             raise UsageError(
@@ -223,6 +224,7 @@ def _refuse_strategy(strategy: Any) -> None:
 
 
 def _refuse_unfreezing(callbacks: Iterable[Any]) -> None:
+    """Refuse Lightning callbacks that add parameter groups during training."""
     for callback in callbacks:
         if any(kind.__name__ == "BaseFinetuning" for kind in type(callback).__mro__):
             raise UsageError(
@@ -244,6 +246,7 @@ def _averages(callbacks: Iterable[Any]) -> dict[str, AveragedModel]:
 
 
 def _scaler(trainer: Any) -> Any:
+    """Return the gradient scaler of Lightning's precision plugin; None without."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 

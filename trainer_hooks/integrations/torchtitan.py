@@ -259,6 +259,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
 
 
 def _has_state(checkpoint_id: str) -> bool:
+    """Return whether a torchtitan checkpoint contains the guard's state."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata

@@ -103,6 +103,7 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
 
 
 def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
+    """Yield the run's settings as dotted names and plain values."""
     for key, value in fields_of(config) or ():
         name = _text(f"{prefix}{key}")
         if is_secret(key, value):
@@ -130,6 +131,7 @@ def _text(value: object) -> str:
 
 
 def _user() -> str:
+    """Return the user's name, for the run's attributes; empty without one."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # the user id of a container may have no name

@@ -186,6 +186,7 @@ _FOREIGN = _foreign()
 
 
 def _is_of_debugger(file: str) -> bool:
+    """Return whether a frame's file belongs to a Python debugger."""
     return file.endswith((f"{os.sep}bdb.py", f"{os.sep}pdb.py")) or "pydevd" in file
 
 

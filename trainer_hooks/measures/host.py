@@ -337,6 +337,7 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
 
 
 def _plain_rate(rate: Any) -> float | None:
+    """Return a learning rate as a number; None for a CUDA tensor."""
     return None if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
 
 
@@ -437,6 +438,7 @@ def _group_settings(group: dict[str, Any]) -> dict[str, object]:
 
 
 def _is_plain(value: object) -> bool:
+    """Return whether a parameter group's setting is a plain value."""
     if isinstance(value, tuple | list):
         return all(_is_plain(part) for part in value)
     return value is None or isinstance(value, int | float | str)

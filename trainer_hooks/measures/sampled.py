@@ -219,15 +219,18 @@ class Sampler:
 
     @property
     def _end_of_activations(self) -> int:
+        """Index behind the activations in the sampler's part of the reduce vector."""
         return self._end_of_writes + len(self.measured_modules)
 
     @property
     def _end_of_squares(self) -> int:
+        """Index behind the squared norms in the sampler's part of the reduce vector."""
         per_parameter = 0 if self._updates is None else 1 + self.settings.update_norm
         return _HEAD + self._num_params * per_parameter
 
     @property
     def _end_of_writes(self) -> int:
+        """Index behind the outside writes in the sampler's part of the reduce vector."""
         return self._end_of_squares + (0 if self._writes is None else 2 * self._num_params)
 
     @property

@@ -286,6 +286,7 @@ def _tensors(output: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output, nested ones included."""
     if isinstance(output, Tensor):
         yield output
     elif depth:

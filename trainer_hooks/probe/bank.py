@@ -84,6 +84,7 @@ def same_content(left: Any, right: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """Return all tensors and arrays of a kept batch."""
     leaves: list[Any] = []
 
     def take(data: Any) -> Any:
@@ -95,6 +96,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_equal_data(left: Any, right: Any) -> bool:
+    """Return whether two tensors or arrays of kept batches are equal."""
     left, right = (d.tensor if isinstance(d, OnHost) else d for d in (left, right))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.layout == right.layout == torch.strided and torch.equal(left, right)
@@ -102,6 +104,7 @@ def _is_equal_data(left: Any, right: Any) -> bool:
 
 
 def _num_bytes(data: Any) -> int:
+    """Return the bytes of a tensor or array of a batch to keep."""
     if isinstance(data, Tensor):
         return data.numel() * data.element_size()
     return int(data.nbytes)
@@ -119,6 +122,7 @@ def _on_host(data: Any) -> Any:
 
 
 def _to_original_device(data: Any) -> Any:
+    """Copy a tensor or array of a kept batch back to its original device."""
     if isinstance(data, OnHost):
         # Both copies are ordered on the device's stream, so this one starts after the first has
         # ended.
@@ -140,6 +144,7 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, A
 def _copy_container(
     value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]
 ) -> Any:
+    """Return a container of a batch with its tensors and arrays replaced."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor | OnHost):
         return leaf(value)
@@ -348,6 +353,7 @@ _MOST_WAITING = 4
 
 
 def _far_parts() -> Iterable[tuple[int, int, int]]:
+    """Yield (youngest age, oldest age, spacing) of the bank's older steps."""
     begin = _NEAR_STEPS
     for end, every in _FAR:
         yield begin, end, every

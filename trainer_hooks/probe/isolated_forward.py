@@ -95,6 +95,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
+    """Return the optimizers' parameters by ``id``, to restore after a forward."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p): p for group in groups for p in group["params"]}
 
@@ -109,12 +110,14 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that an isolated forward may change."""
     if not _is_ours(module):
         return {"training": module.training}
     return {name: v for name, v in vars(module).items() if isinstance(v, _PLAIN)}
 
 
 def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Restore the modules' attributes after an isolated forward."""
     for module, attributes in before:
         module_vars = vars(module)
         for name in _plain_attributes(module).keys() - attributes.keys():
@@ -155,6 +158,7 @@ def _copies(tensors: Iterable[Tensor]) -> _Copies:
 
 @torch.no_grad()
 def _put_back_tensors(buffers: tuple[_Places, _Copies], outside: _Copies) -> None:
+    """Restore the buffers and other tensors after an isolated forward."""
     places, copies = buffers
     for live, saved_tensor in places:
         live.clear()
@@ -167,6 +171,7 @@ def _put_back_tensors(buffers: tuple[_Places, _Copies], outside: _Copies) -> Non
 
 
 def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
+    """Restore gradients and ``requires_grad`` after an isolated forward."""
     for param, grad, asks in before:
         if param.grad is not grad:
             param.grad = grad

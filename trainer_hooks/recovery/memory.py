@@ -21,6 +21,7 @@ def host_memory_left(root: Path = _ROOT) -> int | None:
 
 
 def _available_bytes(root: Path) -> int | None:
+    """Return the available memory of the host, from ``/proc/meminfo``."""
     for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -46,6 +47,7 @@ def _cgroup_free_bytes(root: Path) -> list[int | None]:
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Return the bytes that a cgroup still allows; None without a limit."""
     limit, usage = _read_text(group / limit_name).strip(), _read_text(group / usage_name).strip()
     if not limit.isdigit() or not usage.isdigit():
         return None  # no such file, or "max"

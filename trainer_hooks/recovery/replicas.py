@@ -707,6 +707,7 @@ def _format_keys(keys: Sequence[str]) -> str:
 def _describe_elements(
     key: str, elements: Sequence[int], values: Mapping[int, Sequence[float]]
 ) -> str:
+    """Return the first differing element of a replica on each rank, as text."""
     if not elements:
         return ""
     each = ", ".join(f"{values[rank][0]:.9g} on rank {rank}" for rank in sorted(values)[:4])
@@ -715,6 +716,7 @@ def _describe_elements(
 
 
 def _device_name(device: torch.device) -> str:
+    """Return a rank's device in messages about replicas, with its GPU's UUID."""
     if device.type != "cuda":
         return device.type.upper()
     properties = torch.cuda.get_device_properties(device)
@@ -743,6 +745,7 @@ def _settings_bytes(
 
 
 def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return the names of the settings that ranks compare with replicas."""
     return [
         "the step",
         "the optimizer's turn",

@@ -563,6 +563,7 @@ class StateCheck:
 
 
 def _is_readable(value: object) -> bool:
+    """Return whether a value is a tensor that can be checked for NaN and Inf."""
     return isinstance(value, Tensor) and optimizer_state.is_dense(value) and not value.is_meta
 
 
@@ -635,15 +636,18 @@ def _is_tensor(value: object) -> bool:
 
 
 def _scalar_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings that are not tensors."""
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION and not _is_tensor(v)}
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters and buffers, as parts of the saved state."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def _dense_local_tensor(key: str, tensor: Tensor) -> Tensor:
+    """Return this rank's dense part of a live tensor; refuse other layouts."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
     if is_plain and not tensor.is_nested and tensor.is_contiguous():
         # Most are, and hundreds are read per step: the code below takes twice as long.

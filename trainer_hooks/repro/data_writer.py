@@ -84,6 +84,7 @@ class DataWriter:
             self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
+        """Write queued sample ids and repro capsules until the writer closes."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)

@@ -194,6 +194,7 @@ def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
 
 
 def _split_into_pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
+    """Yield pieces of a tensor's copy, which threads share."""
     into, source, first = _arrays(pair)
     step, block = (max(1, size // source.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
     for i in range(0, source.size, step):

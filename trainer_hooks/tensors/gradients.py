@@ -89,6 +89,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _drop_gathered(handle: Any) -> None:
+    """Make FSDP1 drop the gathered parameters of a flat parameter."""
     if handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(True)
         handle._prefetched = False
@@ -342,6 +343,7 @@ def _block_squares(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """Yield the norms of a gradient's blocks of ``BLOCK`` elements."""
     flat = grad.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     blocks = flat if whole == flat.numel() else flat[:whole]

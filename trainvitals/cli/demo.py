@@ -92,7 +92,7 @@ def expected() -> list[Expected]:
 
 
 def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
-    """Pair each expected entry with the first unused decision of that action, rule, rank, step."""
+    """Pair each decision that the demo expects with the first unused equal one."""
     unmatched = list(decisions)
     pairs = []
     for entry in expected:
@@ -104,12 +104,13 @@ def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[M
 
 
 def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
-    """Return the decisions without an expected entry: false alarms."""
+    """Return the demo's decisions that its faults do not explain: false alarms."""
     used = {id(m.decision) for m in matches}
     return [d for d in decisions if id(d) not in used]
 
 
 def _matches_expected(want: Expected, decision: Decision) -> bool:
+    """Return whether a decision is the one that a fault of the demo must lead to."""
     expected = (want.action, want.rule, want.rank, want.step)
     return expected == (decision.action, decision.rule, decision.rank, decision.step)
 

@@ -170,7 +170,7 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
 
 
 def examine(environ: Mapping[str, str]) -> list[Check]:
-    """Return every check of this machine, in display order."""
+    """Return the checks of ``vitals doctor``, in display order."""
     torch = check_torch(_installed_version)
     return [
         *check_versions(),
@@ -183,6 +183,7 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
 
 
 def _installed_version(distribution: str) -> str | None:
+    """Return the installed version of a distribution; None if it is missing."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -190,7 +191,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def render(checks: list[Check]) -> str:
-    """Return the checks as text, each problem with its fix below."""
+    """Return the checks of ``vitals doctor`` as text, each problem with its fix."""
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
     for check in checks:

@@ -114,6 +114,7 @@ def _cell_text(value: object) -> str:
 
 
 def _truncate_cell(cell: str) -> str:
+    """Return a table's cell, cut to ``MAX_CELL`` characters."""
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 

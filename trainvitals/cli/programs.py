@@ -112,7 +112,7 @@ def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra, or the base."""
+    """Return the pip command that installs an extra, or the base install."""
     return "pip install trainvitals" if extra == "base" else f"pip install 'trainvitals[{extra}]'"
 
 
@@ -151,6 +151,7 @@ def _sort_key(command: CommandInfo) -> int:
 
 
 def _load_program(name: str) -> Callable[[typer.Typer], None]:
+    """Return the ``register`` function of a module of ``trainvitals.cli``."""
     register: Callable[[typer.Typer], None] = import_module(f"trainvitals.cli.{name}").register
     return register
 
@@ -161,6 +162,7 @@ def _register_program(
     load: Callable[[], Callable[[typer.Typer], None]],
     owners: dict[str, str],
 ) -> None:
+    """Add a program's CLI commands, or placeholders if it cannot be loaded."""
     before = _command_names(app)
     try:
         load()(app)
@@ -181,12 +183,14 @@ def _register_program(
 
 
 def _command_names(app: typer.Typer) -> set[str]:
+    """Return the names of the CLI app's commands and groups."""
     groups = {group.name for group in app.registered_groups}
     commands = {_command_name(command) for command in app.registered_commands}
     return {name for name in groups | commands if isinstance(name, str)}
 
 
 def _command_name(command: CommandInfo) -> str:
+    """Return the name of a CLI command as Typer shows it."""
     return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
 
 

@@ -87,6 +87,7 @@ def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
 
 
 def _is_halted(run_dir: RunDir) -> bool:
+    """Return whether a run directory has a halt marker that can be read."""
     try:
         return run_dir.halted() is not None
     except PermissionError:
@@ -94,6 +95,7 @@ def _is_halted(run_dir: RunDir) -> bool:
 
 
 def _halt_text(run_id: str, marker: HaltMarker) -> str:
+    """Return one line on when and why a run was halted."""
     when = ""
     if marker.time_unix_ns:
         moment = datetime.fromtimestamp(marker.time_unix_ns / 1e9, UTC)

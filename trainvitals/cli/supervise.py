@@ -129,6 +129,7 @@ class Stack:
         return self.dashboard_url
 
     def _start_child(self, name: str, options: Sequence[str]) -> Child:
+        """Start a Vitals program with its own log, and supervise it."""
         log = self.home / f"{name}.log"
         child = Child(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
         self._children.append(child)
@@ -137,6 +138,7 @@ class Stack:
     def _spawn(
         self, name: str, options: Sequence[str], log: Path, how: int
     ) -> subprocess.Popen[bytes]:
+        """Start ``python -m trainvitals NAME`` with its output in the log."""
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as output:  # private: the dashboard prints its secret URL
             return subprocess.Popen(
@@ -312,6 +314,7 @@ def run_command(
 
 
 def _wait_and_poll(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
+    """Wait for the training command, and call ``look`` about once per second."""
     while True:
         try:
             return process.wait(LOOK_SECONDS)

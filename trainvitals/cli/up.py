@@ -18,7 +18,7 @@ _Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 pick
 
 
 def register(app: typer.Typer) -> None:
-    """Add the two commands."""
+    """Add the commands ``vitals up`` and ``vitals run``."""
 
     @app.command(epilog="Example: vitals up --dir ~/vitals")
     def up(
@@ -87,15 +87,18 @@ def _start_what_can(stack: Stack, port: int, control: bool) -> None:
 
 
 def _print_unavailable(what: str, why: str) -> None:
+    """Print which program of ``vitals run`` could not start, and why."""
     typer.echo(f"vitals: no {what}: {why}", err=True)
 
 
 def _start_collector(stack: Stack) -> None:
+    """Start the stack's collector and print its URL."""
     # Commands on this machine get the directory, not the URL: it contains the tokens.
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 
 def _start_stack(stack: Stack, port: int, control: bool) -> None:
+    """Start collector, agent and dashboard, and print their URLs."""
     _start_collector(stack)
     stack.start_agent()
     typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)

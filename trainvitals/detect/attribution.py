@@ -217,6 +217,7 @@ class _OneSeries:
             self._refresh_scale()
 
     def _refresh_scale(self) -> None:
+        """Compute scale and limit of the series again from its quiet values."""
         self._age = 0
         if len(self._away) < LEAST:
             return
@@ -309,6 +310,7 @@ class _ManySeries:
         return bool(np.isfinite(self._scale).any())
 
     def _refresh_scale(self) -> None:
+        """Compute scale and limit of each series again from its quiet values."""
         self._age = 0
         num = np.minimum(self._quiet, REFERENCE)
         away = self._away.astype(np.float64)
@@ -443,6 +445,7 @@ class _Episode:
 def _build_onset(
     attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool
 ) -> Onset:
+    """Return the onset of an episode that starts with this series."""
     return Onset(
         attempt=attempt,
         step=first.step,
@@ -814,6 +817,7 @@ class OnsetTracker:
     def _layer_outlier(
         self, step: int, order: float, at: int, series: str, **numbers: float | None
     ) -> _Out:
+        """Return a layer's series that is out in a step."""
         return _Out(step, order, "layer", self._names[at], series, **numbers)
 
     def _of_writes(

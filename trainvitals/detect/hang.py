@@ -305,6 +305,7 @@ class _Judge:
         reason: Reason,
         seconds: float,
     ) -> HangVerdict:
+        """Return the verdict on blocking ranks that others wait for."""
         names, first = name_ranks([rank.rank for rank in culprits]), culprits[0]
         are, in_place = ("is" if len(culprits) == 1 else "are"), ""
         if first.where and len(culprits) == 1:
@@ -379,6 +380,7 @@ def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
 
 
 def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
+    """Return whether a rank has issued fewer collectives, or steps, than another."""
     shared = rank.sequences.keys() & other.sequences.keys()
     if any(rank.sequences[group] < other.sequences[group] for group in shared):
         return True
@@ -387,6 +389,7 @@ def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
 
 
 def _hang_reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) -> Reason:
+    """Return the reason that the blocking ranks of a hang do not continue."""
     if all(rank.process == "ended" for rank in ranks):
         return "ended"
     if any(rank.is_debugged or rank.process == "traced" for rank in ranks):
@@ -422,10 +425,12 @@ def _call_of(rank: RankActivity) -> str:
 
 
 def _disk_wait_text(rank: RankActivity) -> str:
+    """Return text for a rank in an uninterruptible system call, or nothing."""
     return " in a call to the system that cannot be interrupted" if rank.process == "disk" else ""
 
 
 def _shared_place_text(ranks: Sequence[RankActivity]) -> str:
+    """Return the place in which all ranks of a hang wait, if it is one."""
     calls = {call for rank in ranks if (call := _call_of(rank))}
     places = {rank.where for rank in ranks if rank.where}
     at = calls if len(calls) == 1 else places

@@ -134,6 +134,7 @@ class LevelDetector(Detector):
         return self._check_level(record, newest[window >> 1], self._noise)
 
     def _check_level(self, record: StepRecord, level: float, noise: float) -> tuple[Finding, ...]:
+        """Judge the loss level: rise, divergence, plateau or recovery."""
         config = self._config
         best = level if self._best is None else self._best
         if self._onset < 0:
@@ -154,6 +155,7 @@ class LevelDetector(Detector):
         return self._plateau_findings(record, level, best)
 
     def _record_recovery(self) -> None:
+        """End a rise of the loss level that has recovered."""
         if self._num_told or self._silent:
             self._recovered.append([self._seen, self._top])
         self._onset, self._at_once, self._silent = -1, False, False
@@ -283,6 +285,7 @@ def _noise_of(losses: Iterable[float]) -> float:
 
 
 def _format_rise(level: float, best: float) -> str:
+    """Return the rise of a loss level above the lowest as text."""
     if best <= 0.0:
         return f"{level - best:.4g}"
     return f"{100.0 * (level - best) / best:.3g} %"
@@ -381,6 +384,7 @@ class DriftDetector(Detector):
         return self._add_block(record, math.log(middle))
 
     def _add_block(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
+        """Add a block's log loss; return the finding about an upward drift."""
         if self._blocks:
             change = block - self._blocks[-1]
             if change < -max(_FALL, 8.0 * self._noise()):
@@ -600,6 +604,7 @@ class ProgressDetector(Detector):
         return findings
 
     def _track_warm_up(self, record: StepRecord, loss: float) -> None:
+        """Count the steps since the learning rate's warm-up ended."""
         rate = record.learning_rate
         if len(self._start) < _START:
             self._start.append(loss)

@@ -309,6 +309,7 @@ class _Metric(Stateful):
         self._age = (self._age + 1) % _EVERY
 
     def limit(self) -> float | None:
+        """Return the value above which the next step is an outlier."""
         return self._limit
 
     def clear(self) -> None:

@@ -58,6 +58,7 @@ class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _acceptable_kind(name: str, alert: str = "", *, level: bool = False) -> Kind:
+    """Return a kind of finding that an operator may accept as healthy."""
     return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
 
 

@@ -97,6 +97,7 @@ class LRSchedule:
         )
 
     def _band_at(self, step: int, total_steps: int) -> Band:
+        """Return the declared range of the learning rate at exactly one step."""
         if self.kind == "constant":
             return Band(1.0, 1.0)
         begin = self.warmup_steps
@@ -180,6 +181,7 @@ class ScheduleFollower(Stateful):
     def _record_departure(
         self, step: int, off: Sequence[tuple[int, float, Band]]
     ) -> Finding | None:
+        """Count a step off the declared schedule; return the finding, once."""
         if self._off <= 0:
             self._since = step
         self._off = max(0, self._off) + 1
@@ -232,6 +234,7 @@ def _of_group(group: int) -> str:
 
 
 def _format_band(band: Band) -> str:
+    """Return a range of learning rates as text."""
     if band.high - band.low <= 0.02 * abs(band.high):
         return f"{(band.low + band.high) / 2:.4g}"
     return f"{band.low:.4g} to {band.high:.4g}"

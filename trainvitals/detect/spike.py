@@ -273,6 +273,7 @@ class SpikeDetector(Detector):
         return ()
 
     def _push_deviation(self, value: float, logarithm: float, distance: float) -> None:
+        """Add a clean step to the trend, and its distance to the spread."""
         self._deviations.push(distance)
         # A window of 200 forgets too soon, and a maximum never: one far step of a clean run widens
         # the limit for about a thousand steps.
@@ -323,6 +324,7 @@ class SpikeDetector(Detector):
     # ---------------------------------------------------------------------- around zero
 
     def _limit_around_zero(self) -> float | None:
+        """Return the limit for a metric with values at or below zero."""
         values = self._course.values()
         course = self._course.median()
         spread = max(max(values) - course, course - min(values))
@@ -345,6 +347,7 @@ class SpikeDetector(Detector):
     # ------------------------------------------------------------------------- high steps
 
     def _update_evidence_sum(self, record: StepRecord, distance: float, beyond: float) -> None:
+        """Add a step's excess to the CUSUM of the current episode."""
         config = self._config
         share = min(beyond, _MOST)
         if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
@@ -704,6 +707,7 @@ class BurstDetector(Detector):
         return self._add_evidence(record, norm, beyond, clean)
 
     def _loss_falls(self, record: StepRecord) -> bool:
+        """Return whether the loss is below its recent median; record it."""
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return False
@@ -726,6 +730,7 @@ class BurstDetector(Detector):
     def _add_evidence(
         self, record: StepRecord, norm: float, beyond: float, clean: bool
     ) -> tuple[Finding, ...]:
+        """Sum up high gradient norms; return the finding about a burst."""
         config = self._config
         if self._onset < 0:
             self._onset = record.step
@@ -773,6 +778,7 @@ class BurstDetector(Detector):
         self._sum, self._onset, self._told = 0.0, -1, 0
 
     def _push_norm(self, norm: float) -> None:
+        """Add a clean gradient norm to the reference."""
         if len(self._window):
             self._deviations.push(math.log(norm) - math.log(self._window.median()))
         else:

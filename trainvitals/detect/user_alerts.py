@@ -130,6 +130,7 @@ def parse_condition(text: str) -> RuleCondition:
 
 
 def _parse_window(function: str, text: str | None) -> int:
+    """Return the window of a rule's function, as a number of values."""
     if function == "last":
         if text is not None:
             raise ValueError("last(...) takes no window")
@@ -339,6 +340,7 @@ def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:
 
 
 def _change_per_step(values: Sequence[float], steps: Sequence[int]) -> float:
+    """Return a series' change per step, for the rule function ``rate``."""
     # Values of one step, such as micro-batches, have no rate; NaN is above and below nothing.
     steps_between = steps[-1] - steps[0]
     return (values[-1] - values[0]) / steps_between if steps_between > 0 else math.nan
@@ -422,6 +424,7 @@ class UserAlerts:
                 yield renewed
 
     def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
+        """Return whether an alert may be reported again; record the report."""
         reported_step = self._told.get(name)
         # Rows come back a step or two later than the loop's own scalars and calls.
         if reported_step is not None and abs(step - reported_step) < pause:

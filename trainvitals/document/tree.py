@@ -9,7 +9,7 @@ Node = ElementTree.Element
 
 
 def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
-    """Return an element; ``stroke_width`` is ``stroke-width``, ``class_`` is ``class``."""
+    """Return an HTML or SVG element; ``class_`` is ``class``, ``_`` is ``-``."""
     named = {
         (name if name in _CAMEL else name.rstrip("_").replace("_", "-")): printable(str(value))
         for name, value in attributes.items()
@@ -40,6 +40,7 @@ _CAMEL = frozenset({"viewBox", "preserveAspectRatio"})
 
 
 def _add_text(element: Node, text: str) -> None:
+    """Add text to an HTML element, after its last child."""
     if len(element):
         element[-1].tail = (element[-1].tail or "") + text
     else:

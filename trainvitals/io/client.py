@@ -305,6 +305,7 @@ class CollectorClient:
         self.close()
 
     def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
+        """Send a request to the collector, and return the decoded response."""
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
@@ -316,6 +317,7 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
+        """Send a request to the collector, and return the response's body."""
         import httpx
 
         headers = {**self._headers, **how.pop("headers", {})}
@@ -461,6 +463,7 @@ def read_tokens(path: Path | str) -> CollectorTokens:
 
 
 def _url_path(*parts: str) -> str:
+    """Return a path of the collector's API, with its parts quoted."""
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 

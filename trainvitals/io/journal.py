@@ -264,6 +264,7 @@ class StreamWriter:
         return self.journal.__reduce__()
 
     def _append_rows(self, num_rows: int, raw: bytes) -> int:
+        """Write packed rows to the journal, or queue them if it is on a disk."""
         journal, seq = self.journal, self.next_seq
         if journal._is_closed:
             self.dropped += num_rows
@@ -304,6 +305,7 @@ class StreamWriter:
         return slots
 
     def _enqueue(self, seq: int, num_rows: int, raw: bytes) -> None:
+        """Queue packed rows for the writing thread; if full, drop the oldest."""
         flusher = self.journal._flusher
         assert flusher is not None
         self._queue.append((self.schema, seq, num_rows, raw))
@@ -356,6 +358,7 @@ class _Flusher:
         self._thread.start()
 
     def wake(self) -> None:
+        """Wake the thread that writes queued journal rows."""
         self._wake.set()
 
     def stop(self) -> bool:
@@ -369,6 +372,7 @@ class _Flusher:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Write queued journal rows until stopped: the thread's function."""
         while True:
             self._wake.wait()
             self._wake.clear()

@@ -171,6 +171,7 @@ class JournalReader:
         return batches
 
     def _read_segment(self, path: Path, max_rows: int) -> list[Batch]:
+        """Return the unread rows of a journal segment as batches."""
         header, base, raw = self._new_rows(path)
         schema = header.stream_schema
         size = schema.row_size

@@ -75,6 +75,7 @@ def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Ite
 
 
 def _candidate_parents(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories that may contain the private base, best first."""
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
         first = [_SHARED_MEMORY]
     else:
@@ -375,6 +376,7 @@ def _open_checked(
     private: bool = False,
     any_links: bool = False,
 ) -> int:
+    """Open a file; refuse it if its owner or permissions are insecure."""
     quiet = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags & ~os.O_TRUNC | quiet, mode)
@@ -422,6 +424,7 @@ def _check_path_security(
     *,
     private: bool,
 ) -> None:
+    """Raise an error for a path that other users own, or can access."""
     if not is_kind(status.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"not a {kind}"
         raise InsecurePathError(f"{path} is {what}; it must be a {kind}", hint=f"remove {path}")

@@ -205,6 +205,7 @@ def tls_context(trust: TlsTrust) -> ssl.SSLContext:
 
 
 def _pinned_context(certificates: tuple[str, ...]) -> _PinnedContext:
+    """Return a TLS context that trusts exactly these certificates."""
     context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the key matters, not the name
     # A certificate that a CA signed is trusted itself: without this flag, only together with that

@@ -259,7 +259,7 @@ class Spool:
         return newest
 
     def may_be_asked_for(self) -> bool:
-        """Return whether a restored collector may still lack something of it."""
+        """Return whether a restored collector may still request spooled batches."""
         with self._lock, self._disk("cannot be read"):
             if self._retained or not self._sizes:
                 return bool(self._retained)
@@ -305,6 +305,7 @@ class Spool:
                 self._remove_file(min(self._retained))
 
     def _append_batch(self, raw: bytes) -> None:
+        """Append a batch to the current spool file, or to a new one."""
         if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
             self._save_state()
             self._leave()
@@ -451,6 +452,7 @@ class Spool:
         self._state = msgspec.structs.replace(self._state, **changes)
 
     def _save_state(self) -> None:
+        """Sync the spool file, then replace ``state.json``."""
         self._flush()  # the state must not contain bytes that a crash could lose
         newest = max(self._sizes, default=-1)
         scanned = SpoolPosition(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned

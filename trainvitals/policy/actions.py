@@ -294,6 +294,7 @@ def prepare_rollback(
 
 
 def _leave_out_margin(config: PolicyConfig, tries: int) -> int:
+    """Return the number of batches that a rollback leaves out on each side."""
     return min(config.leave_out_margin << min(tries - 1, 20), config.max_leave_out_margin)
 
 

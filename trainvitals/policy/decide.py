@@ -131,6 +131,7 @@ def _tick(state: PolicyState, context: DecisionContext) -> PolicyState:
 def _judge_step(
     state: PolicyState, findings: Sequence[Finding], context: DecisionContext
 ) -> PolicyResult:
+    """Apply the escalation policy to the findings about one step."""
     record = context.record
     if state.facts.halted:
         return PolicyResult(_recover_observed(state, findings, context))
@@ -444,6 +445,7 @@ def _make_finding(
 
 
 def _ends_attempt(result: PolicyResult) -> bool:
+    """Return whether the step's decision is a rollback or a halt."""
     return result.decision is not None and result.decision.action in ("rollback", "halt")
 
 

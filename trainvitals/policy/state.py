@@ -472,6 +472,7 @@ def is_outlier(record: StepRecord) -> bool:
 
 
 def _is_above(value: float | None, limit: float | None) -> bool:
+    """Return whether a finite value is above its limit."""
     return value is not None and limit is not None and limit < value < math.inf
 
 

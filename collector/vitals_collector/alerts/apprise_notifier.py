@@ -93,6 +93,7 @@ def _without_mentions(text: str) -> str:
 
 
 def _failure_result(text: str) -> DeliveryResult:
+    """Return the result of a failed delivery from the lines that apprise logged."""
     status = re.search(r"error\s*=\s*(\d{3})\b", text)
     if status is None:
         return DeliveryResult(recoverable=True, error="the message was not taken")

@@ -194,6 +194,7 @@ def counts(store: Store) -> dict[str, int]:
 
 
 def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
+    """Refuse a command to an unknown run, or to one with too many pending commands."""
     run_row = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
     if run_row is None:
         raise unknown_run(run_id)
@@ -213,6 +214,7 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
 
 
 def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
+    """Return the id and state of each checkpoint that the run announced."""
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
@@ -220,6 +222,7 @@ def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[s
 
 
 def _last_step(connection: Connection, run_id: str) -> int:
+    """Return the run's latest step, which a command to accept a step is checked by."""
     query = select(func.max(sources.c.last_step)).where(sources.c.run_id == run_id)
     newest = connection.execute(query).scalar()
     return -1 if newest is None else int(newest)
@@ -274,7 +277,7 @@ def _check_number(connection: Connection, command: Command) -> None:
 
 
 def _rank0(connection: Connection, run_id: str) -> str | None:
-    """Return the latest start of the run's rank 0."""
+    """Return the incarnation of the latest start of the run's rank 0."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -332,6 +335,7 @@ def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
 def _insert_audit_row(
     connection: Connection, now_unix_ns: int, actor: str, action: str, command: Command, detail: str
 ) -> None:
+    """Record a manual command in the audit log."""
     connection.execute(
         insert(audit).values(
             time_unix_ns=now_unix_ns,

@@ -83,6 +83,7 @@ class Ledger(Protocol):
 
 @dataclass(slots=True)
 class _PendingAlert:
+    """An alert that waits in a receiver's queue."""
     alert: AlertView
     due_ns: int
     tries: int = 0
@@ -236,6 +237,7 @@ class Dispatcher:
                     line.wake.set()
 
     def _due_ns(self, line: _ReceiverQueue, alert: AlertView, active_since: float | None) -> int:
+        """Return when the alert is due for a receiver: now, or when it escalates."""
         now = self._clock.monotonic_ns()
         if alert.state != "firing":
             return now
@@ -294,6 +296,7 @@ class Dispatcher:
             line.thread = None
 
     def _run(self, line: _ReceiverQueue) -> None:
+        """Deliver one receiver's queue in its thread until the dispatcher is closed."""
         while True:
             line.wake.clear()
             wait: float | None = _ERROR_SECONDS
@@ -386,6 +389,7 @@ class Dispatcher:
         return had and not line.notifier.reposts
 
     def _after_delivery(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
+        """Record a successful delivery; report a receiver that works again."""
         notifier, alerts = line.notifier, [w.alert for w in due if not w.settled]
         for item in due:
             self._remember_delivered(line, item.alert)
@@ -408,6 +412,7 @@ class Dispatcher:
     def _after_failure(
         self, line: _ReceiverQueue, due: list[_PendingAlert], result: DeliveryResult
     ) -> None:
+        """Queue the alerts of a failed delivery again, with a longer wait each time."""
         now = self._clock.monotonic_ns()
         with self._lock:
             line.failures += 1
@@ -443,6 +448,7 @@ class Dispatcher:
         return int(self._config.failing_after_seconds * 1e9)
 
     def _is_late(self, line: _ReceiverQueue) -> bool:
+        """Return whether the receiver has accepted no alert for too long."""
         since, now = line.late_ns, self._clock.monotonic_ns()
         return since is not None and now - since >= self._failing_after_ns
 

@@ -254,6 +254,7 @@ class Inbox:
     def _alert_changes(
         self, run: RunNow, open_entries: dict[str, InboxAlert], now: int
     ) -> list[tuple[InboxAlert | None, InboxAlert]]:
+        """Return the alerts of a run that change, each before and after the change."""
         holding = {alert.fingerprint: alert for alert in run.conditions}
         changes: list[tuple[InboxAlert | None, InboxAlert]] = []
         for entry in open_entries.values():
@@ -273,6 +274,7 @@ class Inbox:
         return changes
 
     def _is_over(self, entry: InboxAlert, run: RunNow) -> bool:
+        """Return whether a point alert resolves: the run was healthy for long enough."""
         return run.state == "finished" or point_is_over(
             raised_step=entry.view.step,
             last_step=run.last_step,

@@ -260,7 +260,7 @@ def redacted(url: str) -> str:
 
 
 def refuse_address(text: str) -> None:
-    """Raise an error for an address that belongs to no host, or to every host itself.
+    """Raise an error for an address that no receiver has: link-local or metadata.
 
     Raises:
         ConfigError: it is one.
@@ -311,7 +311,7 @@ class _PinnedTransport(httpx.HTTPTransport):
 
 
 class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
-    """Async version of the transport."""
+    """Async transport that connects to the checked address, for pushes of run metrics."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request to the first of its host's addresses that accepts it."""
@@ -325,10 +325,12 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
 
 
 def _build_client(timeout: float) -> httpx.Client:
+    """Return the HTTP client for a receiver: checked addresses, no redirects."""
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 
 def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) -> DeliveryResult:
+    """POST a body to a receiver; return whether it accepted the alerts."""
     headers = {"Content-Type": "application/json", **headers}
     try:
         # The response's body is never read: a receiver cannot fill our memory.

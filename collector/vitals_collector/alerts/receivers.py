@@ -143,6 +143,7 @@ def notifier_settings(
 
 
 def _read_settings_file(file: Path) -> _File:
+    """Read the TOML file of receivers, which others must not be able to read."""
     try:
         mode = file.stat().st_mode
         content = file.read_bytes()

@@ -145,6 +145,7 @@ class WorkerNotifier:
         return self._process
 
     def _kill_late(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the receiver's process at the deadline of a delivery."""
         self._is_late = True
         process.kill()
 
@@ -161,6 +162,7 @@ class WorkerNotifier:
 
 
 def _kill_process(process: subprocess.Popen[bytes]) -> None:
+    """End a receiver's process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -219,7 +221,7 @@ def send_test(
 
 
 def main() -> None:
-    """Handle requests until the input closes, or the idle time has passed."""
+    """Deliver alerts to one receiver until the collector closes the input."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a library may print; the output is for responses only
     requests: queue.Queue[bytes] = queue.Queue()
@@ -238,6 +240,7 @@ def main() -> None:
 
 
 def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
+    """Queue the collector's requests; end this process when the input closes."""
     for line in source:
         requests.put(line)
     os._exit(0)  # the collector has ended, and a call may hang
@@ -251,7 +254,7 @@ def _notify_or_failure(notifier: Notifier, alerts: Sequence[AlertView]) -> Deliv
 
 
 def make_notifier(receiver: ReceiverSettings, links: Links) -> Notifier:
-    """Return what calls the receiver."""
+    """Return the notifier that posts alerts to the receiver."""
     if receiver.kind == "webhook":
         return WebhookNotifier(
             receiver.url,

@@ -336,6 +336,7 @@ def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) ->
 
 
 def _lease_expiry() -> ColumnElement[int]:
+    """Return the SQL expression of when a lease that starts now expires."""
     return NOW + int(LEASE_SECONDS * 1e9)
 
 

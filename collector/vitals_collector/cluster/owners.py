@@ -119,6 +119,7 @@ class RunOwners:
         return unowned, elsewhere
 
     def _acquire(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
+        """Acquire runs and take them over in the lake; return the owners of the others."""
         now_ns = self._clock.monotonic_ns()
         with self._store.write() as connection:
             # Rows of a dead owner's other runs arrive soon too, and each takeover costs time.
@@ -234,6 +235,7 @@ class RunOwners:
 
 
 def _lease_end_ns(asked_ns: int) -> int:
+    """Return when this collector must stop using a lease, by its monotonic clock."""
     return asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
 
 

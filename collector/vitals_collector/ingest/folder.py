@@ -89,6 +89,7 @@ class FolderIngest:
         return num_new
 
     def _run_dirs(self) -> Iterator[RunDir]:
+        """Yield the run directories in the directories to import."""
         for folder in self._folders:
             yield from [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
 
@@ -104,6 +105,7 @@ class FolderIngest:
         self._log_once(f"{where}{error}", None if is_ours else error)
 
     def _store_spool(self, spool: Path, stop: threading.Event) -> int:
+        """Store the new rows of one spool; return their number."""
         position, now = self._load_position(spool), time.time()
         if position == SpoolPosition():
             self._store.is_importing = True
@@ -168,6 +170,7 @@ class FolderIngest:
         return stored, newer >= 0
 
     def _load_position(self, spool: Path) -> SpoolPosition:
+        """Return the position up to which a spool was stored."""
         query = select(positions.c.position).where(positions.c.spool == str(spool))
         with self._store.read_transaction() as connection:
             body = connection.execute(query).scalar()
@@ -204,6 +207,7 @@ def _next_of(
 
 
 def _save_position(connection: Connection, spool: Path, position: SpoolPosition) -> None:
+    """Store the position up to which a spool was stored."""
     values = {"position": msgspec.msgpack.encode(position)}
     statement = insert(connection, positions).values(spool=str(spool), **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -307,6 +307,7 @@ def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
 
 
 def _refused_result(error: FormatError) -> Stored:
+    """Return the result of a refused batch."""
     reply = IngestReply(
         durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
     )
@@ -361,6 +362,7 @@ def _is_of_a_batch(error: Exception) -> bool:
 
 
 def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
+    """Store batches, their streams' offsets and their events in one transaction."""
     connection, store, received_unix_ns, named = written
     numbers = store.numbers
     keys = [key_of(batch) for batch in batches]
@@ -669,6 +671,7 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
 
 
 def _fits_int64(identity: Identity) -> bool:
+    """Return whether the numbers of a batch's writer fit in database columns."""
     numbers = (
         identity.pid,
         identity.rank,
@@ -680,6 +683,7 @@ def _fits_int64(identity: Identity) -> bool:
 
 
 def _source_row(identity: Identity) -> dict[str, str | int]:
+    """Return the row of ``sources`` for the writer of a batch."""
     return {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -1055,6 +1059,7 @@ def _note_columns(
 
 
 def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
+    """Return the parameters of the statement that moves a stream's offset."""
     offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
     return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 

@@ -181,6 +181,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
 def _run_started(
     connection: Connection, identity: Identity, row: EventRow, event: RunStarted
 ) -> None:
+    """Store the attributes that the run reported at its start."""
     info = event.info
     first = case(
         (runs.c.info_unix_ns == 0, row.time_unix_ns),
@@ -208,6 +209,7 @@ def _run_started(
 def _attempt_started(
     connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
 ) -> None:
+    """Store an attempt of the run."""
     values = {
         "run_id": identity.run_id,
         "id": event.id,
@@ -222,6 +224,7 @@ def _attempt_started(
 def _names_defined(
     connection: Connection, identity: Identity, _row: EventRow, event: NamesDefined
 ) -> None:
+    """Store the names that a writer gave to its layers or scalars."""
     key = {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -234,6 +237,7 @@ def _names_defined(
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
+    """Store a rank's finding."""
     finding = event.finding
     values = _key_of(identity, row) | {
         "step": finding.step,
@@ -250,6 +254,7 @@ def _finding_raised(
 def _decision_made(
     connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
 ) -> None:
+    """Store a decision of the policy."""
     decision = event.decision
     values = _key_of(identity, row) | {
         "ledger_seq": decision.ledger_seq,
@@ -269,6 +274,7 @@ def _decision_made(
 def _command_acknowledged(
     connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
 ) -> None:
+    """Store the status of a manual command, as the run reported it."""
     ack = event.ack
     conditions = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
     connection.execute(
@@ -286,6 +292,7 @@ def _command_acknowledged(
 def _checkpoint_changed(
     connection: Connection, identity: Identity, row: EventRow, event: CheckpointChanged
 ) -> None:
+    """Store the new state of a checkpoint, unless a later one is stored."""
     key = {
         "run_id": identity.run_id,
         "checkpoint_id": clean(event.checkpoint_id)[:255],
@@ -304,6 +311,7 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
+    """Store how and why a writer of the run ended."""
     conditions = (
         sources.c.run_id == identity.run_id,
         sources.c.incarnation == identity.incarnation,
@@ -335,6 +343,7 @@ def _upsert(
     values: dict[str, Any],
     where: ColumnElement[bool] | None = None,
 ) -> None:
+    """Insert the row that an event is turned into, or update it."""
     statement = insert(connection, table).values(key | values)
     connection.execute(
         statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)

@@ -97,7 +97,7 @@ Writer = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of the engine."""
+    """Settings of the alert engine."""
 
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
@@ -253,6 +253,7 @@ class AlertEngine:
         self._owned = owned
 
     def _is_own(self, run_id: str) -> bool:
+        """Return whether this collector owns the run."""
         return self._owned is None or run_id in self._owned
 
     def is_pager(self) -> bool:
@@ -422,6 +423,7 @@ class AlertEngine:
             self._thread = None
 
     def _run(self) -> None:
+        """Poll in a thread: soon after an urgent event, otherwise at intervals."""
         interval = int(self._config.interval_seconds * 1e9)
         due = self._clock.monotonic_ns()
         while not self._stopping.is_set():
@@ -484,6 +486,7 @@ class AlertEngine:
             self._dirty |= unread
 
     def _consume_decisions(self, writer: Writer) -> None:
+        """Raise the alerts of a writer's decisions after its cursor."""
         run_id, incarnation = writer
         name = _cursor_name(writer)
         while True:
@@ -670,10 +673,12 @@ class AlertEngine:
         return replace(run, conditions=conditions, lasting=lasting)
 
     def _hang_of(self, run: RunStatus) -> str:
+        """Return the latest hang of a run, if no step followed it."""
         with self._store.read_transaction() as connection:
             return hang_of(connection, run.run_id, run.last_step)
 
     def _alerts_for_absent(self, run: RunStatus, parts: Absent) -> list[Alert]:
+        """Return the alerts about a run's lost nodes, ranks and agents."""
         seconds = self._config.lost_after_seconds
         silent = f"silent for more than {seconds:g} s"
         before = f"; before that: {run.hang}" if run.hang else ""
@@ -705,6 +710,7 @@ class AlertEngine:
         ]
 
     def _resend_undelivered(self) -> None:
+        """Submit alerts again that some receiver has not had, once per interval."""
         now = self._clock.monotonic_ns()
         if self._dispatcher is None:
             return
@@ -822,17 +828,19 @@ def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]
 
 
 def _cursor_name(writer: Writer, what: str = "decisions") -> str:
+    """Return the name of the alert engine's cursor for a writer's events."""
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
 def _load_cursor(connection: Connection, name: str) -> int:
+    """Return the number of a writer's last event that the alert engine consumed."""
     query = select(engine_state.c.body).where(engine_state.c.name == name)
     body = connection.execute(query).scalar()
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 
 def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None) -> dict[str, int]:
-    """Return the cursors of one kind, for all or some writers."""
+    """Return the alert engine's cursors of one kind, for all or some writers."""
     name = engine_state.c.name
     if writers is None:
         filters = [name.startswith(f"{what}/")]

@@ -113,7 +113,7 @@ class _Conditions(msgspec.Struct):
 
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
-    """Return the findings of watchers whose condition still held at the last step they saw."""
+    """Return the findings of fleet detectors whose condition held at the last step."""
     query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
     body = connection.execute(query).scalar()
     if body is None:
@@ -388,6 +388,7 @@ class FollowedRun:
         return sum(len(block.rows) for block in blocks)
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
+        """Add a block of the ranks' step rows to the step merger."""
         origin = block.origin
         # For few writers rank 0's extra columns are decoded for all: two calls would cost more.
         if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
@@ -409,12 +410,14 @@ class FollowedRun:
         *,
         is_rank0: bool,
     ) -> None:
+        """Decode step rows and add them to the step merger."""
         rows = decode(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
         if rows.last() > self.steps.merged:
             self.heard_ns = now_ns
         self.steps.add(rows, now_ns)
 
     def _take_layers(self, block: RowBlock, now_ns: int) -> None:
+        """Decode layer rows and add them to the step merger."""
         origin, first = block.origin, 0
         columns = ["layer", *LAYER_COLUMNS]
         for stream, raw in block.by_stream():
@@ -425,12 +428,14 @@ class FollowedRun:
             self.steps.add_layers(LayerPart(names, rows), now_ns)
 
     def _take_hosts(self, block: RowBlock) -> None:
+        """Add rows of nodes and GPUs to the node merger."""
         for stream, raw in block.by_stream():
             uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
             rows = host_rows(block.schema, raw)
             self.hosts.add(stream.writer, stream.node, uuid, rows)
 
     def _new_checkpoints(self, connection: Connection) -> list[tuple[Key, int]]:
+        """Return stored checkpoints that the fleet detectors do not know yet."""
         table, (attempt, step) = checkpoints.c, self.saved.checkpoint
         query = select(table.attempt, table.step).where(
             table.run_id == self.run_id,
@@ -505,12 +510,14 @@ class FollowedRun:
         return self._num_unmerged - before
 
     def _host_gates(self) -> dict[str, int]:
+        """Return by node the time up to which its rows were read from the store."""
         gates: dict[str, int] = {}
         for stream in self._fresh.behind(HOSTS):
             gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
         return gates
 
     def _process_step(self, step: MergedStep) -> list[TimedFinding]:
+        """Return what the fleet detectors find in a merged step."""
         findings = self.watchers.update(step)
         self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
@@ -519,6 +526,7 @@ class FollowedRun:
         return self._timed_findings(findings, step.time_unix_ns) if findings else []
 
     def _process_node_samples(self, host_round: NodeSamples) -> list[TimedFinding]:
+        """Return what the fleet detectors find in the samples of a node."""
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
@@ -533,6 +541,7 @@ class FollowedRun:
         return self._timed_findings(self.watchers.idle(at), at)
 
     def _now_of_run(self, now_ns: int) -> int:
+        """Return the current time by the clock of the run's rows."""
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
         return self.saved.last[2] + max(0, now_ns - heard_ns)
 
@@ -547,6 +556,7 @@ class FollowedRun:
     def _timed_findings(
         self, findings: tuple[Finding, ...], time_unix_ns: int
     ) -> list[TimedFinding]:
+        """Add attempt and time to findings; remember those that stay open."""
         for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
                 self._close_findings(finding.kind)
@@ -554,6 +564,7 @@ class FollowedRun:
         return [TimedFinding(finding, self.saved.last[0], time_unix_ns) for finding in findings]
 
     def _close_findings(self, kind: str) -> None:
+        """Drop the open findings of a kind: their condition has ended."""
         self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
 
     # ------------------------------------------------------------------------- over restarts
@@ -572,6 +583,7 @@ class FollowedRun:
         )
 
     def _processed_seqs(self) -> Mapping[Writer, int]:
+        """Return by stream the last row that need not be read again."""
         return {**self.steps.done(), **self.hosts.done()}
 
 
@@ -793,6 +805,7 @@ class LiveMonitor:
         return list(dict.fromkeys(queue))
 
     def _is_paused(self, run_id: str, now_ns: int) -> bool:
+        """Return whether a run is left out for now, after an internal error."""
         pause = self._pauses.get(run_id)
         return pause is not None and now_ns < pause.until_ns
 
@@ -865,6 +878,7 @@ class LiveMonitor:
         return seconds
 
     def _set_suspended(self, run_id: str, *, is_aside: bool) -> None:
+        """Record that watching a run is suspended or resumed."""
         if is_aside == (run_id in self._aside):
             return
         with self._store.write() as connection:
@@ -936,6 +950,7 @@ def _to_keep(
 
 
 def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
+    """Return the row of ``findings`` for a fleet detector's finding."""
     finding = record.finding
     return {
         "run_id": run_id,

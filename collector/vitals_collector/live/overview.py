@@ -94,7 +94,7 @@ def info_of(row: Row[Any]) -> RunInfo:
 
 
 class _Counts:
-    """Counts by run."""
+    """Numbers of skips, rollbacks, attempts and alerts by run, for the list of runs."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
         self.rollbacks = _count_by_columns(
@@ -178,6 +178,7 @@ def _run_summary(
     counts: _Counts,
     when: Liveness,
 ) -> RunSummary:
+    """Return one line of the list of runs."""
     run_id = row.run_id
     states = [_state_of(source) for source in of_run]
     state = run_state(states, when)
@@ -243,6 +244,7 @@ def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
 
 
 def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> bool:
+    """Return whether the run's last decision acted at most some steps ago."""
     return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
 
 

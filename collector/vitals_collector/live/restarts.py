@@ -95,6 +95,7 @@ def _find_restarts(
     rolled_back: set[int],
     last: Mapping[int, tuple[int, int, str]],
 ) -> list[Restart]:
+    """Return the restarts among a run's attempts, with the steps that each lost."""
     found: list[Restart] = []
     rows: list[AttemptRow] = []
     for branch, started in branches:

@@ -177,6 +177,7 @@ def health(
 
 
 def _is_silent(source: SourceState, when: Liveness) -> bool:
+    """Return whether a source has not reported for too long, by our clock."""
     # The sender's clock may be wrong and a spool may be late: this collector's own clock at the
     # last arrival counts, unless the rows are read from a directory.
     heard = source.last_seen_unix_ns
@@ -305,6 +306,7 @@ def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
 
 
 def _last_report_times(source: SourceState, when: Liveness) -> _Heard:
+    """Return when a rank last reported, and when its latest step arrived."""
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
     # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
@@ -314,6 +316,7 @@ def _last_report_times(source: SourceState, when: Liveness) -> _Heard:
 
 
 def _silence_predicate(when: Liveness) -> Callable[[int], bool]:
+    """Return a function: whether the time of a last report is too long ago."""
     limit = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
     return lambda heard_ns: heard_ns < limit
 
@@ -343,6 +346,7 @@ def _is_passed(silent: Sequence[_Heard], step_times: Mapping[int, int], when: Li
 
 
 def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> tuple[int, ...]:
+    """Return the ranks of this launch that never reported, while others did."""
     # If only rank 0 reports, the others are not monitored at all.
     if not is_due or len(present) < 2:
         return ()
@@ -499,6 +503,7 @@ class RunStatusCache:
         touched: dict[str, bool],
         when: Liveness,
     ) -> None:
+        """Read the status of some runs from the database into the cache."""
         running = self.running
         for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:
@@ -609,6 +614,7 @@ def _status_of(
     decided: _Decided,
     when: Liveness,
 ) -> RunStatus:
+    """Return a run's status from its sources and its last decisions."""
     state = run_state(parts, when)
     heads = [part for part in parts if part.source == "rank:0" and part.last_step >= 0]
     head = max(heads, key=lambda part: part.last_step_unix_ns, default=None)
@@ -740,6 +746,7 @@ def _replaced(connection: Connection, run_id: str) -> set[str]:
 
 
 def _process_label(rank: Row[Any]) -> str:
+    """Return a rank's process as the agents' notes name it."""
     return f"{rank.source.replace(':', ' ')} (pid {rank.pid} on {rank.node}) "
 
 

@@ -261,6 +261,7 @@ def _with_gaps(values: npt.NDArray[np.float64], valid: Mask) -> list[list[float 
 
 
 def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str, float]]]:
+    """Return the layers' values by step, to join them with the ranks' rows."""
     by_step: dict[Key, dict[str, dict[str, float]]] = {}
     for names, rows in parts:
         if "layer" not in rows.columns:
@@ -456,6 +457,7 @@ class StepMerger:
         np.maximum.at(self._read, rows.origin.writer, rows.seq)
 
     def _hold_rows(self, pending: _Held) -> int:
+        """Hold rows until their step is whole; ignore those of merged steps."""
         late = pending.rows.until(self.merged)
         if late.any():
             self.num_late += int(late.sum())
@@ -680,6 +682,7 @@ class NodeMerger:
 
 
 def _next_round(node: str, node_rows: _Node) -> NodeSamples:
+    """Return and drop a node's oldest complete round of GPU samples."""
     begin = node_rows.hosts.popleft().row
     end = node_rows.hosts[0].row.monotonic_ns
     is_rebooted = end < begin.monotonic_ns

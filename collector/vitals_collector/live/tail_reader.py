@@ -295,6 +295,7 @@ class TailReader:
         started: int,
         gpu_uuid: str,
     ) -> StreamProgress:
+        """Start to follow a writer's stream, after the rows that are done."""
         done = self._done.get("/".join(writer), -1)
         number = self._number_of(writer)
         stream = StreamProgress(writer, source, node, rank, world_size, started, number, done)

@@ -97,6 +97,7 @@ def _chunk_numbers(stream: str, rows: StreamRows) -> Ints:
 def _column_stats(
     name: int, rows: StreamRows, chunk: Ints, last_seq: Ints, at: Ints, values: Floats
 ) -> ChunkStats:
+    """Return the chunk statistics of one column."""
     of_value = chunk[at]
     starts = _group_starts(of_value)
     ends = np.append(starts[1:], len(at)) - 1

@@ -319,6 +319,7 @@ def _by_branch(points: Points, branch: Branch) -> tuple[Points, Ints]:
 
 
 def _axis_values(points: Points) -> Ints:
+    """Return the x values of a curve: steps, or times if rows have no step."""
     return points.step if points.step[-1] >= 0 else points.time_unix_ns
 
 

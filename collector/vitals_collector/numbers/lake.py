@@ -122,6 +122,7 @@ class Lake(OpenLake):
             return num_new
 
     def _reload_if_stale(self) -> None:
+        """Reload the cached catalog after a commit with an unknown result."""
         if self.engine.is_unsure:
             self.catalogue.forget()
             self.engine.is_unsure = False

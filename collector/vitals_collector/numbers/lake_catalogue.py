@@ -124,6 +124,7 @@ def to_arrow(group: Sequence[Part], runs: Mapping[str, int], places: Places) -> 
 
 
 def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> pa.Array:
+    """Return a column of rows as Arrow array, with null for missing values."""
     mask = None if is_valid.all() else ~is_valid
     if values.dtype.kind != "S":
         return pa.array(np.ascontiguousarray(values), mask=mask, from_pandas=False)
@@ -438,6 +439,7 @@ class Catalogue:
         return states
 
     def _is_due(self, run_id: str, now: float, *, is_fresh: bool) -> bool:
+        """Return whether the cached state of a run has to be read again."""
         state = self._states.get(run_id)
         if state is None or not is_fresh:
             return state is None
@@ -466,6 +468,7 @@ class Catalogue:
             state.holes_read_at = now
 
     def _fresh_seconds(self, state: RunState) -> float:
+        """Return how long the cached state of a run is used without a check."""
         if not self._is_shared:
             return _ALONE_SECONDS
         return _MINE_SECONDS if state.is_mine else _FRESH_SECONDS

@@ -339,6 +339,7 @@ def _first_column_texts(answer: pa.Table) -> list[str]:
 
 
 def _s3_secret_options() -> list[tuple[str, str]]:
+    """Return DuckDB's S3 options from the environment, for the lake's bucket."""
     env = os.environ
     if missing := [name for name in (_ID, _SECRET) if not env.get(name)]:
         raise UsageError(
@@ -966,6 +967,7 @@ class LakeEngine:
                 self._asked.notify_all()
 
     def _acquire_reader(self) -> duckdb.DuckDBPyConnection:
+        """Return an idle reading connection to the lake, or a new one."""
         root, reader = self._root, None
         while self._readers and reader is None:
             with suppress(IndexError):  # another thread popped it

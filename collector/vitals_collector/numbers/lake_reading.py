@@ -271,6 +271,7 @@ def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[
 def _curve_group(
     catalogue: Catalogue, curves: Sequence[CurveRequest], numbers: Sequence[int]
 ) -> Group | None:
+    """Return the curves that one query can read; None if they have no rows."""
     span = curves[numbers[0]].span
     places = catalogue.columns(span.run_id, span.stream)
     if not places:

@@ -88,7 +88,7 @@ def plan(
     is_whole: bool,
     reason: Reason,
 ) -> RollUpPlan | None:
-    """Return the plan for the window's rows; None if it has none.
+    """Plan the roll-up of a window of steps; None if it has no rows to replace.
 
     Raises:
         StorageError: a file that may hold some of them is damaged.
@@ -130,6 +130,7 @@ def plan(
 def _query_statistics(
     engine: LakeEngine, selection: Chosen, expressions: dict[str, str]
 ) -> Columns:
+    """Return the statistics over ranks of each step of a window."""
     engine.files.need("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
@@ -241,6 +242,7 @@ def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
 
 
 def _rolled_up_rows(planned: RollUpPlan) -> pa.Table:
+    """Return the lake's records of which rows a roll-up replaced."""
     kept_sources = set(planned.result.kept)
     writers = planned.writers.select(["source", "incarnation", "first_seq", "last_seq", "num"])
     window = (planned.run, "steps", *planned.window)
@@ -358,6 +360,7 @@ def thin(
 
 
 def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
+    """Return by writer the first and last number of a window's rows."""
     return engine.query_in_transaction(
         "SELECT incarnation AS writer, min(seq) AS first, max(seq) AS last, count(*) AS num"
         f" FROM {stream} WHERE {rows} GROUP BY incarnation"

@@ -127,6 +127,7 @@ def views_of(
 def _numbers_view_sql(
     stream: str, columns: Sequence[tuple[str, str]], which: str, *, has_names: bool
 ) -> str:
+    """Return the SELECT of the view that shows the rows of a stream to users."""
     kinds = {kind: short for short, kind in TYPES.items()}
     places: Places = {
         (unspelled(lake_column), kinds[kind]): lake_column
@@ -377,6 +378,7 @@ class LakeReader:
             )
 
     def _make_views(self, *, has_records: bool) -> None:
+        """Create the views that users may query."""
         columns: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for table, name, kind in self._connection.execute(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"

@@ -301,6 +301,7 @@ def _is_in(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
 
 
 def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
+    """Return which of a writer's rows in memory belong to a series."""
     number: int | None
     if isinstance(keyed.number_of, int):
         number = keyed.number_of
@@ -338,6 +339,7 @@ def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> 
 
 
 def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
+    """Return a column of a writer's rows in memory; all missing if it has none."""
     if name not in schema.index:
         return none_of(len(rows))
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)

@@ -164,6 +164,7 @@ def _paths(catalogue: Path) -> list[str]:
 
 
 def _link_or_copy(source: Path, target: Path) -> int:
+    """Link a file of the lake into the backup, or copy it; return its size."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -258,6 +259,7 @@ def _copy_database(source: Path, target: Path) -> str:
 
 
 def _check_database(file: Path) -> None:
+    """Raise StorageError if the backup's database is damaged."""
     with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
         report_lines = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
     if report_lines != ["ok"]:

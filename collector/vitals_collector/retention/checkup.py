@@ -51,6 +51,7 @@ def check(store: Store) -> list[Damaged]:
 
 
 def _num_damaged(connection: Connection, table: Table) -> int:
+    """Return the number of a table's rows with a damaged record."""
     records = [
         type_coerce(column, LargeBinary)
         for column in table.columns

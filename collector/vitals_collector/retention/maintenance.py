@@ -106,6 +106,7 @@ class LakeMaintenance:
             _LOG.exception("upkeep_failed again_in=%gs", INTERVAL_SECONDS)
 
     def _maintain(self) -> None:
+        """Merge the lake's files if there is news; at intervals, delete what is due."""
         now_ns = self._clock.monotonic_ns()
         is_time = self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_SECONDS * 1e9
         if is_time:

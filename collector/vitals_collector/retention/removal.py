@@ -160,6 +160,7 @@ def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
 def _insert_audit_row(
     connection: Connection, by: str, action: str, run_id: str, detail: str, now_unix_ns: int
 ) -> None:
+    """Record the removal or the pin of a run in the audit log."""
     values = {
         "time_unix_ns": now_unix_ns,
         "actor": by,

@@ -126,6 +126,7 @@ def _delete_due_rows(
     settings: VolumeSettings,
     when: DeletionPass,
 ) -> int:
+    """Downsample a stream's old windows, oldest first; return the deleted rows."""
     num = 0
     near, margin = run.near_layers, settings.margin_steps
     if stream in HOST_STREAMS:

@@ -109,6 +109,7 @@ RANKS = "ranks"
 
 
 def _run_id(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
+    """Return the column of a table that refers to ``runs``."""
     return Column(
         "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=nullable
     )

@@ -414,6 +414,7 @@ class Store:
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
+        """Let one thread at a time use a database in memory."""
         # A database in memory is one connection, shared by all threads.
         if isinstance(self.engine.pool, StaticPool):
             with self._write_mutex:
@@ -585,6 +586,7 @@ def known_lake(url: str) -> str:
 
 
 def _known_lake(connection: Connection) -> str:
+    """Return where the database's lake has its files; "" without a lake."""
     if connection.dialect.name == "sqlite" or not sqlalchemy.inspect(connection).has_table(
         "ducklake_metadata"
     ):
@@ -741,6 +743,7 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
+    """Begin an SQLite transaction; a write locks the database at once."""
     writes = connection.get_execution_options().get("vitals_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -155,7 +155,7 @@ class KnownTokens:
         self._thread.start()
 
     def close(self) -> None:
-        """End."""
+        """Stop to follow changes of the tokens."""
         self._stop.set()
         self._thread.join()
 
@@ -311,6 +311,7 @@ def _new_secret() -> str:
 
 
 def _hash(secret: str) -> str:
+    """Return the hash under which a token's secret is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

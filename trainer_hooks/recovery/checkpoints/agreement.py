@@ -59,6 +59,7 @@ class Agreement:
         return outcomes.result()
 
     def _until_all_ended(self, ended: Future[VitalsError | None]) -> list[VitalsError | None]:
+        """Exchange the errors of all ranks once every rank's call has ended."""
         while True:
             wait([ended], timeout=MEET_SECONDS)
             rank_result = (True, ended.result()) if ended.done() else (False, None)

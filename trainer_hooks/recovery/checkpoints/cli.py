@@ -42,7 +42,7 @@ _LATER = "a running job of this run picks it up at its next start"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the ``checkpoints`` commands."""
+    """Add the commands ``vitals checkpoints list``, ``verify`` and others."""
     arguments = "my-run step-00000120-1763712486000123"
     commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
@@ -226,6 +226,7 @@ def _refused(folder: CheckpointFolder, name: str) -> str:
 
 
 def _error_text(error: Exception) -> str:
+    """Return an error as the note on a verified checkpoint."""
     if not isinstance(error, VitalsError):
         return str(error)
     return f"{error.text}; {error.hint}" if error.hint else error.text
@@ -253,6 +254,7 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
 
 
 def _entry_note(entry: IndexEntry) -> str:
+    """Return the note on a checkpoint in ``vitals checkpoints list``."""
     notes = [entry.reason] if entry.reason else []
     if entry.best is not None and math.isfinite(entry.best.value):
         notes.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")

@@ -201,6 +201,7 @@ def _combined(parts: list[Metadata]) -> Metadata:
 
 
 def _check_whole(metadata: Metadata) -> None:
+    """Refuse merged parts of a checkpoint with missing or repeated boxes."""
     for name, stored in tensors(metadata).items():
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise CheckpointError(f"the ranks wrote only some parts of {name}, or some twice")

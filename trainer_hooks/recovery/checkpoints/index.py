@@ -237,6 +237,7 @@ def _index_entry(path: Path) -> IndexEntry:
 
 
 def _changed_at(path: Path) -> int:
+    """Return when a checkpoint's file changed, in Unix nanoseconds; 0 if unknown."""
     try:
         return path.lstat().st_mtime_ns
     except OSError:

@@ -154,6 +154,7 @@ class Layout:
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
+    """Return whether optimizer state is sharded like its parameter."""
     return shape == of_param and moment != "step"
 
 
@@ -168,6 +169,7 @@ def _optimizer_key(i: int, whole: str, name: str) -> str:
 
 
 def _mismatch_error(text: str) -> CheckpointError:
+    """Return the error of a checkpoint that does not match the training."""
     return CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )

@@ -139,11 +139,13 @@ def held_in(
 
 
 def _held_whole(name: str, shape: Shape) -> LocalShard:
+    """Return the shard of a tensor that this rank holds completely."""
     piece = Piece(name, shape, *_all_of(shape), None)
     return LocalShard(shape=shape, wholes={name: shape}, pieces=(piece,))
 
 
 def _held_of_dtensor(name: str, tensor: Any) -> LocalShard | None:
+    """Return this rank's shard of a DTensor that is stored in a checkpoint."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -218,6 +220,7 @@ def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
 
 
 def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> LocalShard:
+    """Return the shard in one of FSDP1's flattened tensors."""
     local = tuple(tensor.shape)
     if len(ranges) == 1 and local == ranges[0].shape:
         return replace(_held_whole(prefix + ranges[0].fqn, local), uncut=uncut)

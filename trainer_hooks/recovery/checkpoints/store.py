@@ -503,6 +503,7 @@ class CheckpointStore:
 
 
 def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
+    """Yield a box of the checkpoint for each piece of a shard."""
     for piece in shard.pieces:
         yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 

@@ -168,6 +168,7 @@ class LayerOutlierWatcher(Watcher):
         return deviation > self._config.sigmas * sigma
 
     def _extend_streak(self, course: LayerTrend, away: float) -> None:
+        """Count a layer's outlier; accept a long streak as its new trend."""
         course.streak += 1
         if course.streak > self._config.accept_after:
             course.restart_at(course.center + away)
@@ -175,6 +176,7 @@ class LayerOutlierWatcher(Watcher):
     def _report_outliers(
         self, step: int, numbers: Mapping[str, float], outliers: list[tuple[float, str]]
     ) -> tuple[Finding, ...]:
+        """Return the finding about the layer that stands out most, once."""
         total = math.hypot(*numbers.values())
         strong = math.log(self._config.strong_ratio)
         confirmed = [
@@ -203,6 +205,7 @@ class LayerOutlierWatcher(Watcher):
         )
 
     def _min_value(self, total: float) -> float:
+        """Return the smallest value of a layer that is reported."""
         return self._config.least_share * total
 
 
@@ -286,6 +289,7 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
 
 
 def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, float]]:
+    """Yield each layer and its ratio of update norm to weight norm."""
     for layer, columns in layers.items():
         update, weight = columns.get("update_norm"), columns.get("weight_norm")
         if update is None or weight is None:
@@ -533,4 +537,5 @@ class ActivationWatcher(Watcher):
 
 
 def _clamped_exp(value: float) -> float:
+    """Return the exponential of a logarithm, bounded to stay finite."""
     return math.exp(max(-700.0, min(700.0, value)))

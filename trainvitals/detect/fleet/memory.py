@@ -110,6 +110,7 @@ class MemoryCreepWatcher(Watcher):
         return self._episode.on
 
     def _new_scales(self) -> list[_Floors]:
+        """Return empty minima of the ranks' memory, one object per time scale."""
         sizes = [self._config.block, *([_PER_LEVEL] * (_LEVELS - 1))]
         return [_Floors(size, self._config.blocks) for size in sizes]
 
@@ -120,6 +121,7 @@ class MemoryCreepWatcher(Watcher):
             self._total = min(self._total, total) if self._total else total
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the memory minima: another attempt starts."""
         self._settling = self._config.warmup_rows
         self._scales = self._new_scales()
         self._creeps = [False] * _LEVELS

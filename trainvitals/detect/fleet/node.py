@@ -163,6 +163,7 @@ _WORDS = {
 
 
 def _throttle_cause(mask: int) -> str:
+    """Return the finding's cause for a GPU's throttle reasons."""
     if mask & (SOFTWARE_HEAT | HARDWARE_HEAT):
         return "gpu_thermal"
     return "gpu_power_brake" if mask & POWER_BRAKE else "gpu_slowdown"
@@ -367,7 +368,7 @@ def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> An
 
 
 def _count(value: Value) -> int:
-    """Return a counter's value; -1 if it is not a counter value."""
+    """Return the value of a GPU's error counter; -1 if there is none."""
     return value if isinstance(value, int) and value >= 0 else -1
 
 

@@ -95,6 +95,7 @@ class LearningRateWatcher(Watcher):
         return self._zero.on or self._nonfinite.on
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Compare the next learning rate with the previous attempt's."""
         self._is_resumed, self._last, self._zeros = True, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -118,6 +119,7 @@ class LearningRateWatcher(Watcher):
         return self._check_rate(merged, rate)
 
     def _check_rate(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
+        """Return findings about a learning rate: jump, stuck at 0, not restored."""
         findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
         last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
@@ -153,6 +155,7 @@ class LearningRateWatcher(Watcher):
         return rate > max(config.max_rise * last, 1.02 * peak)
 
     def _track_peak(self, rate: float) -> None:
+        """Keep the schedule's peak rate, and whether its warm-up is over."""
         if rate > self._peak:
             self._peak, self._rows_since_peak = rate, 0
             return
@@ -348,6 +351,7 @@ class LossScaleWatcher(Watcher):
         return self._loss_scale_findings(merged.step, scale)
 
     def _has_overflowed(self, merged: MergedStep, scale: float) -> bool:
+        """Return whether the gradients overflowed in this step."""
         verdict = merged.run.get("verdict")
         if isinstance(verdict, int):
             return bool(verdict & OVERFLOW)

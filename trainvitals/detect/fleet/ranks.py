@@ -98,6 +98,7 @@ class DataBoundWatcher(Watcher):
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the unfinished block of waits: another attempt starts."""
         self._clear_block()
         self._stalled.clear()
 
@@ -245,6 +246,7 @@ class RankLossWatcher(Watcher):
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the counts of steps in which a rank's loss was off."""
         self._counts.clear()
         self._told.clear()
 
@@ -273,6 +275,7 @@ class RankLossWatcher(Watcher):
         middle: float,
         limit: float,
     ) -> tuple[Finding, ...]:
+        """Count the steps in which a rank's loss is off; return new findings."""
         high, low = middle + limit, middle - limit
         off = {
             rank: loss
@@ -297,6 +300,7 @@ class RankLossWatcher(Watcher):
         return tuple(findings)
 
     def _decrease_count(self, rank: int) -> None:
+        """Lower a rank's count of steps in which its loss was off."""
         count, since = self._counts[rank]
         if abs(count) <= 5:
             del self._counts[rank]

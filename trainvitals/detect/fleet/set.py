@@ -212,6 +212,7 @@ class FleetDetectors(Stateful):
         self._is_overdue = False
 
     def _overdue_findings(self, step: int) -> tuple[Finding, ...]:
+        """Return the finding about an overdue checkpoint, once."""
         if self._is_overdue:
             return ()
         finding = checkpoint_overdue(

@@ -93,6 +93,7 @@ class SlowStepFilter(Stateful):
         return "periodic" if self._is_periodic(step) else "slow"
 
     def _is_periodic(self, step: int) -> bool:
+        """Return whether slow steps come at a regular distance; record this one."""
         slow = set(self._slow)
         cycle = 0
         for earlier in reversed(self._slow):
@@ -187,6 +188,7 @@ class ThroughputWatcher(Watcher):
         return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the unfinished block of steps: another attempt starts."""
         self.pace.went_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
@@ -222,6 +224,7 @@ class ThroughputWatcher(Watcher):
         self._best, self._low_blocks = None, 0
 
     def _check_block_cost(self, step: int, cost: float) -> tuple[Finding, ...]:
+        """Compare a block's throughput with the run's best; return findings."""
         config, best = self._config, self._best
         allowed = max(-math.log1p(-config.fall), config.sigmas * self._noise)
         is_low = best is not None and cost > best + allowed
@@ -239,6 +242,7 @@ class ThroughputWatcher(Watcher):
         return (self._slowdown_finding(step, cost, best, allowed),) if begins else ()
 
     def _update_best(self, cost: float) -> None:
+        """Update the run's best throughput, and its noise, by a block's cost."""
         self._blocks = [*self._blocks, cost][-self._config.blocks :]
         if len(self._blocks) < _LEAST_BLOCKS:
             return
@@ -268,6 +272,7 @@ class ThroughputWatcher(Watcher):
 
 
 def _clamped_exp(value: float) -> float:
+    """Return the exponential of a logarithm, bounded to stay finite."""
     return math.exp(max(-700.0, min(700.0, value)))
 
 

@@ -134,6 +134,7 @@ class StragglerWatcher(Watcher):
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the lateness of all ranks: another attempt starts."""
         self._window.clear()
         self._optimizer = []
         self._since.clear()
@@ -196,6 +197,7 @@ class StragglerWatcher(Watcher):
         return _RankLateness(rank, shares, figures, recent, mean, error)
 
     def _is_late(self, course: _RankLateness) -> bool:
+        """Return whether a rank is late enough, or periodically, for a report."""
         config = self._config
         usual = _median([duration for _, duration, _ in self._window])
         limit = max(config.late, config.least_seconds / usual)
