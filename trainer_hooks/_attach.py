@@ -355,4 +355,3 @@ def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
 
 def _return_none() -> None:
     """Replace the weak reference to a gradient that does not exist."""
-    return None

@@ -547,6 +547,7 @@ class Agent:
                         self._serve_run(run_dir.path, keep=self._keeps_history)
 
     def _may_be_history(self, run_dir: RunDir) -> bool:
+        """Return whether an ended run's spool may be its only history."""
         return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
 
     def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:

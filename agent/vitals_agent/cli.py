@@ -95,7 +95,7 @@ _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the ``agent`` command."""
+    """Add the ``vitals agent`` command, which runs the node agent."""
     app.command(
         "agent",
         epilog="Example: vitals agent --dir ./vitals_runs --collector https://c.example.org:8765"

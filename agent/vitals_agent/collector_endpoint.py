@@ -121,6 +121,7 @@ def _send_request(
     content: bytes,
     headers: dict[str, str],
 ) -> tuple[http.client.HTTPResponse, bytes]:
+    """Send a request on a connection to the collector; close it after an error."""
     try:
         connection.request(method, target, content or None, headers)
         response = connection.getresponse()

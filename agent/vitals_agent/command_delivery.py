@@ -117,6 +117,7 @@ class CommandDelivery:
     def _collect_commands(
         self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool
     ) -> None:
+        """Poll the collector and the run directory for new commands."""
         # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
@@ -175,6 +176,7 @@ class CommandDelivery:
     def _deliver_command(
         self, run: ServedRun, desk: _Desk, command: Command, now: float, *, must_be_signed: bool
     ) -> None:
+        """Put a verified command into the mailbox on rank 0's node."""
         if command.number <= desk.newest:
             return  # already handled; the collector has not received the report yet
         path = run.folder / "mailbox"

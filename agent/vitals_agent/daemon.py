@@ -302,6 +302,7 @@ def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]
 
 
 def _journal_identity_or_none(directory: Path) -> Identity | None:
+    """Return the writer of a journal; None if it cannot be read."""
     try:
         return journal_identity(directory)
     except VitalsError:

@@ -42,6 +42,7 @@ class GpuReport:
 
 @dataclass(slots=True)
 class _Device:
+    """An opened GPU or MIG instance: NVML handle, Xid events, state."""
     handle: Any
     parent: str = ""
     """For a MIG instance, the GPU it belongs to."""

@@ -67,6 +67,7 @@ class _Process(NamedTuple):
 
 
 class _Work(NamedTuple):
+    """Resource use and position of a rank's process at one check."""
     at: float
     cpu_seconds: float
     all_cpu_seconds: float
@@ -168,6 +169,7 @@ class HangWatch:
     # ----------------------------------------------------------------------------- reports
 
     def _report_findings(self, ranks: list[RankActivity], world_size: int) -> None:
+        """Report new findings of waits and hangs, and the end of a wait."""
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.say
@@ -287,6 +289,7 @@ class HangWatch:
             seen.was_asked = False
 
     def _read_process(self, tail: JournalTail, seen: _Seen, now: float) -> None:
+        """Update the state of a rank's process, and how it ended."""
         assert seen.word is not None
         pid = tail.identity.pid
         process = None
@@ -342,6 +345,7 @@ def _stat(path: str) -> list[str]:
 
 
 def _add_work(seen: _Seen, process: _Process, now: float) -> None:
+    """Append a sample of a rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
     used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
     seen.work.append(_Work(now, *used, where, process.state))

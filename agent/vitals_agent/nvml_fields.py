@@ -62,6 +62,7 @@ def read_instance(nvml: Any, handle: Any) -> dict[str, Value] | None:
 
 
 def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Value] | None:
+    """Return the columns that a GPU supports; None if it has none or is lost."""
     values: dict[str, Value] = {}
     lost = _lost_errors(nvml)
     for reader in readers:
@@ -75,6 +76,7 @@ def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[
 
 
 def _lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
+    """Return NVML's exceptions for a lost GPU."""
     names = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
     return tuple(getattr(nvml, name) for name in names if hasattr(nvml, name))
 

@@ -77,6 +77,7 @@ class OpenJournals:
 
 
 def _read_journals(path: Path) -> dict[str, OpenJournal]:
+    """Return the open journals that an earlier agent listed, by directory."""
     try:
         journals = msgspec.json.decode(read_own(path), type=list[OpenJournal])
     except (OSError, VitalsError, *UNREADABLE):

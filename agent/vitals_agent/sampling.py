@@ -166,6 +166,7 @@ class Sampling:
         run.node_source.sample(PROCESS_SCHEMA, rows)
 
     def _write_gpus(self, run: ServedRun, report: GpuReport) -> None:
+        """Write the GPU rows of a round; report lost GPUs and Xid errors."""
         for sample in report.samples:
             source = run.gpu_source(sample.uuid)
             source.sample(GPU_SCHEMA, [sample.values], taken=report.taken)

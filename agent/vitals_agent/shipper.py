@@ -439,6 +439,7 @@ class Shipper:
     def _stop_stream(
         self, progress: _Progress, sent: _InFlightBatch, reply: IngestReply, now: float
     ) -> None:
+        """Stop a stream whose batch was refused, until it is stored or quarantined."""
         stopped = progress.stopped.setdefault(sent.key, _Stopped(sent, 0, now))
         stopped.num_tries += 1
         seconds = REFRESH_SECONDS * 2 ** (stopped.num_tries - 1)
@@ -533,6 +534,7 @@ def _read(spool: Ships, batch: _InFlightBatch) -> bytes | None:
 
 
 def _refusal_reply(error: FormatError) -> IngestReply:
+    """Return the error of a refused batch as a reply."""
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 

@@ -51,7 +51,7 @@ class OwnSource:
         self._write(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
 
     def say(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:
-        """Write an event."""
+        """Write an event of the agent into the run."""
         rows = encode_event(
             event,
             step=step,

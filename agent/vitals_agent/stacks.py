@@ -178,6 +178,7 @@ def _collectives(directory: Path) -> tuple[str, ...]:
 
 
 class _Collective(msgspec.Struct, frozen=True):
+    """A collective from the file of a rank's flight recorder."""
     group: str
     number: int
     call: str

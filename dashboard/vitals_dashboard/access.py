@@ -43,16 +43,19 @@ def sessions() -> Sessions:
 
 
 def _request_host() -> str:
+    """Return the host name that this browser session uses for the dashboard."""
     return host_name(st.context.headers.get("Host") or "")
 
 
 def _find_session(settings: DashboardSettings) -> Session | None:
+    """Return this browser's dashboard session by its cookie; None without one."""
     host = _request_host()
     key = st.context.cookies.get(settings.doors().cookie_name(host), "")
     return sessions().find(key, host)
 
 
 def _is_signed_on(settings: DashboardSettings) -> bool:
+    """Return whether the sign-on provider authenticates this browser session."""
     return settings.doors().is_signed_on(_request_host())
 
 
@@ -132,6 +135,7 @@ def footer() -> None:
 
 
 def _control_text(session: Session | None) -> str:
+    """Return for how long this browser session may still send commands."""
     if session is None:  # signed on
         return "You may send commands."
     minutes = math.ceil(sessions().control_seconds(session) / 60)
@@ -139,6 +143,7 @@ def _control_text(session: Session | None) -> str:
 
 
 def _get_control(session: Session) -> None:
+    """Draw the form in which a dashboard user enters the code for control."""
     with st.popover("Get control", icon=":material/lock_open:", key="get_control"):
         if sessions().has_code(session):
             with st.form(key="control_form", border=False):
@@ -158,10 +163,12 @@ def _get_control(session: Session) -> None:
 
 
 def _send_code(session: Session) -> None:
+    """Show a control code in the terminal of the dashboard; store why that failed."""
     st.session_state[_ANSWER] = sessions().send_code(session)
 
 
 def _redeem(session: Session, code: str) -> None:
+    """Give a browser session control if the entered code is right; redraw the page."""
     is_right = sessions().redeem(session, code)
     st.session_state[_ANSWER] = (
         ""

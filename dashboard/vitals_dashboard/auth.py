@@ -91,6 +91,7 @@ AGAIN_PAGE = f'{_HEAD}<meta http-equiv="refresh" content="0"></html>'.encode()
 
 
 def _is_equal_secret(candidate: str, expected: str) -> bool:
+    """Compare two dashboard tokens in constant time."""
     return hmac.compare_digest(candidate.encode(), expected.encode())
 
 
@@ -110,7 +111,7 @@ def take_token(query: str) -> tuple[str | None, str]:
 
 
 def proof(door_token: str, nonce: str) -> str:
-    """Return the response to a nonce, which only a process with the token can compute."""
+    """Return the dashboard's response to a nonce; only a token holder can compute it."""
     return hmac.new(door_token.encode(), f"proof {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -294,6 +295,7 @@ class Doors:
         return next((value for key, _, value in pairs if key == name), "")
 
     def _is_secure(self, host: str) -> bool:
+        """Return whether browsers use HTTPS at this host name of the dashboard."""
         return host == self.public_host and self.public_url.startswith("https:")
 
 
@@ -350,6 +352,7 @@ class TokenMiddleware:
     def _refusal_response(
         self, scope: Scope, headers: Mapping[str, str], host: str
     ) -> tuple[int, bytes] | None:
+        """Return status and text that refuse a foreign host or origin; None to accept."""
         if not self._doors.is_known(host):
             return 400, b"This dashboard has no such host name."
         is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
@@ -414,10 +417,12 @@ class TokenMiddleware:
 
 
 def _is_page(headers: Mapping[str, str]) -> bool:
+    """Return whether a browser requests a whole dashboard page, not a file of it."""
     return headers.get("sec-fetch-mode") == "navigate"
 
 
 async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
+    """Refuse a browser's HTTP request or WebSocket to the dashboard."""
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -427,6 +432,7 @@ async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
 async def _send_response(
     send: Any, status: int, body: bytes, headers: list[tuple[str, str]] | None = None
 ) -> None:
+    """Send a whole HTTP response of the dashboard's token middleware."""
     kind = "text/html" if body.startswith(b"<") else "text/plain"
     common = [
         ("content-type", f"{kind}; charset=utf-8"),

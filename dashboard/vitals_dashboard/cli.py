@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the `vitals dashboard` command."""
     app.command("dashboard", epilog="Example: vitals dashboard vitals_runs --open")(dashboard)
 
 
@@ -90,6 +90,7 @@ def dashboard(
 
 
 def _show_code(code: str) -> None:
+    """Print the control code that a browser requested to the dashboard's terminal."""
     now = time.strftime("%H:%M:%S")
     typer.echo(
         f"Control code: {code}  (asked for by a browser at {now}, for 2 minutes; ignore it if that"
@@ -99,6 +100,7 @@ def _show_code(code: str) -> None:
 
 
 def _build_entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entrance":
+    """Return who may use the dashboard, by the options of `vitals dashboard`."""
     from vitals_dashboard.launch import Entrance
     from vitals_dashboard.settings import check_public_url, read_sign_on
 
@@ -122,6 +124,7 @@ def _build_entrance(control: bool, public_url: str, oidc: Path | None) -> "launc
 def _resolve_collector(
     url: str, token_file: Path | None, environ: dict[str, str]
 ) -> "launch.CollectorPlace":
+    """Return the collector that the options of `vitals dashboard` name."""
     from trainvitals.io.client import read_tokens
     from trainvitals.io.server_identity import parse_url
     from trainvitals.io.setting_paths import collector_folder
@@ -142,6 +145,7 @@ def _resolve_collector(
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM and SIGHUP in `vitals dashboard` as Ctrl-C."""
     raise KeyboardInterrupt
 
 

@@ -190,7 +190,7 @@ def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str
 
 
 def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:
-    """Write a note at a step; return why that failed, or ""."""
+    """Write a user's note at a step of a run; return why that failed, or ""."""
     try:
         control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
     except VitalsError as error:

@@ -68,6 +68,7 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _format_value(value: Any) -> str:
+    """Return a setting's value as text for the dashboard's run comparison."""
     if isinstance(value, list | tuple):
         return formatting.plain(", ".join(map(str, value)), 200)
     return formatting.plain(str(value), 200)
@@ -110,7 +111,7 @@ def value_rows(
 
 
 def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
-    """Return how far a run is behind the first, at equal loss; "" if that is unknown."""
+    """Return how far a compared run is behind the first, at equal loss; "" if unknown."""
     both = (first, other)
     if other is first or any("steps.loss" not in detail.metrics for detail in both):
         return ""

@@ -297,6 +297,7 @@ def _series(request: SeriesRequest) -> SeriesRequest:
 
 
 def _point_rows(reply: SeriesReply | None) -> list[Row]:
+    """Return the points of a series as rows of step, time, attempt and value."""
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
@@ -326,7 +327,7 @@ def _is_same(before: Row, now: Row) -> bool:
 
 
 def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
-    """Return a reply with these rows, and the number of all values in the browser."""
+    """Return the reply for a chart line with these rows and the browser's totals."""
     steps = {row[0] for row in rows}
     return structs.replace(
         sent.reply,
@@ -364,6 +365,7 @@ def _layout(chart: Chart) -> Wire:
 
 
 def _whole_curve(curve: ChartCurve) -> Wire:
+    """Return a whole curve as JSON for the browser's chart component."""
     x = [_to_number(x_value) for x_value in curve.x]
     is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {
@@ -400,10 +402,12 @@ def _marks_of(charts: Sequence[Chart]) -> dict[SentMark, int]:
 
 
 def _wire_mark(mark: SentMark, places: int) -> list[Any]:
+    """Return a chart mark as JSON for the browser; ``places`` has a bit per chart."""
     return [mark.kind, mark.place, mark.text, places, mark.num]
 
 
 def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
+    """Mount the dashboard's chart component in the page with its message."""
     charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:

@@ -11,7 +11,7 @@ count = humanize_count
 
 
 def plain(text: str, limit: int = 120) -> str:
-    """Return text for one line: no control or direction-changing characters, at most ``limit``."""
+    """Return text as one safe line on the dashboard, of at most ``limit`` characters."""
     shortened = text[: limit * 4]
     if not shortened.isprintable():
         shortened = "".join(
@@ -29,7 +29,7 @@ def run_label(name: str, run_id: str, limit: int = 80) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with few digits; a dash if nothing was measured."""
+    """Return a number with few digits, as on the dashboard; a dash if unmeasured."""
     if value is None:
         return "\N{EN DASH}"
     if not math.isfinite(value):
@@ -40,17 +40,17 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Return a rate of whole things per second, as 4,750; small ones and unknown as ``number``."""
+    """Return a rate per second, as 4,750, for the dashboard; small ones as ``number``."""
     return f"{value:,.0f}" if value is not None and 1e2 <= value < 1e9 else number(value, 3)
 
 
 def share(ratio: float | None) -> str:
-    """Return a ratio in percent; a dash if it is unknown."""
+    """Return a ratio in percent for the dashboard; a dash if it is unknown."""
     return "\N{EN DASH}" if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def age(since_unix_ns: int, now_unix_ns: int) -> str:
-    """Return the time since an event; one in the future counts as now."""
+    """Return the time since an event for the dashboard; a future one counts as now."""
     if since_unix_ns <= 0:
         return "\N{EN DASH}"
     seconds = max(0, now_unix_ns - since_unix_ns) / SECOND_NS
@@ -61,7 +61,7 @@ def age(since_unix_ns: int, now_unix_ns: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return bytes with a readable unit."""
+    """Return bytes with a readable unit for the dashboard."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -82,6 +82,7 @@ def _all_positive(cells: Floats) -> bool:
 
 
 def _is_wide(cells: Floats) -> bool:
+    """Return whether a heat map's values are positive and span orders of magnitude."""
     finite = cells[np.isfinite(cells)]
     return _all_positive(cells) and bool(np.log10(finite.max()) - np.log10(finite.min()) > WIDE)
 
@@ -181,7 +182,7 @@ def heat_map(
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names so that no two are alike: a category axis knows its rows by name."""
+    """Return unique row names for a heat map; the axis identifies its rows by name."""
     seen: dict[str, int] = {}
     result = []
     for name in names:
@@ -205,7 +206,7 @@ def _category_axis(names: Sequence[str], label: Spec) -> Spec:
 def _long(
     cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
 ) -> pd.DataFrame:
-    """Return a row for each measured cell; it travels as Arrow, its names once each."""
+    """Return a data frame with a row for each measured cell of a heat map."""
     rows, columns = np.nonzero(np.isfinite(cells))
     shaded = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
     values = cells[rows, columns]

@@ -111,6 +111,7 @@ def draw(
 
 
 def _notes(reply: CellsReply) -> list[str]:
+    """Return what a heat map omits or combines, as sentences below it."""
     apart = sorted(b - a for a, b in pairwise(reply.step))
     width = apart[len(apart) // 2] if apart else 1  # bad steps are measured more densely
     num_rows = formatting.count(len(reply.rows), "row")

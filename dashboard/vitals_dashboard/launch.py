@@ -201,7 +201,7 @@ def discovered(environ: Mapping[str, str]) -> CollectorPlace:
 
 
 def place_on(data: Path, token_file: str) -> CollectorPlace:
-    """Return the collector of a data directory; it is looked up again if its port changes.
+    """Return the collector of a data directory, for the dashboard's pages.
 
     Raises:
         UsageError: there is none.
@@ -261,7 +261,7 @@ def program(
     environ: Mapping[str, str],
     inherits: Collection[int] = (),
 ) -> Iterator[Program]:
-    """Run a program with its output in ``log``; stop it on the way out.
+    """Run a child process of `vitals dashboard`, with its output in ``log``.
 
     It ends if this process is killed.
 
@@ -291,7 +291,7 @@ def program(
 
 
 def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
-    """Return the probe's first result.
+    """Return the first result of a probe of a started child process.
 
     Raises:
         TransportError: the program ended, or did not respond in time.
@@ -346,7 +346,7 @@ def check_control(location: CollectorPlace) -> None:
 def pages(
     location: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
 ) -> Iterator[Pages]:
-    """Run the Streamlit process until the block ends; yields it and its URLs."""
+    """Run the dashboard's Streamlit process until the block ends; yield its URLs."""
     if entrance.control:
         check_control(location)
     token, own_host = secrets.token_urlsafe(24), f"{secrets.token_hex(16)}.localhost"
@@ -398,6 +398,7 @@ def pages(
 
 
 def _public_address(entrance: Entrance, token: str) -> str:
+    """Return the dashboard's URL behind a proxy; with its token without sign-on."""
     if not entrance.public_url or entrance.sign_on is not None:
         return entrance.public_url
     return f"{entrance.public_url.rstrip('/')}/?token={token}"
@@ -451,6 +452,7 @@ def _proves_itself(port: int, token: str) -> bool | None:
 
 
 def _collector_answers(data: Path) -> bool | None:
+    """Return True once a started collector responds, and None before."""
     collector = collector_on(data)
     if collector is None:
         return None

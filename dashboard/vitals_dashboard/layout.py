@@ -50,7 +50,7 @@ _RUNS = "runs_just_asked"
 
 
 def style() -> None:
-    """Send our constant style sheet."""
+    """Send the dashboard's constant style sheet."""
     st.html(STYLE)
 
 
@@ -97,6 +97,7 @@ def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
 
 
 def _try_again(key: str) -> None:
+    """Draw a part of the page that retries a failed page after some seconds."""
     live_part(lambda: None, lambda _: False, live=True, key=key)
 
 
@@ -153,7 +154,7 @@ def goes_on(run_ids: Sequence[str], *, live: bool) -> bool:
 
 
 def stop_at_the_end(runs: Sequence[RunSummary]) -> None:
-    """End the refreshing of a page of these runs once nothing more comes of any of them."""
+    """Stop the refreshes of a dashboard page once all of its runs have ended."""
     if all(run.state in ENDED for run in runs) and st.session_state.pop(_REFRESHES, False):
         st.rerun()
 
@@ -245,6 +246,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
 
 
 def _select_run(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
+    """Draw the choice of a page's run, synchronized with the URL; return its id."""
     # The URL has priority: each run has its own widget, without a previous state.
     key = f"run_of_page_{requested}"
 

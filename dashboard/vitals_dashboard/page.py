@@ -18,7 +18,7 @@ _SERVER = """<script>
 
 
 def page() -> str:
-    """Return the page."""
+    """Return Streamlit's HTML page with links to the dashboard's own programs."""
     text = (Path(st.__file__).parent / "static" / "index.html").read_text()
     folder = "./_stcore/bidi-components/trainvitals.charts"
     links = [f'<link rel="modulepreload" href="{folder}/{name}.js">' for name in PROGRAMS]

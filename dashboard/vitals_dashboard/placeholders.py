@@ -7,6 +7,7 @@ from vitals_dashboard import formatting
 
 
 def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
+    """Draw a notice in place of a dashboard page: title, error and hint."""
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
@@ -44,7 +45,7 @@ def wrong_token(error: UnauthorizedError) -> None:
 
 
 def problem(error: VitalsError) -> None:
-    """Show any other error."""
+    """Draw any other error in place of a dashboard page."""
     _draw_notice(
         "Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:"
     )

@@ -93,6 +93,7 @@ def parse(text: str) -> Search:
 
 
 def _word_test(term: str) -> Test:
+    """Return the search test for a word in a run's name, project, user, id or tags."""
     needle = term.replace('"', "").casefold()
 
     def holds(run: RunSummary, _: Config) -> bool:
@@ -195,7 +196,7 @@ def check_group(by: str) -> str:
 def grouped(
     runs: Sequence[RunSummary], by: str, configs: Configs
 ) -> list[tuple[str, list[RunSummary]]]:
-    """Return the runs by value; a run with several tags is listed under each of them."""
+    """Group the fleet page's runs by value; one with several tags is in each group."""
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
         for value in _group_values(run, by, configs.get(run.run_id, {})):

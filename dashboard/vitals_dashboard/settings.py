@@ -54,6 +54,7 @@ class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "look" if self._is_listed(self.look, values) else ""
 
     def _is_listed(self, allowed: tuple[str, ...], values: list[str]) -> bool:
+        """Return whether a claim's values, or their e-mail domains, have this role."""
         if self.claim != "email":
             return not set(allowed).isdisjoint(values)
         lowered = {entry.lower() for entry in allowed}

@@ -60,6 +60,7 @@ class DataSource:
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
 def _cached_client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClient:
+    """Return the collector client that the dashboard's sessions share."""
     return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 
@@ -82,7 +83,7 @@ def connect() -> DataSource:
 
 
 def guarded(draw: Callable[[DataSource], None]) -> bool:
-    """Draw, or show the error; return whether drawing worked."""
+    """Draw a page, or the error of its query; return whether drawing worked."""
     try:
         draw(connect())
         return True

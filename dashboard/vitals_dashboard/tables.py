@@ -101,7 +101,7 @@ def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[Ru
 
 
 def _observed(view: DecisionView) -> str:
-    """Describe an action that was not taken, and whether it should have been."""
+    """Describe a policy action that was not taken, and whether it should have been."""
     return ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
 
 

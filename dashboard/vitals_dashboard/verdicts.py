@@ -69,7 +69,7 @@ def timeline(verdict: VerdictView) -> None:
 
 
 def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
-    """Draw facts, commands and tables, whose last column is the widest."""
+    """Draw a verdict's facts, commands and tables on the page."""
     with st.container(key=f"prose_{key}", gap="xxsmall"):
         for block in blocks:
             match block:
@@ -90,6 +90,7 @@ def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
 
 
 def _label(name: str, cell: object) -> str:
+    """Return a timeline cell of the verdict as text: a time, or a named number."""
     if isinstance(cell, datetime):
         return f"{cell:%H:%M:%S} UTC"
     return f"{name} {cell:,}" if isinstance(cell, int) else ""

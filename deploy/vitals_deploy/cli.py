@@ -115,7 +115,7 @@ def _host_and_port(option: str, address: str) -> str:
 
 
 def _template_free(option: str, url: str) -> str:
-    """Return the address; Prometheus would run what stands in double braces.
+    """Return a URL for Prometheus rules; it must not contain a template.
 
     Raises:
         UsageError: it has some.
@@ -225,6 +225,7 @@ def reader_tokens(path: Path) -> CollectorTokens:
 
 
 def _read_line(path: Path) -> str:
+    """Return the first line of a file, such as a Grafana token."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

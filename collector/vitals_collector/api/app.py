@@ -287,6 +287,7 @@ def _build_store_collector(
     settings: CollectorSettings,
     goodput: GoodputReader,
 ) -> StoreCollector:
+    """Build the Prometheus collector that exports the store at ``/metrics``."""
     return StoreCollector(
         store,
         clock=clock,
@@ -303,6 +304,7 @@ def _lifespan(
     parts: Sequence[_BackgroundService],
     settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return the app's lifespan: it starts and stops the background services."""
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         stop = threading.Event()
@@ -330,6 +332,7 @@ def _lifespan(
 
 
 def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
+    """Return the routes ``/v1/ingest`` and ``/healthz``."""
     router = APIRouter()
 
     @router.post(

@@ -491,6 +491,7 @@ def _too_large(limit: int) -> Refused:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return an ASGI ``receive`` that starts with an already read body."""
     is_replayed = False
 
     async def replay() -> Message:
@@ -504,7 +505,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def hardened(send: Send) -> Send:
-    """Return a ``send`` that adds the headers of every response."""
+    """Return an ASGI ``send`` that adds the security headers of every response."""
 
     async def hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -534,12 +535,12 @@ _RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
 
 
 def reply(body: object, status: int = 200) -> Response:
-    """Return a view as the JSON response."""
+    """Return a view as a JSON response of the API."""
     return Response(to_json(body), status, media_type="application/json")
 
 
 def problem(error: VitalsError, status: int = 0) -> Response:
-    """Return an error as the JSON response, with this status or the one for its type."""
+    """Return an error as a JSON response, with this status or that of its type."""
     status = (
         status
         or _STATUS_BY_CODE.get(error.code)

@@ -65,7 +65,7 @@ def _self_signed() -> bytes:
 
 
 def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
-    """Write into the token file by what clients know this collector.
+    """Write the certificate that clients trust into the token file.
 
     Existing certificates stay: several collectors on one database share one token file, with the
     certificate of each.
@@ -96,6 +96,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
 
 
 def _updated_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
+    """Return the trust of clients, with this collector's certificate or its CA."""
     certificates: tuple[str, ...] = ()
     if not ca:
         pem = _certificate_in(certificate)

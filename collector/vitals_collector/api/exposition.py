@@ -46,6 +46,7 @@ from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
 def _error_codes(of: type[VitalsError]) -> set[str]:
+    """Return the codes of an error class and its subclasses, as labels."""
     return {of.code}.union(*(_error_codes(error) for error in of.__subclasses__()))
 
 
@@ -247,6 +248,7 @@ def _label(text: str) -> str:
 
 
 def _exposed_runs(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSummary]:
+    """Return the runs in ``/metrics``: running ones first, then recent ones."""
     horizon = now_unix_ns - SHOWN_AFTER_END_SECONDS * 1e9
     recent = [r for r in every if r.state == "running" or r.last_seen_unix_ns >= horizon]
     newest = sorted(recent, key=lambda r: (r.state == "running", r.run_id), reverse=True)
@@ -257,6 +259,7 @@ def _exposed_runs(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSumm
 
 
 def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Samples]:
+    """Return the metric families about runs in ``/metrics``."""
     connection = moment.sql
     ids = [run.run_id for run in shown]
     families: dict[str, Samples] = {metric.name: {} for metric in _OF_RUN}
@@ -280,7 +283,7 @@ def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Sa
 
 
 def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
-    """Return the numbers of the latest row of rank 0's latest start."""
+    """Return the values for ``/metrics`` in the latest row of rank 0's latest start."""
     newest = (
         select(streams.c.incarnation, streams.c.last_seq)
         .join(
@@ -310,6 +313,7 @@ def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
 
 
 def _step_counts(connection: Connection, ids: list[str]) -> Samples:
+    """Return the number of steps of each run in ``/metrics``, lost rows included."""
     query = (
         select(streams.c.run_id, func.sum(streams.c.num_rows + streams.c.num_lost))
         .join(

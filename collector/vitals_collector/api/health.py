@@ -40,6 +40,7 @@ class HealthCheck:
             return f"the database has not responded for {self._timeout_seconds:g} s"
 
     def _run(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[str]") -> None:
+        """Check the store on a thread; hand the status to the event loop."""
         status = self._check()
         try:
             loop.call_soon_threadsafe(_resolve, future, status)

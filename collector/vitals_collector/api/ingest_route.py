@@ -284,6 +284,7 @@ class CommitQueue:
                 thread.join()
 
     def _run(self, lane: _Lane) -> None:
+        """Store the bodies of one lane until the queue closes."""
         while group := lane.pop_batches():
             outcomes = self._store_group(group)
             # before the responses: a client sends again at once, and must find space
@@ -464,6 +465,7 @@ class IngestApp:
         return outcome
 
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
+        """Handle one ``POST /v1/ingest``: reserve memory, read the body, store it."""
         self._check_plain(scope)
         num_bytes = announced_bytes(scope, MAX_INGEST_BYTES)
         try:
@@ -506,6 +508,7 @@ def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
 
 
 def _busy_error() -> StorageError:
+    """Return the error for a full ingest queue: clients retry later."""
     return StorageError(
         "the collector receives more than it can store",
         hint="try again later; agents keep their spools and retry by themselves",

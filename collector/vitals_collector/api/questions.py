@@ -163,7 +163,7 @@ _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
 
 
 def answers(body: Any) -> dict[int | str, dict[str, Any]]:
-    """Return a route's ``responses``: its view, and a problem."""
+    """Return a route's OpenAPI ``responses``: its view, and a problem."""
     return {
         200: _openapi_response("The answer.", body),
         "4XX": _openapi_response("A problem.", Problem),

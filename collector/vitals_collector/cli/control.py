@@ -70,7 +70,7 @@ _LOOK_SECONDS = 0.25
 
 
 def register(app: typer.Typer) -> None:
-    """Add `vitals alerts`."""
+    """Add the ``vitals alerts`` commands."""
     commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
@@ -206,7 +206,7 @@ def stacks(
 
 
 def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], int]:
-    """Return the ranks' responses to a query so far, and the number of ranks."""
+    """Return the stacks for ``vitals stacks`` so far, and the number of ranks."""
     run_id, number = sent.command.run_id, sent.command.number
     views = reader.ask(StacksQuestion(run_id=run_id))
     world_size = reader.ask(RunQuestion(run_id=run_id)).summary.world_size
@@ -216,7 +216,7 @@ def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], 
 def _until_all(
     look: Callable[[], tuple[tuple[StacksView, ...], int]], wait: float, *, pause: float
 ) -> tuple[tuple[StacksView, ...], int]:
-    """Poll until each rank has responded, at most for ``wait`` seconds."""
+    """Poll until the stacks of all ranks have come, at most for ``wait`` seconds."""
     give_up = time.monotonic() + wait
     while True:
         views, world_size = look()
@@ -226,7 +226,7 @@ def _until_all(
 
 
 def _number(value: str, action: Action) -> float | None:
-    """Return the value passed to an action; None without one."""
+    """Return VALUE of ``vitals command`` as a number; None without one."""
     try:
         return float(value) if value else None
     except ValueError:

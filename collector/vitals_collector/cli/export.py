@@ -161,6 +161,7 @@ def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
 
 
 def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
+    """Return the Arrow type of a column in ``vitals export``."""
     if name in _WHOLE:
         return arrow.int64()
     return arrow.string() if any(isinstance(v, str) for v in values) else arrow.float64()

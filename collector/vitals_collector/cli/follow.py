@@ -237,6 +237,7 @@ class Lines:
 
 
 def _status_texts(progress: Progress) -> list[str]:
+    """Return the latest step's values and the run's health, for one line."""
     values = _values(progress)
     speed = values.pop("speed", "")
     named = [f"{name} {text}" for name, text in values.items()]
@@ -325,6 +326,7 @@ def _title(summary: RunSummary) -> str:
 
 
 def _ending_line(progress: Progress, said: str) -> str:
+    """Return the last line of ``vitals tail --follow``: how the run ended."""
     summary = progress.summary
     steps = f"after step {progress.step:,}" if progress.step >= 0 else "before its first step"
     skips = f"{humanize_count(summary.num_skips, 'update')} skipped"

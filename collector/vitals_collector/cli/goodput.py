@@ -111,6 +111,7 @@ def _of_log(source: str, sums: Goodput) -> GoodputView:
 
 
 def _show_all(folder: Path | None, server: Server, form: Format) -> None:
+    """Write the goodput of every run as a table."""
     with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())
         views = [opened.reader.ask(GoodputQuestion(run_id=run.run_id)) for run in runs]

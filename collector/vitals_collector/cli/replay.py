@@ -263,6 +263,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
 
 
 def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
+    """Return the last line of ``vitals replay``: counts of findings and decisions."""
     findings = Counter(f.level for judged in judged_steps for f in judged.judgement.findings)
     counts = Counter(
         judged.judgement.decision.action

@@ -148,7 +148,7 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
 
 
 def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
-    """Return the table of waits for one rank, and of hangs; empty without any."""
+    """Return the table of waits and hangs in ``vitals show``; empty without any."""
     waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
     rows = [
         (

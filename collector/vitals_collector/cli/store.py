@@ -75,7 +75,7 @@ class StoreChoice:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the ``vitals store`` commands."""
     commands: Commands = {
         "size": (size, "vitals store size --format json"),
         "check": (check, "vitals store check"),

@@ -48,7 +48,7 @@ Output = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the ``vitals token`` commands."""
     commands: Commands = {
         "create": (create, "vitals token create ada --project llm --output ada.json"),
         "list": (list_tokens, "vitals token list"),

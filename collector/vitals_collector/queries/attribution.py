@@ -159,7 +159,7 @@ _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
 def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
-    """Return the run's columns that fleet detectors use."""
+    """Return the run's columns that fleet detectors use, by stream."""
     looked_at = {
         "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
         "layers": {*LAYER_COLUMNS},

@@ -59,7 +59,7 @@ class Condition(NamedTuple):
 
 
 def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition, ...]:
-    """Return the conditions.
+    """Parse the conditions of a table query.
 
     Args:
         texts: conditions as entered.
@@ -138,6 +138,7 @@ def _parse_value(
 
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
+    """Return a mask of the values in a column that satisfy a condition."""
     if op == "~":
         substring = str(value).casefold()
         return np.fromiter((substring in str(v).casefold() for v in values), bool, len(values))

@@ -183,7 +183,7 @@ def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()
 def _measured(
     numbers: NumbersReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
 ) -> tuple[float | None, int | None]:
-    """Return the seconds that rank 0 took for the steps, and the tokens that the run consumed.
+    """Return rank 0's seconds for the lost steps, and the tokens of the run in them.
 
     As in ``trainvitals.goodput``, checkpoints and evaluations between steps do not count.
     """

@@ -139,7 +139,7 @@ def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
 
 
 def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return a counter, or an error number, if it changed."""
+    """Return a GPU's counter, or an error number, if it changed."""
     last = float(before[-1]) if len(before) else None
     if not len(late) or float(late[-1]) == last or (last is None and name != "last_xid"):
         return []
@@ -150,7 +150,7 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
 
 
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return unusual throttle reasons as bit masks: the usual reasons, and all.
+    """Return a GPU's unusual throttle reasons as bit masks: the usual ones, and all.
 
     A throttle may start and end some samples before its effect shows in steps.
     """
@@ -176,7 +176,7 @@ def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
 def _times(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
-    """Return the end times of the steps on rank 0."""
+    """Return the first and last end time of an incident's steps on rank 0."""
     span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]

@@ -61,6 +61,7 @@ _NO_TOTAL = (
 def _finish_fields(
     timed: Points | None, run: RunSummary, total: int, now_unix_ns: int
 ) -> dict[str, object]:
+    """Return the forecast's fields on the end of the run, or why it has none."""
     if not total:
         return {"no_finish": _NO_TOTAL}
     is_over = timed is not None and int(timed.step[-1]) + 1 >= total
@@ -104,6 +105,7 @@ def _final_loss_fields(of_run: "_LineageCurves", total: int) -> dict[str, object
 def _lag_fields(
     of_run: "_LineageCurves", of_other: "_LineageCurves", other: RunSummary
 ) -> dict[str, object]:
+    """Return the forecast's fields on the lag behind another run."""
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
     predicted = lag(*of_run.losses(along), *of_other.losses(along))

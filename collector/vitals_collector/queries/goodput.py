@@ -76,6 +76,7 @@ class _Start(NamedTuple):
 
 
 def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
+    """Return the starts of the training, each with its times and ranks."""
     table = sources.c
     query = select(sources).where(table.run_id == run.run_id, table.rank >= 0)
     rows = connection.execute(query.order_by(table.started_unix_ns)).all()
@@ -143,6 +144,7 @@ def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[st
 
 
 def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
+    """Return the ended steps of all launches, and which were discarded."""
     parts = [_of_launch(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
@@ -420,6 +422,7 @@ MAX_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class _CachedGoodput:
+    """A run's goodput in the cache, and when to read it again."""
     view: GoodputView
     last_seen_unix_ns: int
     state: str
@@ -515,6 +518,7 @@ class GoodputReader:
             _LOG.exception("goodput_failed")
 
     def _work(self) -> None:
+        """Read the queried runs whenever a scrape wakes the thread."""
         while True:
             self._wake.wait()
             self._wake.clear()

@@ -165,6 +165,7 @@ def _came_again(rollback: Item, item: Item) -> bool:
 
 
 def _item_sort_key(item: Item) -> tuple[int, bool, int, int, int, str, int]:
+    """Return the order of items in an incident: by attempt and step, deaths last."""
     is_death = item.domain == "run"
     depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
     # The cause of a death precedes it; among deaths the root is first, regardless of its clock.
@@ -204,6 +205,7 @@ def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") 
 def _join_within_reach(
     items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets"
 ) -> None:
+    """Join two items of an incident if the earlier one reaches this step."""
     if j is not None and items[j].last >= since:
         sets.join(i, j)
 

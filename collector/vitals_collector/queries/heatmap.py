@@ -99,6 +99,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
 
 
 def _check_map_size(points: int, rows: int) -> None:
+    """Reject a heat map with too many columns, rows or cells."""
     if not 1 <= points <= MAX_MAP_COLUMNS:
         raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
     if not 1 <= rows <= MAX_MAP_ROWS:
@@ -171,7 +172,7 @@ def _of_sources(
 def _by_source(
     numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
 ) -> dict[str, Points]:
-    """Return the curve of every source."""
+    """Return the heat map's curve of every source."""
     sources = numbers.sources(curve.span.run_id, curve.span.stream)
     curves = [curve._replace(span=curve.span._replace(sources=(source,))) for source in sources]
     drawn = numbers.curves(curves, attempts, branch)
@@ -179,7 +180,7 @@ def _by_source(
 
 
 def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
-    """Return ranks by number, other sources in their own order."""
+    """Return the heat map's ranks by number, other sources in their own order."""
 
     def key(name: str) -> tuple[str, int]:
         kind, _, rest = name.partition(":")
@@ -218,7 +219,7 @@ def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> lis
 def _host(
     numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
-    """Return the curves of GPUs or nodes with the steps that ran during each sample.
+    """Return the curves of GPUs or nodes, with the steps that ran during each sample.
 
     Samples before the end of the first step, or after that of the last, belong to no step.
     """
@@ -242,7 +243,7 @@ def _host(
 def _clock(
     numbers: NumbersReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
-    """Return steps of all attempts by end time."""
+    """Return the steps of all attempts by end time, to place samples of a host."""
     of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
     for column in _TIMED:
         curve = CurveRequest(of_rank0, column, max(num_points, 1_000))

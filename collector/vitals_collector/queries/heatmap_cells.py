@@ -149,7 +149,7 @@ def even_starts(first: int, last: int, points: int) -> Ints:
 
 
 def starts_of(curves: Sequence[Points], points: int) -> Ints:
-    """Return the first step of each column: one per step if there are few enough."""
+    """Return the first step of each heat-map column: one per step if few enough."""
     if not curves:
         return np.zeros(0, dtype=np.int64)
     if all(len(curve) <= points for curve in curves):
@@ -162,7 +162,7 @@ def starts_of(curves: Sequence[Points], points: int) -> Ints:
 
 
 def of_curves(curves: Sequence[Points], starts: Ints) -> Extremes:
-    """Return the cells of curves, one row each."""
+    """Return the heat-map cells of curves, one row each."""
     grid = Grid(starts, len(curves))
     for i, curve in enumerate(curves):
         grid.add(np.full(len(curve), i, dtype=np.int64), curve.step, curve.value)
@@ -180,7 +180,7 @@ def furthest(extremes: Extremes) -> Floats:
 
 
 def _around(values: Floats) -> Floats:
-    """Return each cell with its neighbors in the row, as a last axis.
+    """Return each heat-map cell with its neighbors in the row, as a last axis.
 
     At the edges the row is continued with the same slope, by point reflection at its last cell.
     With neighbors on one side only, the start of a falling loss would look like a spike, and would

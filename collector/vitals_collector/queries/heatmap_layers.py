@@ -81,6 +81,7 @@ def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
 def _split_span(
     numbers: NumbersReader, span: RowSpan, low: int, high: int, least: int
 ) -> list[RowSpan]:
+    """Halve a span of layer rows until each part has few rows."""
     if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
         return [span]
     middle = (low + high) // 2
@@ -312,7 +313,7 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
 
 
 def value_of(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
-    """Return a column's values, or the ratio of two columns, and which rows have one."""
+    """Return the values of a column or of a ratio of two, and which rows have one."""
     values = [columns[name].values.astype(np.float64, copy=False) for name in names]
     if len(names) == 1:
         return values[0], ~columns[names[0]].is_missing

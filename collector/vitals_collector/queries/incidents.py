@@ -216,6 +216,7 @@ def _read(
 
 
 def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
+    """Return the key of a finding whose condition may still hold."""
     return finding.kind, finding.cause, finding.step, finding.rank
 
 
@@ -409,6 +410,7 @@ def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Seque
 
 
 def _noted_event(row: Row[Any]) -> Said | None:
+    """Return an event that may belong to an incident; None for others."""
     view = event_view(row)
     if row.kind == "Note":
         note = _note(row.body)
@@ -520,6 +522,7 @@ def severity_of(bundle: Bundle, records: Records) -> Severity:
 
 
 def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
+    """Return whether an incident is still open."""
     if run.state == "finished":
         # The user keeps the last state, and no healthy step shows that the problem is over.
         steps = (records.decisions[i].decision.step for i in bundle.decisions)
@@ -711,6 +714,7 @@ def _runs_that_had(
 
 
 def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
+    """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
     evidence = Evidence()
     if is_whole:

@@ -357,6 +357,7 @@ def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> 
 
 
 def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
+    """Return a scanned row of a step; its non-finite values are listed by name."""
     values: dict[str, float | int | None] = {}
     nonfinite: list[str] = []
     for name, value in row.items():

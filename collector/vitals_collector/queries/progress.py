@@ -176,7 +176,7 @@ def _alert_text(alert: AlertView) -> str:
 
 
 def _at(reply: SeriesReply, step: int) -> list[float]:
-    """Return the value at the step, if it was measured."""
+    """Return the value of a series at the step, if it was measured."""
     if not reply.step or reply.step[-1] != step:
         return []
     value = reply.value[-1]

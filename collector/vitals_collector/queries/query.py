@@ -218,7 +218,7 @@ class Query:
 
 
 def within(query: Query, reach: frozenset[str] | None) -> Query:
-    """Return a query limited to these runs; None: all."""
+    """Return a query limited to the runs that a token reaches; None: all."""
     limited = copy.copy(query)
     limited.reach = reach
     return limited
@@ -410,6 +410,7 @@ def _verdict(query: Query, question: VerdictQuestion) -> RunVerdict:
 
 
 def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
+    """Call ``judge`` on a snapshot of the run, for its incidents or its verdict."""
     with query.read(run_id) as moment:
         run = overview.summaries(moment.sql, query.liveness(), run_id)[0]
         return judge(

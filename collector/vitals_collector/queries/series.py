@@ -163,6 +163,7 @@ def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -
 
 
 def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
+    """Return the source of a series if the query names none."""
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):

@@ -162,7 +162,7 @@ class _Numbering:
 
 
 def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
-    """Yield the rows' steps and ranks, in batches that are read together."""
+    """Yield the matching steps and ranks as spans that are read together."""
     if not len(rows.step):
         return
     sources = tuple(f"rank:{rank}" for rank in np.unique(rows.rank).tolist())

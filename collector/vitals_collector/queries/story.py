@@ -216,6 +216,7 @@ def _mover_name(view: MoverView) -> str:
 
 
 def _change_text(mover: Moved) -> str:
+    """Return the peak, usual value and deviation of a change as text."""
     view, unit = mover.view, split_unit(mover.view.metric)[1]
     usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
     if view.score >= NONFINITE_SCORE:

@@ -127,7 +127,7 @@ def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
 
 
 def _listed(cells: TableColumn) -> tuple[Any, ...]:
-    """Return a column as JSON values."""
+    """Return a column of a table reply as JSON values."""
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
         for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
@@ -142,7 +142,7 @@ def _listed(cells: TableColumn) -> tuple[Any, ...]:
 
 
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
-    """Return the columns of a record, from the types of its fields."""
+    """Return the columns of a record type for table queries."""
     columns: dict[str, Kind] = {}
     for name, of in typing.get_type_hints(kind).items():
         if name in but:

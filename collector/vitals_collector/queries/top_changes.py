@@ -116,7 +116,7 @@ def _within(step: int) -> int:
 
 
 def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
-    """Return the changes up to a step of an attempt, or of the lineage."""
+    """Return the largest changes of layers and ranks up to a step."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
     there = _load_measured_columns(moment.sql, run_id)
@@ -249,7 +249,7 @@ def judge(
     min_before: int = _MIN_BEFORE,
     has_jumps: bool = True,
 ) -> Moved | None:
-    """Return the distance of the values in the window before ``step`` from the earlier ones. Pure.
+    """Return the deviation of the values in the window before ``step``. Pure.
 
     None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
     ``has_jumps`` a distance that single values before it had is usual.

@@ -149,7 +149,7 @@ def _began(waits: Sequence[FindingView]) -> int:
 
 
 def verdict(facts: VerdictFacts) -> VerdictView:
-    """Return the verdict."""
+    """Return the verdict on an incident: state, cause, action, cost, next command."""
     text, commands = _next(facts)
     if facts.capsule_step >= 0:
         play = f"vitals repro {facts.run.run_id} {facts.capsule_step} --entry train.py:build"
@@ -185,7 +185,7 @@ def _one_line(text: str) -> str:
 
 
 def state(facts: VerdictFacts) -> str:
-    """Return the state of the run, and whether the incident is over."""
+    """Return the verdict's line on the state of the run and of the incident."""
     if (hang := _hang(facts)) is not None:
         lasted = humanize_seconds(hang.seconds)
         return f"Hung in step {hang.step:,}: no step has ended for {lasted}."
@@ -225,7 +225,7 @@ def ending(facts: VerdictFacts) -> str:
 
 
 def cause(facts: VerdictFacts) -> str:
-    """Return the cause, the rank and the steps; if asked for, also the first change."""
+    """Return the verdict's line on the cause, with ranks and steps."""
     sentences = list(dict.fromkeys(_causes(facts)))
     # Deaths are in the order of events: the root is first. An alert may be about the error of a
     # rank that only lost its peer.
@@ -316,7 +316,7 @@ def _is_death(event: EventView) -> bool:
 
 
 def _death(event: EventView, world_size: int) -> str:
-    """Return how a run ended, with the failed rank if there are several ranks."""
+    """Return the verdict's text on how a run ended, with the failed rank."""
     text = _CODE.sub("", event.text)
     is_of_rank = world_size > 1 and event.kind == "RunEnded" and event.source.startswith("rank:")
     return f"{event.source.replace(':', ' ')} {text}" if is_of_rank else text
@@ -383,7 +383,7 @@ _OBSERVED: dict[ActionName, str] = {
 
 
 def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
-    """Return the actions of Vitals in order; for ``observe``, those it would have taken."""
+    """Return the verdict's line on the actions of Vitals, done or only observed."""
     if restarts:
         decided = action(decisions) if decisions else ""
         resumed = " ".join(_resumed(each) for each in restarts)
@@ -427,6 +427,7 @@ def _resumed(restart: Restart) -> str:
 
 
 def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
+    """Return the text on actions that mode ``observe`` only recorded."""
     if not same:
         return ""
     times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
@@ -474,7 +475,7 @@ def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
 
 
 def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
-    """Return the cost, each value with its unit; unmeasured values are left out."""
+    """Return the verdict's line on the cost; unmeasured values are left out."""
     ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
         rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
@@ -506,7 +507,7 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
 
 
 def before(precedent: Precedent) -> str:
-    """Return how often it occurred before: in this run, and in which others."""
+    """Return the verdict's line on earlier incidents, in this run and in others."""
     num = len(precedent.steps)
     text = "First time in this run."
     if num:
@@ -526,7 +527,7 @@ def before(precedent: Precedent) -> str:
 
 
 def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
-    """Return the recommended action and its commands: the next one first."""
+    """Return the verdict's recommended action and its commands: the next one first."""
     run = facts.run
     report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
     why = f"vitals why {run.run_id} {max(facts.onset, 0)}"

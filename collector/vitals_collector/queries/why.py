@@ -253,7 +253,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
 
 
 def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Return a line about the decision closest to a step that has none."""
+    """Return the sentence on the decision closest to a step that has none."""
     nearest = min(
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )
@@ -305,7 +305,7 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
 
 
 def of_attempt(view: StepView, attempt: int) -> str:
-    """Return the text for one attempt: values, limits, verdict, outcome."""
+    """Return the text on a step in one attempt: values, limits, verdict, outcome."""
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values

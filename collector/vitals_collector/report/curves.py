@@ -134,7 +134,7 @@ def curves(
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> tuple[PlottedCurve, ...]:
-    """Return loss and gradient norm, if they are among the run's ``metrics``."""
+    """Return the curves of loss and gradient norm that a run has, for plots."""
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
         if metric not in metrics:
@@ -242,6 +242,7 @@ def log_curve(
 
 
 def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> SeriesReply:
+    """Return the values of a log as a series, like that of a stored run."""
     logged = [(step, value) for step, value in points if value is not None]
     finite = [(step, value) for step, value in logged if math.isfinite(value)]
     nonfinite = [(step, value) for step, value in logged if not math.isfinite(value)]
@@ -268,7 +269,7 @@ def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> Series
 
 
 def place(step: int, span: tuple[int, int], num: int) -> int:
-    """Return the index of a step's column among ``num`` columns."""
+    """Return the index of the plot column that contains a step."""
     first, last = span
     return (step - first) * (num - 1) // max(1, last - first)
 

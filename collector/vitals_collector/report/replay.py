@@ -387,6 +387,7 @@ class _Replayer:
                 )
 
     def _is_known(self, entry: _LoggedEvent, record: StepRecord) -> bool:
+        """Return whether the run knew the event when it judged the record."""
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
@@ -397,6 +398,7 @@ class _Replayer:
 
 
 def _proposal(decision: Decision) -> Proposal:
+    """Return the operator's command that a recorded decision carried out."""
     is_rollback = decision.action == "rollback"
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
@@ -454,6 +456,7 @@ def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
 
 
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
+    """Return the events of one start of rank 0 that the replay needs."""
     query = (
         select(events.c.step, events.c.attempt, events.c.body)
         .where(

@@ -62,6 +62,7 @@ def curves_file(title: str, curves: Sequence[PlottedCurve], marks: Sequence[Curv
 def _curve_group(
     curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]], top: int
 ) -> Node:
+    """Return a curve with its frame, ticks and marks as an SVG group."""
     span = curve.span
     lineage, discarded, scale = _drawn(curve)
     inside = [
@@ -79,11 +80,12 @@ def _curve_group(
 
 
 def legend(marks: Sequence[CurveMark]) -> str:
-    """Return the meaning of everything in the curves of a page."""
+    """Return the meaning of all marks in the SVG plots of a page."""
     return f"{_COLUMNS} {_SYMBOLS}, shaded an incident. {_letters(marks)}".strip()
 
 
 def _letters(marks: Sequence[CurveMark]) -> str:
+    """Return the meaning of the decisions' letters in an SVG plot."""
     kinds = {mark.kind for mark in marks}
     named = [f"{letter} {label}" for kind, (letter, label) in KINDS.items() if kind in kinds]
     return f"Letters: {', '.join(named)}. Point at one to read why." if named else ""
@@ -176,7 +178,7 @@ def _path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
 
 
 def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) -> Node | None:
-    """Return the current limit, if it is within the plotted range."""
+    """Return the limit's line in an SVG plot, within the plotted range."""
     if limit is None:
         return None
     parts, before = [], None
@@ -278,6 +280,7 @@ def _box(at: int, row: int, wide: float) -> str:
 
 
 def _row_name(name: str, row: int) -> Node:
+    """Return the label of a heat-map row; the full name is a tooltip."""
     text = printable(name)
     is_long = len(text) > _NAME_CHARACTERS
     short = f"...{text[3 - _NAME_CHARACTERS :]}" if is_long else text

@@ -36,7 +36,7 @@ _PLAIN = " '.:"
 def draw(
     curve: PlottedCurve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
 ) -> list[str]:
-    """Return the lines of a plot at most ``width`` wide."""
+    """Return a curve as a plot of text lines, at most ``width`` wide."""
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
@@ -67,7 +67,7 @@ def draw(
 
 
 def legend(marks: Iterable[CurveMark]) -> str:
-    """Return the meaning and the number of the letters below the axes."""
+    """Return the meaning and the number of the letters below a text plot."""
     counts = Counter(mark.kind for mark in marks)
     entries = [f"{NONFINITE} not finite", f"{LEFT} discarded by rollback"]
     entries += [

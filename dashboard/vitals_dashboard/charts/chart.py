@@ -220,13 +220,14 @@ def _unit_size(along: Along, unit: str) -> float:
 
 
 def _scale_of(lines: Sequence[Line]) -> StepScale:
+    """Return the step scale of a chart: that of the first line that has one."""
     return next((line.scale for line in lines if line.scale is not None), STEPS)
 
 
 def _ends(
     scale: StepScale, extent: tuple[int, int], marks: Sequence[ChartMark]
 ) -> tuple[float, float] | None:
-    """Return the ends of the extent; over time, events may be outside of them."""
+    """Return the ends of a chart's x-axis; over time, events may widen it."""
     if scale.axis == "time" and not scale.steps:
         return None
     first, last = scale.x_of([extent[0], max(extent[1], extent[0] + 1)])
@@ -237,6 +238,7 @@ def _ends(
 
 
 def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) -> float:
+    """Return the visible width of a chart's x-axis."""
     if ends is not None:
         return ends[1] - ends[0]
     xs = [x for curve in curves if curve.x for x in (curve.x[0], curve.x[-1])]
@@ -244,5 +246,6 @@ def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) 
 
 
 def _with_unit(title: str, lines: Sequence[Line]) -> str:
+    """Return a chart's title with the displayed unit of its lines."""
     unit = display_unit(lines[0].reply.unit)[0] if lines else ""
     return chart_text(f"{title}, {unit}" if unit else title)

@@ -38,7 +38,7 @@ def sparkline(reply: SeriesReply | None, look: Palette) -> str:
 
 
 def _placed(values: Sequence[float], start: float, end: float) -> list[float]:
-    """Scale values to the interval between two ends; non-finite ones are unchanged."""
+    """Scale a sparkline's values to an interval; non-finite ones are unchanged."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     # Half of each, so that the distance of two floats is always a float.

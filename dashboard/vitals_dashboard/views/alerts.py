@@ -34,7 +34,7 @@ SHOWN = ("firing", "silenced", "resolved", "all")
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of alerts."""
     layout.heading("Alerts")
     with st.container(horizontal=True, vertical_alignment="center", key="alert_controls"):
         shown = st.segmented_control(
@@ -147,7 +147,7 @@ def _draw_cards(
 
 
 def _head(group: _Group, runs: _Runs) -> None:
-    """Draw the heading of the following alerts, and the link to the incident."""
+    """Draw the heading of a group of alerts, and the link to its incident."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         if not group.run_id:
             st.markdown("### Vitals itself")

@@ -19,7 +19,7 @@ from vitals_dashboard.theme import CHECKPOINT_WORDS
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of a run's checkpoints."""
     layout.heading("Checkpoints")
     layout.run_page(_draw_body, key="checkpoints_body")
 
@@ -134,6 +134,7 @@ def _draw_rollback_target(target: CheckpointView | None) -> None:
 
 
 def _own_choice(detail: RunDetail) -> str:
+    """Return which checkpoint an automatic rollback takes, as a sentence."""
     margin = detail.info.judge.get("ladder", {}).get("margin")
     steps = f"{margin} steps" if isinstance(margin, int) else "a margin"
     return f"An automatic rollback takes the newest healthy one at least {steps} before the onset."

@@ -39,7 +39,7 @@ class CompareControls:
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page that compares runs."""
     layout.heading("Compare")
     load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="compare_controls"):

@@ -24,7 +24,7 @@ DONE = ("carried out", "proposed only")
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of a run's decision log."""
     layout.heading("Decisions")
     layout.run_page(_draw_body, key="decisions_body")
 

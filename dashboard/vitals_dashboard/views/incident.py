@@ -42,7 +42,7 @@ HEIGHT = 165
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of one incident of a run."""
     layout.heading("Incidents")
     load_charts()
     layout.run_page(_draw_body, key="incident_body")

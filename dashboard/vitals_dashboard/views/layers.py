@@ -32,7 +32,7 @@ CHOICES = (
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of a run's layers."""
     layout.heading("Layers")
     layout.run_page(_draw_body, key="layers_body")
 

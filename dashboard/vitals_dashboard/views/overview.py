@@ -32,7 +32,7 @@ class RunFilter:
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page with the list of runs."""
     layout.heading("Fleet")
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
         choice = _draw_controls()
@@ -103,7 +103,7 @@ def _pages(
     num_runs: int,
     num_all: int,
 ) -> None:
-    """Draw one page of the rows, whatever groups they are of."""
+    """Draw one page of the run list, whatever groups its rows are of."""
     sizes = {value: len(members) for value, members in groups}
     rows = [(value, run) for value, members in groups for run in members]
     caption_column, pages = st.columns([3, 2], vertical_alignment="center")

@@ -43,7 +43,7 @@ ABOUT_MACHINES = kinds_about("machine")
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of a run's ranks, GPUs and nodes."""
     layout.heading("Ranks and nodes")
     layout.run_page(_draw_body, key="ranks_body")
 

@@ -39,7 +39,7 @@ and other users may have written notes."""
 
 
 def render() -> None:
-    """Draw the page."""
+    """Draw the dashboard page of one run: verdict, curves and tables."""
     layout.heading("Run")
     load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
@@ -107,7 +107,7 @@ class _Shown:
 
 
 class _Happened(NamedTuple):
-    """Events in a chart, in addition to its curves."""
+    """Decisions, checkpoints, alerts and notes of a run, drawn as marks."""
 
     decisions: Sequence[DecisionView]
     checkpoints: Sequence[CheckpointView]
@@ -242,6 +242,7 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
 
 
 def _draw_facts(detail: RunDetail, now_unix_ns: int) -> None:
+    """Draw a run's id, project, mode, ranks and times in one line of its page."""
     summary, info = detail.summary, detail.info
     facts = (
         summary.run_id,

@@ -194,6 +194,7 @@ def _decode_metric(raw: memoryview) -> dict[str, Any]:
 
 
 def _number_point(raw: memoryview) -> dict[str, Any]:
+    """Decode a NumberDataPoint of an OTLP request to its JSON form."""
     point: dict[str, Any] = {
         "attributes": [_decode_key_value(part) for part in _embedded_messages(raw, 7)]
     }
@@ -224,6 +225,7 @@ def _decode_key_value(raw: memoryview) -> dict[str, Any]:
 
 
 def _any_value(raw: memoryview) -> Iterator[tuple[str, object]]:
+    """Decode an AnyValue of an OTLP attribute; yield its JSON name and value."""
     for number, value in fields(raw):
         if number == 1 and not isinstance(value, int):
             yield "stringValue", bytes(value).decode("utf-8")
@@ -401,6 +403,7 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
 
 
 def _json_answer(taken: OtlpPoints) -> Mapping[str, object]:
+    """Return the OTLP export response for JSON; it counts refused points."""
     if not taken.num_refused:
         return {}
     refused = {"rejectedDataPoints": str(taken.num_refused), "errorMessage": taken.why}
@@ -408,7 +411,7 @@ def _json_answer(taken: OtlpPoints) -> Mapping[str, object]:
 
 
 def _answer(taken: OtlpPoints) -> bytes:
-    """Return an ExportMetricsServiceResponse."""
+    """Return the OTLP export response as protobuf; it counts refused points."""
     if not taken.num_refused:
         return b""
     why = taken.why.encode()[:1_000]

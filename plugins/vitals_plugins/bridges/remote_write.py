@@ -167,6 +167,7 @@ class RemoteWriter:
             return answer.status_code, ""
 
     def _try_again(self, reason: str) -> bool:
+        """Schedule another push of the samples, after a growing pause."""
         self._count("retried")
         self._num_failures += 1
         if self._num_failures == 1:
@@ -176,6 +177,7 @@ class RemoteWriter:
         return False
 
     def _count(self, outcome: str) -> None:
+        """Count a push of samples by its outcome."""
         with self._counters.lock:
             self._counters.remote_writes[outcome] += 1
 

@@ -65,7 +65,7 @@ def _gravity(incident_facts: IncidentFacts) -> tuple[int, int]:
 
 
 def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield each section as one that a page folds, unless it has only sentences.
+    """Yield each section of the post-mortem as a fold, unless it has only sentences.
 
     A section starts with its heading.
     """
@@ -165,6 +165,7 @@ def _incident_section(
 def _incident_evidence(
     incident_facts: IncidentFacts, curve_marks: Sequence[CurveMark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
+    """Yield the evidence of an incident in the post-mortem: curves, maps, changes."""
     incident = incident_facts.incident
     yield Heading(3, "Evidence")
     for paragraph in incident.story:
@@ -312,6 +313,7 @@ def _settings_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _closing_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the end of the post-mortem: missing data, and the version."""
     if facts.missing:
         yield Heading(2, "Not in this report")
         for missing in facts.missing:

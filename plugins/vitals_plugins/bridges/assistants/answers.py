@@ -179,6 +179,7 @@ def _shrink(
 def _encode(
     answer: Answer, lists: Mapping[str, Sequence[Any]], curve: Sequence[Point], limit: int
 ) -> bytes:
+    """Return an MCP tool's response as JSON, with what it omits."""
     omitted = list(answer.omitted)
     for name, rows in lists.items():
         num_total = len(answer.lists[name])

@@ -31,7 +31,7 @@ Folder = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the `vitals mcp` and `vitals skill` commands."""
     add_commands(app, {"mcp": (serve_mcp, "vitals mcp vitals_runs")})
     add_group(
         app,

@@ -113,6 +113,7 @@ def _returning(page: str) -> Callable[[], str]:
 
 
 def _title(page: str) -> str:
+    """Return the title of a documentation page that the MCP server provides."""
     return page.partition("\n")[0].lstrip("# ")
 
 
@@ -153,5 +154,6 @@ def wrap_loop(framework: str = "PyTorch") -> str:
 
 
 def _run_text(run: str) -> str:
+    """Return how a prompt of the MCP server names a run."""
     name = without_marks(run)
     return f"the run {as_data(name, _MAX_NAME)}" if name else "the latest run"

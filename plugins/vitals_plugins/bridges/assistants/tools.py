@@ -732,6 +732,7 @@ def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
 
 
 def _find(opened: Opened, run: str) -> RunSummary:
+    """Return the run that an assistant named in an MCP tool call."""
     return find_run(opened.reader, without_marks(run))
 
 
@@ -754,6 +755,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _step(value: int) -> int:
+    """Clamp the step that an assistant passed to an MCP tool."""
     return min(max(value, -MAX_STEP), MAX_STEP)
 
 

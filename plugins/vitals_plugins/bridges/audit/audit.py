@@ -285,6 +285,7 @@ def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_ste
 
 
 def _extend_alarm(alarm: Alarm, index: int, step: int, reason: str) -> None:
+    """Extend an audit's alarm to another record of the log, with its reason."""
     alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
     if len(alarm.reasons) < MAX_LINES:
@@ -292,6 +293,7 @@ def _extend_alarm(alarm: Alarm, index: int, step: int, reason: str) -> None:
 
 
 def _raise_severity(alarm: Alarm, severity: Severity, step: int) -> None:
+    """Raise an audit alarm's severity, unless it has already acted."""
     if not alarm.has_acted and _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
         alarm.severity = severity
         if severity == "page" and alarm.acted_step is None:
@@ -564,6 +566,7 @@ def _ending_text(alarm: Alarm) -> str:
 
 
 def _judgement_text(alarm: Alarm) -> str:
+    """Return whether an audit's alarm looks right or wrong, as text."""
     if alarm.is_wrong:
         return "looks wrong: it passed by itself"
     if alarm.ending in ("not recovered", "restarted"):
@@ -642,7 +645,7 @@ def _format_duration(audit: Audit, steps: int) -> str:
 
 
 def _limits(audit: Audit) -> list[str]:
-    """Describe what the log cannot show, and why."""
+    """Describe what an audited log cannot show, and why."""
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")

@@ -41,7 +41,7 @@ Gpus = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the `vitals audit` command."""
     add_commands(app, {"audit": (audit, "vitals audit trainer_state.json --html audit.html")})
 
 

@@ -38,7 +38,7 @@ def assumptions(history: History, assumed: Assumed) -> list[str]:
 
 
 def about(history: History) -> str:
-    """Describe what was read, and the role of each column."""
+    """Describe an imported log: its format, steps, and the role of each column."""
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
     return (

@@ -192,6 +192,7 @@ def _not_found(
 
 
 def _format_names(names: Iterable[str]) -> str:
+    """Return the column names of a log as text for an error, cut to a length."""
     every = [repr(name) for name in names]
     shown: list[str] = []
     for name in every:
@@ -216,7 +217,7 @@ def plain(name: str) -> str:
 
 
 def number(value: object) -> float | None:
-    """Return a cell's value; None if nothing was measured.
+    """Parse the number in a log's cell; None if nothing was measured.
 
     Raises:
         ValueError: the value is not a number.
@@ -241,7 +242,7 @@ def number(value: object) -> float | None:
 
 
 def step_number(value: object) -> int | None:
-    """Return a cell's step; None if it is not one.
+    """Parse the step in a log's cell; None if it is not one.
 
     Raises:
         ValueError: the value is not a whole number.
@@ -394,6 +395,7 @@ def add_record(
 
 
 def _short_repr(value: object) -> str:
+    """Return a cell of a log for an error message, cut to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

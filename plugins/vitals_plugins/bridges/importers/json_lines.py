@@ -93,7 +93,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
 
 
 def _object(line: str) -> dict[str, object] | None:
-    """Return the object of the line, nested ones as ``outer/inner``; None if it is not one."""
+    """Return the JSON object of a log line, flattened; None if it is not one."""
     try:
         cells = json.loads(line)
     except (ValueError, RecursionError):

@@ -148,6 +148,7 @@ def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, Rea
 
 
 def _checkpoint_step(path: Path) -> int | None:
+    """Return the step of the Trainer checkpoint directory that has this log."""
     name, _, step = path.parent.name.rpartition("-")
     is_one = path.name == TRAINER_STATE and name == "checkpoint" and step.isdecimal()
     return int(step) if is_one else None

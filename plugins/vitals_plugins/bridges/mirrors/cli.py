@@ -33,7 +33,7 @@ MAX_ERROR_CHARACTERS = 2_000
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the `vitals mirror` command."""
     example = "vitals mirror my-run --to tensorboard:tb --to wandb:my-project"
     add_commands(app, {"mirror": (mirror, example)})
 
@@ -172,5 +172,6 @@ class Pause:
 
 
 def _write_stderr(text: str) -> None:
+    """Write a message of a mirror to stderr, without secrets."""
     sys.stderr.write(f"mirror to {redact_text(printable(text))}\n")
     sys.stderr.flush()

@@ -139,7 +139,7 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """Return the name with ``_`` for each character that MLflow does not allow."""
+    """Return a name for MLflow: ``_`` replaces each invalid character."""
     return _NOT_ALLOWED.sub("_", name).strip("/. ") or "_"
 
 

@@ -93,7 +93,7 @@ class Otlp:
 
 
 def _session() -> Any:
-    """Return a session of requests that reads at most some KiB of each response.
+    """Return an HTTP session for the OTLP mirror that reads little of each response.
 
     The exporter itself would hold all of it in memory. None if the environment names a provider of
     credentials, which makes its own session.

@@ -55,7 +55,7 @@ class TensorBoard:
             self._write_run_info(about)
 
     def _cut(self, folder: Path) -> None:
-        """Delete data after the saved position."""
+        """Delete what the mirror's event files have after the saved position."""
         for path in sorted(folder.glob("*.vitals")):
             size = self.kept["files"].get(str(path.relative_to(self._root)), 0)
             if path.stat().st_size > size:

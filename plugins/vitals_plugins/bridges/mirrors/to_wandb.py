@@ -110,6 +110,7 @@ class WandB:
         self._wait()
 
     def _log(self, cells: dict[str, Any], time_unix_ns: int) -> None:
+        """Log one row to the W&B run of the mirror."""
         step = self.kept["num_rows"]
         self._run.log({**cells, "_timestamp": time_unix_ns / 1e9}, step=step, commit=True)
         self._last = step

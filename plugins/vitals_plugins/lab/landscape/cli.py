@@ -329,6 +329,7 @@ def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
 
 
 def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> str:
+    """Load the other end of a loss landscape's path into the model; return its name."""
     if to.isdecimal() and not Path(to).is_file():
         if Path(checkpoint).expanduser().is_file():
             raise UsageError(
@@ -362,6 +363,7 @@ def _load_file(path: Path, model: nn.Module) -> None:
 
 
 def _state_in(path: Path) -> dict[str, Tensor]:
+    """Read the state dict of a loss landscape's checkpoint file."""
     import torch
     from torch import Tensor
 

@@ -24,7 +24,7 @@ _TYPES = get_args(TrainingType)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the `vitals plan` command."""
     app.command(
         "plan", epilog="Example: vitals plan --params 7e9 --tokens 1e12 --gpus 64 --gpu h100"
     )(show_plan)
@@ -165,7 +165,7 @@ def _write_plan(
 
 
 def _count(num_params: float) -> str:
-    """Return a readable number of parameters."""
+    """Return a readable number of a planned model's parameters."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if num_params >= size:
             return f"{num_params / size:,.4g} {word}"

@@ -512,6 +512,7 @@ class Trace(TorchDispatchMode):
 
 
 def _dtype_bits(dtype: torch.dtype | None) -> float:
+    """Return the bits of a replayed tensor's type; infinite for None."""
     return math.inf if dtype is None else torch.finfo(dtype).bits
 
 

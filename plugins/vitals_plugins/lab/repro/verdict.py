@@ -289,7 +289,7 @@ def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
 
 
 def _owner(name: str) -> str:
-    """Return the module that a tensor of the state belongs to."""
+    """Return the module of a parameter, buffer or optimizer state, by its name."""
     kind, _, rest = name.partition(".")
     if kind == "optim":
         rest = rest.partition(".")[2].rpartition(".")[0]
@@ -415,7 +415,7 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
 
 
 def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
-    """Return bad samples among these, by bisection; none if that needs too many replays."""
+    """Return bad samples of a replayed batch, by bisection; none if that is too slow."""
     bad: list[int] = []
     waiting = [rows]
     while waiting and case.num_plays < _MOST_PLAYS and len(bad) < _MOST_ROWS:
