@@ -197,7 +197,7 @@ class Attached(Loop):
         if self._run.halted is not None:
             raise self._run.halted
         self._judged = self._judge(max_norm, before_clip=True)
-        self._parts.clock.leave()
+        self._parts.clock.start_loop_clip()
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
         """Keep this batch for the probe, if it is due.
@@ -235,7 +235,7 @@ class Attached(Loop):
         if judged is None:
             judged = self._judge(self._max_norm, before_clip=False)
         else:
-            self._parts.clock.reenter()
+            self._parts.clock.end_loop_clip()
         self._orders = judged.orders
         self._parts.apply(guards, judged.orders)
         self._finish(judged)
@@ -245,7 +245,7 @@ class Attached(Loop):
         run, device, parts = self._run, self._device, self._parts
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
-        parts.clock.enter()
+        parts.clock.start_monitor_time()
         if first:
             run.features[ProbeFeature].report_missing(_PROBE_LINE)
         if first and not before_clip:
@@ -285,7 +285,7 @@ class Attached(Loop):
         if device.sampler is not None:
             device.sampler.start_step(self._step)
         self._norm = None
-        while ready is not None or (ready := parts.waited_for()) is not None:
+        while ready is not None or (ready := parts.pop_urgent_numbers()) is not None:
             judgement = judge_returned(run, *ready, now_step=attempted)
             carry_out(run, judgement, now_step=attempted)
             ready = None

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.agent_starter import NodeAgent, Starter, missing_packages
+from trainer_hooks.agent_starter import AgentStarter, NodeAgent, missing_packages
 from trainer_hooks.arguments import (
     Arguments,
     Mode,
     as_list,
+    join_models,
     refuse_misplaced,
-    together,
     turn_names,
 )
-from trainer_hooks.exchange.device import Device, lay_out
+from trainer_hooks.exchange.device import Device, build_device
 from trainer_hooks.exchange.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import FEATURES, vector_fields
@@ -151,7 +151,7 @@ def watch(
     refuse_misplaced(misplaced)
     listed = as_list(optimizers)
     names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
-    whole = together(model)
+    whole = join_models(model)
     arguments = Arguments(
         model=whole,
         names=tuple(map(str, names)),
@@ -215,7 +215,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
         return None
     tokens, config = arguments.tokens(), arguments.hyperparameters()
     close_earlier(arguments.optimizers)
-    device = lay_out(
+    device = build_device(
         arguments.model,
         arguments.optimizers,
         arguments.schedulers,
@@ -247,7 +247,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
             total_steps=arguments.total_steps or 0,
             schedule=run.features[ScheduleFeature].name,
         )
-        restored = _start(run, run_paths, info)
+        restored = _start_run(run, run_paths, info)
         if ranks.rank == 0:
             run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
@@ -327,7 +327,7 @@ def _run_context(
     plan = PlanJournal(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
-    state = _state(given, device) if ranks.world_size > 1 else None
+    state = _build_training_state(given, device) if ranks.world_size > 1 else None
     replicas = Replicas.make(
         state,
         ranks=ranks,
@@ -375,7 +375,7 @@ def _run_context(
     return run
 
 
-def _state(arguments: Arguments, device: Device) -> TrainingState | None:
+def _build_training_state(arguments: Arguments, device: Device) -> TrainingState | None:
     """Return the training state for the replica checks; None if it cannot be read."""
     try:
         return TrainingState(
@@ -389,7 +389,7 @@ def _state(arguments: Arguments, device: Device) -> TrainingState | None:
         return None
 
 
-def _start(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
+def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
     """Load the latest checkpoint of this run, if any; record the start; take the first snapshot."""
     recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
@@ -408,7 +408,7 @@ def _start(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | No
     _emit_start_events(run, run_paths, info, attempt)
     if recovery is not None:
         meta = restored.meta if restored is not None else snapshot_meta(run, None)
-        recovery.first(attempt.fork_step, run_paths.attempt, meta)
+        recovery.take_first_snapshot(attempt.fork_step, run_paths.attempt, meta)
     if (replicas := run.replicas) is not None:
         drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
@@ -471,7 +471,7 @@ def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str
         return
     with run.faults.fail_open("agent.start"):
         run.agent = NodeAgent(
-            Starter(run_paths, environ),
+            AgentStarter(run_paths, environ),
             emitter=run.emitter,
             faults=run.faults,
             now_ns=run.clock.monotonic_ns(),

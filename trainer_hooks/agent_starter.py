@@ -42,7 +42,7 @@ def missing_packages() -> list[str]:
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
-class Starter:
+class AgentStarter:
     """Starts the agent of this run and node, each time it is called.
 
     The agent receives the journal directory and the name of the node, so that it cannot resolve
@@ -90,7 +90,7 @@ class Starter:
             setsid=True,
         )
 
-    def away(self) -> str:
+    def down_collector(self) -> str:
         """Return the collector that the agent reports as down; empty if it responds.
 
         The file is in shared memory, so no disk can block.
@@ -123,7 +123,7 @@ class NodeAgent:
 
     def __init__(
         self,
-        start: Starter,
+        start: AgentStarter,
         *,
         emitter: Emitter,
         faults: FaultCounter,
@@ -162,7 +162,7 @@ class NodeAgent:
         with self._faults.fail_open("agent.look"):
             self._restart_if_ended(now_ns, step, attempt, last=True)
             self._start.close()
-            return self._start.away()
+            return self._start.down_collector()
         return ""
 
     def _restart_if_ended(
@@ -186,12 +186,12 @@ class NodeAgent:
             self._ended_on_request = exit_code in _EXITS_ON_REQUEST
             if self._ended_on_request:
                 return
-            self._lost(why, now_ns, step, attempt)
+            self._record_agent_loss(why, now_ns, step, attempt)
             if now_ns < self.next_look_ns and not last:
                 return
-        self._start_again(now_ns, step, attempt)
+        self._restart_agent(now_ns, step, attempt)
 
-    def _lost(self, why: str, now_ns: int, step: int, attempt: int) -> None:
+    def _record_agent_loss(self, why: str, now_ns: int, step: int, attempt: int) -> None:
         """Record the loss, and schedule the next start."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
@@ -205,21 +205,23 @@ class NodeAgent:
                 "cause; "
                 f"`vitals agent --dir {self._start.directory}` starts one manually"
             )
-            self._say("agent_gone", text, step, attempt)
+            self._emit_agent_note("agent_gone", text, step, attempt)
 
-    def _start_again(self, now_ns: int, step: int, attempt: int) -> None:
+    def _restart_agent(self, now_ns: int, step: int, attempt: int) -> None:
         self._started_ns = now_ns
         try:
             self.pid = self._start()
         except OSError as error:
             self._faults.count("agent.start", error)
-            self._lost(f"the node's agent cannot be started: {error}", now_ns, step, attempt)
+            self._record_agent_loss(
+                f"the node's agent cannot be started: {error}", now_ns, step, attempt
+            )
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS
         text = f"{self._why}; restarted as pid {self.pid}"
-        self._say("agent_restarted", text, step, attempt)
+        self._emit_agent_note("agent_restarted", text, step, attempt)
 
-    def _say(self, code: str, text: str, step: int, attempt: int) -> None:
+    def _emit_agent_note(self, code: str, text: str, step: int, attempt: int) -> None:
         """Write a note to the run, and log it unless the agent was lost many times in a row."""
         if self._losses <= len(WAITS_NS):
             _LOG.warning("vitals: %s", text)

@@ -105,8 +105,8 @@ class Arguments:
         def checked() -> tuple[Mode, bool, object, object, LossKind]:
             _check_torch()
             _check_agent_choice(environ)
-            _check_kinds(self)
-            _check_words(self)
+            _check_argument_types(self)
+            _check_names_and_paths(self)
             self.tokens()
             self.hyperparameters()
             refuse_max_norm(self.max_norm)
@@ -145,7 +145,7 @@ class Arguments:
         return CheckpointSettings(directory=run_dir.checkpoints_dir)
 
 
-def _check_kinds(arguments: Arguments) -> None:
+def _check_argument_types(arguments: Arguments) -> None:
     """Refuse arguments of wrong types."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
@@ -158,9 +158,13 @@ def _check_kinds(arguments: Arguments) -> None:
             f"{name_type(optimizers[0])}: they are swapped",
             hint=hint,
         )
-    if arguments.owns_step and _are_several(model) and (error := _wrong_models(model)) is not None:
+    if (
+        arguments.owns_step
+        and _is_model_collection(model)
+        and (error := _wrong_models(model)) is not None
+    ):
         raise error
-    if _are_several(model):
+    if _is_model_collection(model):
         raise UsageError(
             f"the model is {name_type(model)} of {len(model)}; it must be one module",
             hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one model: pass "
@@ -179,7 +183,7 @@ def _check_kinds(arguments: Arguments) -> None:
                 hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
             )
         other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
-        odd = arguments.engine is None and not _has_groups(optimizer)
+        odd = arguments.engine is None and not _has_param_groups(optimizer)
         if other or odd or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"optimizers holds {name_type(optimizer)}; each must be a torch.optim.Optimizer",
@@ -196,7 +200,7 @@ def _check_kinds(arguments: Arguments) -> None:
     _check_scaler(arguments.scaler, hint)
 
 
-def _has_groups(optimizer: Any) -> bool:
+def _has_param_groups(optimizer: Any) -> bool:
     groups = getattr(optimizer, "param_groups", None)
     return isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Iterable) for group in groups
@@ -251,7 +255,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_words(arguments: Arguments) -> None:
+def _check_names_and_paths(arguments: Arguments) -> None:
     """Refuse names and paths of wrong types; other tools read them."""
     # Any: users may pass any type, whatever the annotation says.
     run: Any = arguments.run
@@ -342,23 +346,23 @@ def _config_mapping(config: object) -> Mapping[str, object]:
     )
 
 
-def together(model: Any) -> Any:
+def join_models(model: Any) -> Any:
     """Return the module to watch; several models become one with submodules by name.
 
     Invalid models are returned unchanged: they are refused later, on all ranks together.
     """
-    if not _are_several(model) or _wrong_models(model) is not None:
+    if not _is_model_collection(model) or _wrong_models(model) is not None:
         return model
-    return Models(_by_name(model))
+    return Models(_models_by_name(model))
 
 
-def _are_several(model: Any) -> bool:
+def _is_model_collection(model: Any) -> bool:
     return isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module | str)
 
 
 def _wrong_models(models: Any) -> UsageError | None:
     """Return the error of an invalid collection of models, or None."""
-    by_name = _by_name(models)
+    by_name = _models_by_name(models)
     if not by_name:
         return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
     for name, model in by_name.items():
@@ -377,7 +381,7 @@ def _wrong_models(models: Any) -> UsageError | None:
     return None
 
 
-def _by_name(models: Any) -> dict[str, Any]:
+def _models_by_name(models: Any) -> dict[str, Any]:
     """Return several models by name: as given, or by class name if those differ."""
     if isinstance(models, Mapping):
         return {str(name): model for name, model in models.items()}
@@ -390,8 +394,8 @@ def _by_name(models: Any) -> dict[str, Any]:
 def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
     """Return names of optimizers that take turns: that of its model, if it belongs to one."""
     owners: dict[int, str] = {}
-    if _are_several(model):
-        for name, part in _by_name(model).items():
+    if _is_model_collection(model):
+        for name, part in _models_by_name(model).items():
             if isinstance(part, nn.Module):
                 owners |= {id(param): name for param in part.parameters()}
     names = []

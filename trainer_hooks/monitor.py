@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
+from trainer_hooks.callbacks.early_stopping import RestoredBest, no_best_state_error
 from trainer_hooks.data.loader import BatchIndex
 from trainer_hooks.exchange.device import Device
 from trainer_hooks.exchange.reduce_vector import Verdict
@@ -22,7 +22,7 @@ from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
-from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
+from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, end_epoch_error
 from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.lifecycle.data_position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.lifecycle.loop import Loop
@@ -185,7 +185,7 @@ class Monitor(Loop):
         if schedules is None:
             return
         if schedules.every == "step":
-            raise every_update()
+            raise end_epoch_error()
         if not schedules.sees_epochs:
             schedules.end_epoch()
         elif not self._epochs_checked:
@@ -239,7 +239,7 @@ class Monitor(Loop):
             refuse_probe(self._probe.has_loss)
         if self._rng_after_abort is not None:
             return self._drop_update()
-        if self._primes and self._prime():
+        if self._primes and self._prime_ddp_buckets():
             self._skip_rest_of_batch(turn)
             return StepOutcome(step=self._step, next_step=self._step)
         run, parts, attempted = self._run, self._parts, self._step
@@ -252,7 +252,7 @@ class Monitor(Loop):
             self._look_at_schedulers(self._schedules)
         never_clips = max_norm is None
         max_norm = parts.usable(max_norm, first=first)
-        parts.clock.enter()
+        parts.clock.start_monitor_time()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
         position, samples = self._feed.record_step(attempted, run.attempt)
@@ -263,7 +263,9 @@ class Monitor(Loop):
                     run.report_no_clip()
             if self._schedules is not None and position is not None:
                 with run.faults.fail_open("schedules"):  # a third-party class may lack much
-                    self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
+                    self._schedules.check_epoch_schedule(
+                        attempted, *self._feed.epochs, position.num_batches
+                    )
         if self._probe.has_loss:
             self._probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
@@ -276,7 +278,7 @@ class Monitor(Loop):
             samples=samples,
         )
         self._step += 1
-        decision, restored = self._host_side(ready, attempted)
+        decision, restored = self._judge_returned_steps(ready, attempted)
         if self._device.sampler is not None:
             self._device.sampler.start_step(self._step)
         if run.features.has_pending_work:
@@ -340,7 +342,7 @@ class Monitor(Loop):
                 hint="call it after training",
             )
 
-    def _prime(self) -> bool:
+    def _prime_ddp_buckets(self) -> bool:
         """Run the first batch after a restart twice, and discard the first backward.
 
         DDP uses provisional gradient buckets until one backward has shown their order. Other
@@ -411,7 +413,7 @@ class Monitor(Loop):
         A loop with its own signal handler is saved and continues, because it decides how to end.
         """
         run = self._run
-        self.shutdown.met()
+        self.shutdown.cancel_lone_save()
         assert run.recovery is not None, "only a run with checkpoints is told to stop by its ranks"
         name = run.recovery.save_now(self._step, self.attempt, self._meta())
         run.features[SigtermFeature].on_saved()
@@ -442,13 +444,13 @@ class Monitor(Loop):
             TrainingHalted: the last step, which is judged only now, halts the run.
         """
         if self._closed:
-            raise nothing_kept("the monitor is closed")
+            raise no_best_state_error("the monitor is closed")
         if self._device.averages is not None:
             self._device.averages.refuse_swapped()
         self._judge_unread_steps(patience_seconds=None)
         stopping = self._run.features.get(EarlyStoppingFeature)
         if stopping is None:
-            raise nothing_kept("the run has no early stopping, so no best state is known")
+            raise no_best_state_error("the run has no early stopping, so no best state is known")
         self._best = stopping.evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )
@@ -478,12 +480,12 @@ class Monitor(Loop):
         self._feed.close()
         super()._release()
 
-    def _host_side(
+    def _judge_returned_steps(
         self, ready: tuple[list[float], HostMeasurements] | None, attempted: int
     ) -> tuple[Decision | None, Restored | None]:
         """Judge the steps that have reached the host; in a row of bad steps, this one too."""
         decision = restored = None
-        while ready is not None or (ready := self._parts.waited_for()) is not None:
+        while ready is not None or (ready := self._parts.pop_urgent_numbers()) is not None:
             judgement = judge_returned(self._run, *ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
             if (record := self._first_steps.pop_first_record()) is not None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import emas_in
 from trainer_hooks.guard.optimizers import unscale
-from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
+from trainer_hooks.guard.schedules import SchedulerEvery, end_epoch_error, optimizer_of
 from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
@@ -67,7 +67,7 @@ class NullMonitor:
     def end_epoch(self) -> None:
         """Step schedulers that count epochs; ``batches`` does it if it is used."""
         if self._scheduler_every == "step" and self._schedulers:
-            raise every_update()
+            raise end_epoch_error()
         if not self._ends_epochs:
             self._step_schedulers()
 

@@ -113,14 +113,14 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     outcomes = ranks.gather((value, _sendable_error(failure, ranks.rank)))
     failed = [rank for rank, (_, error) in enumerate(outcomes) if error is not None]
     if failure is not None:
-        raise named(failure, failed, ranks.world_size)
+        raise name_failed_ranks(failure, failed, ranks.world_size)
     for _, elsewhere in outcomes:
         if elsewhere is not None:
-            raise named(elsewhere, failed, ranks.world_size)
+            raise name_failed_ranks(elsewhere, failed, ranks.world_size)
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
-def named(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
+def name_failed_ranks(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
     """Add the failed ranks to the message, if not all ranks failed."""
     if not isinstance(error, VitalsError) or isinstance(error, TrainingHalted):
         return error

@@ -78,7 +78,7 @@ def open_run(
     folders: list[Path | None] = []
 
     def here() -> Spot:
-        folders.append(_folder_here(environ, run_id, Path(path), faults))
+        folders.append(_create_journal_folder(environ, run_id, Path(path), faults))
         host = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
         return spot_of(host, folders[0])
 
@@ -88,7 +88,7 @@ def open_run(
     return RunPaths(RunDir(Path(path)), folders[0], attempt, node, is_first, plan, judge)
 
 
-def _folder_here(
+def _create_journal_folder(
     environ: Mapping[str, str], run_id: str, run_dir: Path, faults: FaultCounter
 ) -> Path | None:
     """Create the run's journal directory on this node; None, counted, if that is impossible.

@@ -231,7 +231,7 @@ PROCESS_SCHEMA = _sample_schema(
 """Node and process rows carry step -1 and attempt 0: they are ordered by time, not by step."""
 
 
-def _metric_without_stream(
+def _exposed_metric(
     name: str,
     scope: Scope,
     text: str,
@@ -244,30 +244,28 @@ def _metric_without_stream(
 
 
 EXPOSED_METRICS: tuple[MetricSpec, ...] = (
-    _metric_without_stream("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
-    _metric_without_stream("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
-    _metric_without_stream(
+    _exposed_metric("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
+    _exposed_metric("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
+    _exposed_metric(
         "train_skipped_steps_total",
         "run",
         "Updates skipped, apart from the steps of rollbacks and halts.",
         labels=("run", "reason"),
     ),
-    _metric_without_stream(
-        "train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")
-    ),
-    _metric_without_stream(
+    _exposed_metric("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
+    _exposed_metric(
         "train_lost_steps_total",
         "run",
         "Lost work: steps that were skipped or that a rollback discarded.",
         labels=("run",),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_dropped_batches_total",
         "run",
         "Batches that rollbacks skipped: the model has not seen them.",
         labels=("run",),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_goodput_seconds_total",
         "run",
         "Wall time by its use. A step that is discarded later keeps its first bucket, and is also "
@@ -276,145 +274,143 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         unit="seconds",
         labels=("run", "bucket"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.", labels=("run",)
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_run_state",
         "run",
         "1 for the run's current state.",
         kind="gauge",
         labels=("run", "state"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_run_info",
         "run",
         "Attributes of a run; the value is 1.",
         kind="info",
         labels=("run", "name", "project", "mode"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "train_swallowed_errors_total",
         "hooks",
         "Internal errors of Vitals that were contained; training continued.",
         labels=("run", "where"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "agent_cycle_age_seconds",
         "agent",
         "Time since the agent last finished a cycle.",
         kind="gauge",
         unit="seconds",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "agent_memory_spools",
         "agent",
         "Runs whose spool is in memory because their disk is full.",
         kind="gauge",
     ),
-    _metric_without_stream("agent_spooled_rows_total", "agent", "Rows written to the spool."),
-    _metric_without_stream("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
-    _metric_without_stream(
+    _exposed_metric("agent_spooled_rows_total", "agent", "Rows written to the spool."),
+    _exposed_metric("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
+    _exposed_metric(
         "agent_dropped_rows_total",
         "agent",
         "Rows lost before the spool, or dropped from it when it was full.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "agent_corrupt_rows_total",
         "agent",
         "Rows or batches set aside because of a checksum mismatch.",
     ),
-    _metric_without_stream(
-        "agent_ship_errors_total", "agent", "Failed attempts to reach the collector."
-    ),
-    _metric_without_stream("agent_commands_total", "agent", "Commands delivered to mailboxes."),
-    _metric_without_stream(
+    _exposed_metric("agent_ship_errors_total", "agent", "Failed attempts to reach the collector."),
+    _exposed_metric("agent_commands_total", "agent", "Commands delivered to mailboxes."),
+    _exposed_metric(
         "agent_part_failures_total",
         "agent",
         "Failures contained in one part of the agent; the other parts kept running.",
         labels=("part",),
     ),
-    _metric_without_stream("collector_ingested_rows_total", "collector", "New rows stored."),
-    _metric_without_stream(
+    _exposed_metric("collector_ingested_rows_total", "collector", "New rows stored."),
+    _exposed_metric(
         "collector_duplicate_rows_total", "collector", "Duplicate rows received and not stored."
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_lost_rows_total",
         "collector",
         "Rows that never arrived or that cannot be read from a spool.",
         labels=(),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_damaged_stretches_total",
         "collector",
         "Damaged sections of spools in followed folders that were skipped.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_damaged_batches_total",
         "collector",
         "Stored batches or columns with a checksum mismatch; they are left out.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_unmerged_rows_total",
         "collector",
         "Per-rank rows that arrived after their step was merged, or never: the detectors ran "
         "without them.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_rows_left_to_store_total",
         "collector",
         "Rows that did not fit in memory; the detectors read them from the store.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_dropped_samples_total",
         "collector",
         "GPU samples that the detectors did not see because their node's rows did not arrive.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_thinned_rows_total",
         "collector",
         "Rows removed by thinning because they were old (age) or their run was above its cap "
         "(size).",
         labels=("stream", "reason"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_removed_runs_total", "collector", "Runs removed.", labels=("reason",)
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_forgotten_rows_total",
         "collector",
         "Rows of removed runs that were acknowledged but not stored.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_runs_over_cap",
         "collector",
         "Runs above their cap that cannot be thinned further.",
         kind="gauge",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_rejected_batches_total", "collector", "Batches rejected.", labels=("reason",)
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_refused_requests_total",
         "collector",
         "Requests refused for want of a right (401, 403), by error code.",
         labels=("reason",),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_deferred_bodies_total",
         "collector",
         "Request bodies deferred for lack of memory; the agent sends them again.",
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_part_failures_total",
         "collector",
         "Failures contained in one part of the collector; it retries.",
         labels=("part",),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_alert_firing",
         "collector",
         "1 while the alert fires, 0 for a day after it resolved, and while it is silenced. The "
@@ -422,25 +418,25 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         kind="gauge",
         labels=("run", "alert", "severity", "cause"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_alerts_total",
         "collector",
         "Alerts that started firing.",
         labels=("alert", "severity"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_notifications_total",
         "collector",
         "Notifications by outcome.",
         labels=("notifier", "outcome"),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_remote_writes_total",
         "collector",
         "Pushes of run metrics by remote write, by outcome.",
         labels=("outcome",),
     ),
-    _metric_without_stream(
+    _exposed_metric(
         "collector_commands_total", "collector", "Commands by status.", labels=("status",)
     ),
 )

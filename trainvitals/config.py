@@ -55,11 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """
         for key, kind in kinds(type(self)).items():
             field_value = getattr(self, key)
-            value = _plain(field_value)
+            value = _to_python_number(field_value)
             if value is not field_value:
                 msgspec.structs.force_setattr(self, key, value)
             if not _is_convertible(value, kind):
-                raise self.refusal(key, _expected(value, inspect.type_info(kind)))
+                raise self.refusal(key, _describe_expected(value, inspect.type_info(kind)))
         for smaller, larger in (pair for keys in self.ascending for pair in pairwise(keys)):
             least = getattr(self, smaller)
             if not least <= getattr(self, larger):
@@ -82,7 +82,7 @@ def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
     return {name: hints[name] for name in cls.__struct_fields__}
 
 
-def _plain(value: object) -> object:
+def _to_python_number(value: object) -> object:
     """Return numpy's numbers as Python's: msgspec refuses them, however well they fit."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
@@ -124,7 +124,7 @@ _WORDS_OF_FLAGS = {
 Sections = Mapping[str, type[Settings]]
 
 
-class _Given(msgspec.Struct, frozen=True, kw_only=True):
+class _GivenSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A value and its source."""
 
     value: object
@@ -152,18 +152,18 @@ def load_settings(
         ConfigError: unknown key, wrong type, or a value that cannot work. A key of an earlier
             version is only logged as a warning.
     """
-    given_by_section: dict[str, dict[str, _Given]] = {name: {} for name in sections}
+    given_by_section: dict[str, dict[str, _GivenSetting]] = {name: {} for name in sections}
     if path is not None:
-        _from_file(path, sections, given_by_section)
-    _from_environ(environ, sections, given_by_section)
-    _from_arguments(arguments or {}, sections, given_by_section)
+        _read_settings_file(path, sections, given_by_section)
+    _read_settings_environ(environ, sections, given_by_section)
+    _read_settings_arguments(arguments or {}, sections, given_by_section)
     return {
         name: _build_section(name, cls, given_by_section[name]) for name, cls in sections.items()
     }
 
 
-def _from_file(
-    path: Path, sections: Sections, given_by_section: dict[str, dict[str, _Given]]
+def _read_settings_file(
+    path: Path, sections: Sections, given_by_section: dict[str, dict[str, _GivenSetting]]
 ) -> None:
     try:
         text = path.read_text(encoding="utf-8")
@@ -189,13 +189,13 @@ def _from_file(
             raise ConfigError(f"{section} in {path} is {body!r}; it must be a table [{section}]")
         for key, value in body.items():
             source = f"{path}:{_line_of(text, section, key)}"
-            given_by_section[section][key] = _Given(value=value, source=source)
+            given_by_section[section][key] = _GivenSetting(value=value, source=source)
 
 
-def _from_environ(
+def _read_settings_environ(
     environ: Mapping[str, str],
     sections: Sections,
-    given_by_section: dict[str, dict[str, _Given]],
+    given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
@@ -206,16 +206,16 @@ def _from_environ(
             key = variable.removeprefix(prefix).lower()
             if variable in RESERVED_VARIABLES and key not in kinds(sections[section]):
                 break
-            given_by_section[section][key] = _Given(
+            given_by_section[section][key] = _GivenSetting(
                 value=text, source=f"variable {variable}", is_text=True
             )
             break
 
 
-def _from_arguments(
+def _read_settings_arguments(
     arguments: Mapping[str, object],
     sections: Sections,
-    given_by_section: dict[str, dict[str, _Given]],
+    given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
     for name, value in arguments.items():
         section, _, key = name.partition(".")
@@ -224,11 +224,11 @@ def _from_arguments(
             raise ConfigError(f"argument {name!r}: there is no section {section!r}; known: {names}")
         if value is not None:
             option = "--" + key.replace("_", "-")
-            given_by_section[section][key] = _Given(value=value, source=f"argument {option}")
+            given_by_section[section][key] = _GivenSetting(value=value, source=f"argument {option}")
 
 
 def _build_section(
-    section: str, cls: type[Settings], given_values: Mapping[str, _Given]
+    section: str, cls: type[Settings], given_values: Mapping[str, _GivenSetting]
 ) -> Settings:
     """Return a section's settings; errors contain the source of each value."""
     allowed = kinds(cls)
@@ -242,7 +242,7 @@ def _build_section(
         if key not in allowed:
             raise ConfigError(
                 f"{section}.{key} = {item.value!r} ({item.source}): there is no such setting",
-                hint=_suggest(key, allowed) or f"{section} has: {', '.join(sorted(allowed))}",
+                hint=_suggest_name(key, allowed) or f"{section} has: {', '.join(sorted(allowed))}",
             )
     values = {
         key: _convert(f"{section}.{key}", allowed[key], item) for key, item in given_values.items()
@@ -258,10 +258,14 @@ def _build_section(
         raise ConfigError(f"[{section}] is incomplete: {error}") from None
 
 
-def _convert(name: str, kind: object, item: _Given) -> object:
+def _convert(name: str, kind: object, item: _GivenSetting) -> object:
     """Return the value converted to the annotated type, or raise an error with the expectation."""
     info = inspect.type_info(kind)
-    value = _of_text(str(item.value), info) if item.is_text else _plain(item.value)
+    value = (
+        _parse_setting_text(str(item.value), info)
+        if item.is_text
+        else _to_python_number(item.value)
+    )
     try:
         return msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -271,18 +275,18 @@ def _convert(name: str, kind: object, item: _Given) -> object:
         ) from None
 
 
-def _of_text(text: str, info: inspect.Type) -> object:
+def _parse_setting_text(text: str, info: inspect.Type) -> object:
     """Return the value of an environment variable's text; the text itself if it is no literal."""
     if isinstance(info, inspect.UnionType):
         if info.includes_none and not text:
             return None
-        options = [_of_text(text, option) for option in info.types]
+        options = [_parse_setting_text(text, option) for option in info.types]
         return next((value for value in options if value != text), text)
     if isinstance(info, inspect.BoolType):
         return _WORDS_OF_FLAGS.get(text.strip().lower(), text)
     if isinstance(info, inspect.VarTupleType):
         items = [word.strip() for word in text.split(",")]
-        return [_of_text(word, info.item_type) for word in items if word]
+        return [_parse_setting_text(word, info.item_type) for word in items if word]
     if isinstance(info, inspect.IntType | inspect.FloatType):
         try:
             return int(text) if isinstance(info, inspect.IntType) else float(text)
@@ -294,7 +298,7 @@ def _of_text(text: str, info: inspect.Type) -> object:
 # ---------------------------------------------------------------------------------- descriptions
 
 
-def _expected(value: object, info: inspect.Type) -> str:
+def _describe_expected(value: object, info: inspect.Type) -> str:
     """Return a description of the expected value: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
@@ -347,12 +351,12 @@ def _bounds(info: inspect.Type) -> Iterator[str]:
 
 def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
     """Refuse a misspelt section, which would be ignored; those of other programs are ignored."""
-    suggestion = _suggest(section, sections, cutoff=0.8)
+    suggestion = _suggest_name(section, sections, cutoff=0.8)
     if suggestion:
         raise ConfigError(f"[{section}] ({source}): there is no such section", hint=suggestion)
 
 
-def _suggest(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5) -> str:
+def _suggest_name(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5) -> str:
     near = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 

@@ -198,7 +198,7 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
     if at[-1] < _MIN_SHARE * total_steps:
         return f"known from a quarter of the run on, step {int(_MIN_SHARE * total_steps):,}"
     now = float(at[-1])
-    level = float(np.median(_window(at, values, now)))
+    level = float(np.median(_select_latest_losses(at, values, now)))
     end = (1.0 - FINAL_SHARE / 2) * total_steps
     if now >= end:
         low, high = np.quantile(values[at > (1 - FINAL_SHARE) * now], (0.1, 0.9))
@@ -211,7 +211,7 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
     slope, offset = line
     if slope > _MOST_RISE:
         return "the loss has been rising"
-    misses = [_miss(at, values, now, level, share) for share in _ORIGINS]
+    misses = [_backtest_line(at, values, now, level, share) for share in _ORIGINS]
     miss = max(misses, key=abs)
     if not abs(miss) <= _MOST_OFF:
         return (
@@ -225,7 +225,7 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
     return FinalLoss(*(float(np.exp(foreseen + by * scale)) for by in (0.0, -_BELOW, _ABOVE)))
 
 
-def _window(at: Floats, values: Floats, now: float) -> Floats:
+def _select_latest_losses(at: Floats, values: Floats, now: float) -> Floats:
     """Return the losses of the last twentieth before a step: at least one."""
     end = int(np.searchsorted(at, now, "right"))
     begin = int(np.searchsorted(at, (1 - FINAL_SHARE) * now, "right"))
@@ -245,7 +245,7 @@ def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
     return slope, float(np.median(y - slope * x))
 
 
-def _miss(at: Floats, values: Floats, now: float, level: float, share: float) -> float:
+def _backtest_line(at: Floats, values: Floats, now: float, level: float, share: float) -> float:
     """Return the error, in log loss, of an earlier step's line at the current step."""
     line = _line(at, values, share * now)
     if line is None:
@@ -277,7 +277,7 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
     if min(len(at), len(other_at)) < _MIN_PACE_ROWS:
         return f"{_MIN_PACE_ROWS} steps of each run are needed"
     now = float(at[-1])
-    window = _window(at, values, now)
+    window = _select_latest_losses(at, values, now)
     level = float(np.median(window))
     spread = 1.4826 * float(np.median(np.abs(window - level)))
     error = 1.2533 * spread / np.sqrt(len(window))  # a median's, of normal noise
@@ -285,11 +285,15 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
     reach = float(other_at[-1])
     places = np.union1d(places, reach * (1 - _LEVEL_SHARE) ** np.arange(200.0))
     places = places[(places > other_at[min(len(other_at) - 1, 4)]) & (places <= reach)]
-    curve = np.array([np.median(_window(other_at, other_values, place)) for place in places])
+    curve = np.array(
+        [np.median(_select_latest_losses(other_at, other_values, place)) for place in places]
+    )
     lowest = np.minimum.accumulate(curve)
     if reach >= now:
-        same = _window(other_at, other_values, now)
-        if abs(float(np.median(same)) - level) <= _LEVEL_ERRORS * np.hypot(error, _error_of(same)):
+        same = _select_latest_losses(other_at, other_values, now)
+        if abs(float(np.median(same)) - level) <= _LEVEL_ERRORS * np.hypot(
+            error, _estimate_median_error(same)
+        ):
             return Lag(0.0, is_least=False)
     reached = np.flatnonzero(lowest <= level)
     if not len(reached):
@@ -306,7 +310,7 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
     return Lag(now - float(place), is_least=False)
 
 
-def _error_of(window: Floats) -> float:
+def _estimate_median_error(window: Floats) -> float:
     spread = 1.4826 * float(np.median(np.abs(window - np.median(window))))
     return 1.2533 * spread / float(np.sqrt(len(window)))
 

@@ -190,10 +190,10 @@ def goodput(
     """
     bounds = np.searchsorted(steps.launch, np.arange(len(launches) + 1))
     line = _build_timeline(launches, steps, bounds)
-    hung = _merged(hangs)
+    hung = _merge_spans(hangs)
     usual = _usual(steps, bounds)
-    taken = _Intervals(line.intervals)
-    _hand_out(
+    taken = _StepIntervals(line.intervals)
+    _assign_buckets(
         taken,
         steps,
         usual,
@@ -201,7 +201,7 @@ def goodput(
         _seconds_in_spans(hung, line),
         _seconds_in_spans(pauses, line),
     )
-    return _summed(line, steps, taken, hung, usual)
+    return _sum_buckets(line, steps, taken, hung, usual)
 
 
 # ------------------------------------------------------------------------------------ the timeline
@@ -250,8 +250,8 @@ def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
         for begin in (min(low + _FIRST_STEPS, high), low):
             part = slice(begin, min(high, begin + _USUAL_STEPS))
             lasted = steps.seconds[part]
-            aside = sum(_filled(each[part]) for each in _aside(steps))
-            durations = (_filled(lasted) - aside)[np.isfinite(lasted)]
+            aside = sum(_fill_missing_seconds(each[part]) for each in _aside(steps))
+            durations = (_fill_missing_seconds(lasted) - aside)[np.isfinite(lasted)]
             if len(durations):
                 usual[k] = max(0, round(float(np.median(durations)) * 1e9))
                 break
@@ -278,7 +278,7 @@ def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
     return inside
 
 
-def _merged(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
+def _merge_spans(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
     """Return the spans in order and without overlap."""
     merged: list[TimeSpan] = []
     for span in sorted(spans):
@@ -290,20 +290,20 @@ def _merged(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
     return merged
 
 
-def _filled(seconds: Floats) -> Floats:
+def _fill_missing_seconds(seconds: Floats) -> Floats:
     """Return the seconds; 0 if missing or invalid."""
     filled = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
     return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
 
 
 def _to_nanoseconds(seconds: Floats) -> Ints:
-    return np.rint(_filled(seconds) * 1e9).astype(np.int64)
+    return np.rint(_fill_missing_seconds(seconds) * 1e9).astype(np.int64)
 
 
 # ----------------------------------------------------------------------------------- handing it out
 
 
-class _Intervals:
+class _StepIntervals:
     """Rest of each step's interval, and the part of each bucket."""
 
     def __init__(self, intervals: Ints) -> None:
@@ -336,8 +336,8 @@ class _Intervals:
         self.assign(bucket, self.left if which is None else np.where(which, self.left, 0))
 
 
-def _hand_out(
-    taken: _Intervals, steps: EndedSteps, usual: Ints, first: Ints, hung: Ints, paused: Ints
+def _assign_buckets(
+    taken: _StepIntervals, steps: EndedSteps, usual: Ints, first: Ints, hung: Ints, paused: Ints
 ) -> None:
     """Hand each step's interval out, by ``PRECEDENCE``."""
     intervals = taken.left.copy()
@@ -374,7 +374,7 @@ def _hand_out(
 # ------------------------------------------------------------------------------------- adding it up
 
 
-class _Sums:
+class _BucketSums:
     """Nanoseconds by attempt and bucket."""
 
     def __init__(self) -> None:
@@ -396,11 +396,15 @@ class _Sums:
                 self.add(attempt, bucket, of_stretch)
 
 
-def _summed(
-    line: _Timeline, steps: EndedSteps, taken: _Intervals, hangs: Sequence[TimeSpan], usual: Ints
+def _sum_buckets(
+    line: _Timeline,
+    steps: EndedSteps,
+    taken: _StepIntervals,
+    hangs: Sequence[TimeSpan],
+    usual: Ints,
 ) -> Goodput:
     """Add up the buckets of steps, and of the time between and around them."""
-    sums, failures = _Sums(), []
+    sums, failures = _BucketSums(), []
     sums.add_steps(steps.attempt, taken.parts)
     before, attempt, gap = line.launches[0].process_ns, 0, "down"
     for k, launch in enumerate(line.launches):

@@ -37,7 +37,9 @@ def jsonable(body: Any) -> Any:
     if isinstance(body, float):
         return body if math.isfinite(body) else word_of(body)
     if isinstance(body, msgspec.Struct):
-        changed = _changed_fields({name: getattr(body, name) for name in _with_numbers(type(body))})
+        changed = _changed_fields(
+            {name: getattr(body, name) for name in _find_float_fields(type(body))}
+        )
         return msgspec.structs.replace(body, **changed) if changed else body
     if isinstance(body, dict):
         changed = _changed_fields(body)
@@ -46,35 +48,35 @@ def jsonable(body: Any) -> Any:
         return {each.name: jsonable(getattr(body, each.name)) for each in fields(body)}
     # The columns of curves are long, and their queries leave nothing in them to be replaced.
     if isinstance(body, list | tuple) and body and not isinstance(body[0], _PLAIN):
-        if isinstance(body[0], msgspec.Struct) and not _with_numbers(type(body[0])):
+        if isinstance(body[0], msgspec.Struct) and not _find_float_fields(type(body[0])):
             return body
         return [jsonable(element) for element in body]
     return body
 
 
 @cache
-def _with_numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+def _find_float_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the fields of a view in which there may be a number that is not whole."""
     struct_type = inspect.type_info(kind)
     assert isinstance(struct_type, inspect.StructType)
     return tuple(
-        field.name for field in struct_type.fields if _may_hold_one(field.type, frozenset({kind}))
+        field.name for field in struct_type.fields if _may_hold_float(field.type, frozenset({kind}))
     )
 
 
-def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
+def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
     match kind:
         case inspect.FloatType() | inspect.AnyType():
             return True
         case inspect.StructType(cls=cls, fields=members):
             inner = outer | {cls}
-            return cls not in outer and any(_may_hold_one(field.type, inner) for field in members)
+            return cls not in outer and any(_may_hold_float(field.type, inner) for field in members)
         case inspect.UnionType(types=kinds) | inspect.TupleType(item_types=kinds):
-            return any(_may_hold_one(member, outer) for member in kinds)
+            return any(_may_hold_float(member, outer) for member in kinds)
         case inspect.DictType(value_type=element):
-            return _may_hold_one(element, outer)
+            return _may_hold_float(element, outer)
         case inspect.ListType(item_type=element) | inspect.VarTupleType(item_type=element):
-            return _may_hold_one(element, outer)
+            return _may_hold_float(element, outer)
         case _:
             return False
 

@@ -212,7 +212,7 @@ def judge_history(
         clips: whether the loop that wrote the log clipped its gradients.
         expected: steps of planned changes, as if ``monitor.expect`` had announced each before it.
     """
-    return _Player(log, config, mode, lag, checkpoint_every, clips, expected).play()
+    return _LogReplay(log, config, mode, lag, checkpoint_every, clips, expected).judge_log()
 
 
 def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
@@ -241,7 +241,7 @@ def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any
     return {"findings": findings, "questions": questions, "decisions": decisions}
 
 
-class _Player:
+class _LogReplay:
     """Simulates device and host over a log. Its clock counts steps, or records of a coarse log."""
 
     def __init__(
@@ -274,14 +274,14 @@ class _Player:
         self._watches = FleetDetectors()
         self._num_starts = 1
 
-    def play(self) -> Iterator[JudgedStep]:
+    def judge_log(self) -> Iterator[JudgedStep]:
         """Complete each record when it is due, and judge it when its numbers would be read."""
         for index, logged in enumerate(self._log):
             if index == 0:
                 self._add_initial_checkpoint()
             if index in self._cadence.restarts:
                 yield from self._judge_waiting()
-                self._go_back(index)
+                self._resume_earlier(index)
             if self._is_announced(logged.step):
                 yield from self._judge_waiting()
                 self._judge.rebaseline(EXPECTED_STEPS)
@@ -317,7 +317,7 @@ class _Player:
         return index if self._cadence.counts_records else self._log[index].step
 
     def _logged_step(self, clock: int) -> int:
-        return self._step_of(clock) if self._cadence.counts_records else clock
+        return self._map_record_to_step(clock) if self._cadence.counts_records else clock
 
     def _is_read(self, index: int, record: StepRecord, now: LoggedStep) -> bool:
         """Whether a record's numbers have reached the host when the step of ``now`` starts."""
@@ -330,30 +330,30 @@ class _Player:
     def _judge_record(self, index: int, record: StepRecord) -> JudgedStep:
         if record.attempt != self._attempt:
             record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
-        self._save(index, record.step)
+        self._take_checkpoint(index, record.step)
         judgement = self._judge.judge(
             record,
             StepInputs(
                 record.step + (0 if self._cadence.counts_records else self._lag),
                 checkpoints=self._checkpoints,
                 next_attempt=self._attempt + 1,
-                probe=_cannot_say,
+                probe=_abstain_probe,
             ),
         )
         decision = judgement.decision
         if decision is not None and decision.acted and decision.action == "rollback":
             self._rolled_back(decision.rollback_to_step)
         elif self._judge.halted:
-            self._become("observe")
+            self._switch_mode("observe")
         elif self._judge.mode != self._mode and not self._judge.facts.halted:
-            self._become(self._mode)
+            self._switch_mode(self._mode)
         if self._cadence.counts_records:
             record = replace(record, step=self._log[index].step)
-            judgement = self._as_logged(judgement)
-        judgement = self._with_watched(index, judgement)
+            judgement = self._judgement_as_logged(judgement)
+        judgement = self._add_fleet_findings(index, judgement)
         return JudgedStep(self._log[index].row, record, judgement)
 
-    def _with_watched(self, index: int, judgement: Judgement) -> Judgement:
+    def _add_fleet_findings(self, index: int, judgement: Judgement) -> Judgement:
         """Add the findings about numbers other than loss and gradient norm: rate, scale, speed."""
         logged = self._log[index]
         run = {
@@ -386,7 +386,7 @@ class _Player:
         self._checkpoints.append(CheckpointRef(id="before-the-log", step=oldest))
         self._next_checkpoint = first + self._every
 
-    def _save(self, index: int, step: int) -> None:
+    def _take_checkpoint(self, index: int, step: int) -> None:
         """Take an ideal checkpoint before this step if one is due; mark older ones as healthy."""
         good_since = self._judge.last_unhealthy_step + 1
         proven = step - self._config.ladder.margin
@@ -409,7 +409,7 @@ class _Player:
         self._candidates.clear()
         self._checkpoints = [ref for ref in self._checkpoints if ref.step <= target]
 
-    def _go_back(self, index: int) -> None:
+    def _resume_earlier(self, index: int) -> None:
         """Continue as a run that was resumed at an earlier step; a halted one by an operator."""
         step, clock = self._log[index].step, self._clock_at_index(index)
         self._num_starts += 1
@@ -424,7 +424,7 @@ class _Player:
         self._checkpoints = saved_state or [CheckpointRef(id="before-the-log", step=max(0, clock))]
         self._next_checkpoint = clock + self._every
 
-    def _become(self, mode: Mode) -> None:
+    def _switch_mode(self, mode: Mode) -> None:
         """Continue in another mode with the complete state of the judge."""
         judge_state = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
@@ -432,12 +432,13 @@ class _Player:
 
     # ----------------------------------------------------------------------- records as steps
 
-    def _as_logged(self, judgement: Judgement) -> Judgement:
+    def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
         findings = tuple(self._finding_as_logged(finding) for finding in judgement.findings)
         decision = judgement.decision
         readings = tuple(
-            replace(read, onset_step=self._step_of(read.onset_step)) for read in judgement.readings
+            replace(read, onset_step=self._map_record_to_step(read.onset_step))
+            for read in judgement.readings
         )
         return judgement._replace(
             findings=findings,
@@ -447,22 +448,24 @@ class _Player:
 
     def _finding_as_logged(self, finding: Finding) -> Finding:
         return replace(
-            finding, step=self._step_of(finding.step), onset_step=self._step_of(finding.onset_step)
+            finding,
+            step=self._map_record_to_step(finding.step),
+            onset_step=self._map_record_to_step(finding.onset_step),
         )
 
     def _decision_as_logged(self, decision: Decision) -> Decision:
         return replace(
             decision,
-            step=self._step_of(decision.step),
-            decided_at_step=self._step_of(decision.step) + self._lag,
-            rollback_to_step=self._step_of(decision.rollback_to_step),
+            step=self._map_record_to_step(decision.step),
+            decided_at_step=self._map_record_to_step(decision.step) + self._lag,
+            rollback_to_step=self._map_record_to_step(decision.rollback_to_step),
         )
 
-    def _step_of(self, clock: int) -> int:
+    def _map_record_to_step(self, clock: int) -> int:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
 
 
-def _cannot_say(ask: Ask) -> ProbeResult:
+def _abstain_probe(ask: Ask) -> ProbeResult:
     """Stand in for the probe: a log has no state to evaluate."""
     return NO_READING
 

@@ -44,7 +44,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line, and those of its traceback."""
         text = super().format(record)
-        below = self._below(record)
+        below = self._format_traceback(record)
         line = text.removesuffix(below) if below else text
         shown = [
             printable(line),
@@ -52,7 +52,7 @@ class LineFormatter(logging.Formatter):
         ]
         return redact_text("\n".join(shown))
 
-    def _below(self, record: logging.LogRecord) -> str:
+    def _format_traceback(self, record: logging.LogRecord) -> str:
         """Return what ``logging`` appends below the line: traceback, and stack if requested."""
         stack = self.formatStack(record.stack_info) if record.stack_info else ""
         return "\n".join(part for part in (record.exc_text or "", stack) if part)

@@ -607,7 +607,7 @@ def encode_event(
     """
     payload = _EVENT_ENCODER.encode(event)
     if may_hold_secret(payload):
-        payload = _EVENT_ENCODER.encode(_redacted(msgspec.msgpack.decode(payload)))
+        payload = _EVENT_ENCODER.encode(_redact_event(msgspec.msgpack.decode(payload)))
     num = max(1, -(-len(payload) // EVENT_PAYLOAD_BYTES))
     size = EVENT_PAYLOAD_BYTES
     return [
@@ -625,14 +625,14 @@ def encode_event(
     ]
 
 
-def _redacted(part: Any) -> Any:
+def _redact_event(part: Any) -> Any:
     """Return the event's own containers with each text redacted; a setting's name is its key."""
     if isinstance(part, str):
         return redact_text(part)
     if isinstance(part, list):
-        return [_redacted(each) for each in part]
+        return [_redact_event(each) for each in part]
     if isinstance(part, dict):
-        return {key: _redacted(value) for key, value in part.items()}
+        return {key: _redact_event(value) for key, value in part.items()}
     return part
 
 
@@ -647,7 +647,9 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
         row = memoryview(raw)[start : start + schema.row_size]
         seq = schema.seq_of(row)
         fields = schema.unpack(row)
-        part, num, length = (_whole(fields, name) for name in ("part", "num_parts", "length"))
+        part, num, length = (
+            _read_int_field(fields, name) for name in ("part", "num_parts", "length")
+        )
         if part != expected:
             pending, expected = b"", 0
             if part != 0:
@@ -669,14 +671,14 @@ def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
         event = None
     return EventRow(
         seq=seq,
-        step=_whole(fields, "step"),
-        attempt=_whole(fields, "attempt"),
-        time_unix_ns=_whole(fields, "time_unix_ns"),
+        step=_read_int_field(fields, "step"),
+        attempt=_read_int_field(fields, "attempt"),
+        time_unix_ns=_read_int_field(fields, "time_unix_ns"),
         event=event,
     )
 
 
-def _whole(fields: dict[str, Value], name: str) -> int:
+def _read_int_field(fields: dict[str, Value], name: str) -> int:
     """The column's value, 0 if a third-party writer omitted it: ingest must not fail."""
     value = fields.get(name)
     return value if isinstance(value, int) else 0

@@ -153,10 +153,12 @@ def redact_text(text: str) -> str:
     """Return the text with ``***`` instead of what looks like a secret."""
     if not may_hold_secret(text.encode("utf-8", "replace")):
         return text
-    return _PAIR.sub(_without_value, _LIST.sub(_without_parts, _SHAPES.sub(_redact_match, text)))
+    return _PAIR.sub(
+        _redact_pair_match, _LIST.sub(_redact_list_match, _SHAPES.sub(_redact_token_match, text))
+    )
 
 
-def _one_of(name: str) -> str:
+def _item_name(name: str) -> str:
     """Return the name of one item of a list with this name; "" if such a list is not secret."""
     return name[:-1] if name.lower().endswith(("tokens", "keys")) else ""
 
@@ -166,8 +168,8 @@ def _is_secret_part(one_of: str, part: object) -> bool:
     return isinstance(part, str) and not part.isdecimal() and is_secret(one_of, part)
 
 
-def _without_parts(match: re.Match[str]) -> str:
-    one_of = _one_of(match["name"])
+def _redact_list_match(match: re.Match[str]) -> str:
+    one_of = _item_name(match["name"])
 
     def hide(part: re.Match[str]) -> str:
         return REDACTED if _is_secret_part(one_of, part[0]) else part[0]
@@ -175,11 +177,11 @@ def _without_parts(match: re.Match[str]) -> str:
     return match["begin"] + re.sub(r"[^\s,'\"]+", hide, match["parts"]) + "]"
 
 
-def _redact_match(match: re.Match[str]) -> str:
+def _redact_token_match(match: re.Match[str]) -> str:
     return f"Bearer {REDACTED}" if match[0][:6].lower() == "bearer" else REDACTED
 
 
-def _without_value(match: re.Match[str]) -> str:
+def _redact_pair_match(match: re.Match[str]) -> str:
     name, between, value = match["name"], match["between"], match["value"]
     quote = value[0] if value[0] in "'\"" else ""
     inner = value[1:-1] if quote else value
@@ -189,7 +191,7 @@ def _without_value(match: re.Match[str]) -> str:
     if is_word or inner == REDACTED or not is_hidden:
         # The matched value may contain the next pair: --set password=..., lr=1 password=...
         is_one_word = any(sign in between for sign in "=:") and (quote or " " not in value)
-        return match[0] if is_one_word else name + between + _PAIR.sub(_without_value, value)
+        return match[0] if is_one_word else name + between + _PAIR.sub(_redact_pair_match, value)
     return f"{name}{between}{quote}{REDACTED}{quote}"
 
 
@@ -237,10 +239,10 @@ def redact(value: object) -> object:
     In a command line, a list of words, the value after ``--NAME`` of a secret is removed. Items
     that are nested too deeply, or beyond 1,000 in all, become ``...``.
     """
-    return _Walk().redact(value, 0)
+    return _ContainerRedactor().redact(value, 0)
 
 
-class _Walk:
+class _ContainerRedactor:
     """One traversal of containers, which may contain each other, or one of them many times."""
 
     def __init__(self) -> None:
@@ -263,7 +265,9 @@ class _Walk:
                 if self._num_left <= 0:
                     break
                 hidden = is_secret(name, part)
-                redacted[name] = REDACTED if hidden else self.redact(part, depth + 1, _one_of(name))
+                redacted[name] = (
+                    REDACTED if hidden else self.redact(part, depth + 1, _item_name(name))
+                )
             return redacted
         listed = list(islice(cast("Iterable[object]", value), self._num_left))
         if one_of:

@@ -158,15 +158,15 @@ class _Packer:
         filled = list(values)
         for i in missing:
             if filled[i] is not None:
-                return self._with_new_gaps(seq, values)
+                return self._pack_new_gaps(seq, values)
             filled[i] = self._blank[i]
         try:
             body = self._pack(0, seq, *gap_words, *filled)
         except struct.error:
-            return self._with_new_gaps(seq, values)
+            return self._pack_new_gaps(seq, values)
         return zlib.crc32(body).to_bytes(4, "little") + body
 
-    def _with_new_gaps(self, seq: int, values: Sequence[Value]) -> bytes:
+    def _pack_new_gaps(self, seq: int, values: Sequence[Value]) -> bytes:
         gaps = self._gaps_of(values)
         filled = [blank if v is None else v for v, blank in zip(values, self._blank, strict=True)]
         body = self._pack(0, seq, *gaps[1], *filled)

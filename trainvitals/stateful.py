@@ -76,7 +76,7 @@ class StatefulRow:
     def restore(self, state: Sequence[Any]) -> None:
         """Continue as the object that returned ``state``."""
         for name, value in zip(self.STATE, state, strict=True):
-            setattr(self, name, _restored(getattr(self, name), value))
+            setattr(self, name, _restore_value(getattr(self, name), value))
 
 
 class StateKey(NamedTuple):
@@ -106,15 +106,19 @@ class StateKey(NamedTuple):
     def load(self, owner: Stateful, saved: Any) -> None:
         """Set the attributes from the saved value."""
         if self.num_keys:
-            setattr(owner, self.attributes[0], dict(self._of_row(owner, row) for row in saved))
+            setattr(
+                owner,
+                self.attributes[0],
+                dict(self._restore_table_row(owner, row) for row in saved),
+            )
         elif self.base == 16:
             setattr(owner, self.attributes[0], int(saved, 16))
         else:
             values = saved if self.is_row else (saved,)
             for name, value in zip(self.attributes, values, strict=True):
-                setattr(owner, name, _restored(getattr(owner, name), value))
+                setattr(owner, name, _restore_value(getattr(owner, name), value))
 
-    def _of_row(self, owner: Stateful, row: Sequence[Any]) -> tuple[Any, Any]:
+    def _restore_table_row(self, owner: Stateful, row: Sequence[Any]) -> tuple[Any, Any]:
         num = self.num_keys
         key = row[0] if num == 1 else tuple(row[:num])
         if self.make is None:
@@ -173,7 +177,7 @@ def _to_plain_state(value: Any, flags_are_numbers: bool) -> Any:
     return [_to_plain_state(part, flags_are_numbers) for part in value]
 
 
-def _restored(present: Any, saved: Any) -> Any:
+def _restore_value(present: Any, saved: Any) -> Any:
     """Return the saved value as the current one's type; a part is updated in place."""
     if isinstance(present, StatefulRow):
         present.restore(saved)
@@ -182,10 +186,11 @@ def _restored(present: Any, saved: Any) -> Any:
         present.load_state_dict(saved)
         return present
     if isinstance(present, dict):
-        return _restored_dict(present, saved)
+        return _restore_dict(present, saved)
     if isinstance(present, list) and present and isinstance(present[0], _PARTS):
         return [
-            _restored(part, saved_part) for part, saved_part in zip(present, saved, strict=True)
+            _restore_value(part, saved_part)
+            for part, saved_part in zip(present, saved, strict=True)
         ]
     if isinstance(present, deque):
         return deque(map(_copy_saved, saved), present.maxlen)
@@ -196,7 +201,7 @@ def _restored(present: Any, saved: Any) -> Any:
     return _copy_saved(saved)
 
 
-def _restored_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _restore_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping; in one of parts, those missing in the state stay unchanged."""
     if not any(isinstance(part, Stateful) for part in present.values()):
         return {key: _copy_saved(value) for key, value in saved.items()}

@@ -120,13 +120,13 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
     Raises:
         FormatError: the rows do not match the header, or are more than MAX_BODY_BYTES.
     """
-    head = _head_of(header.version, header.identity, header.stream_schema)
+    head = _encode_writer(header.version, header.identity, header.stream_schema)
     _check_numbers(header, len(rows))
     return frame(header, head, rows)
 
 
 @lru_cache(maxsize=256)
-def _head_of(version: int, identity: Identity, schema: Schema) -> bytes:
+def _encode_writer(version: int, identity: Identity, schema: Schema) -> bytes:
     """Return the header's bytes; encoded and checked once for all batches of a writer's stream."""
     _check_writer(identity, schema)
     return _ENCODER.encode({"version": version, "identity": identity, "stream_schema": schema})
@@ -155,7 +155,7 @@ def batch_size(raw: bytes, start: int = 0) -> int:
         FormatError: these are not the first bytes of a batch, or it claims to be too large.
     """
     magic, _, head, body, *_ = _prefix_at(raw, start)
-    return _size_of(magic, head, body)
+    return _check_batch_size(magic, head, body)
 
 
 def _prefix_at(raw: bytes, start: int) -> tuple[bytes, int, int, int, int, int, int, int]:
@@ -165,7 +165,7 @@ def _prefix_at(raw: bytes, start: int) -> tuple[bytes, int, int, int, int, int, 
     return PREFIX.unpack_from(raw, start)
 
 
-def _size_of(magic: bytes, head: int, body: int) -> int:
+def _check_batch_size(magic: bytes, head: int, body: int) -> int:
     if magic != MAGIC:
         raise FormatError(f"a batch begins with {MAGIC!r}; these bytes begin with {magic!r}")
     if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
@@ -212,7 +212,7 @@ def decode_batch(raw: bytes) -> Batch:
         NewerVersionError: written by a newer format.
     """
     magic, crc, head_size, body, num_rows, first_seq, dropped, offset = _prefix_at(raw, 0)
-    size = _size_of(magic, head_size, body)
+    size = _check_batch_size(magic, head_size, body)
     if len(raw) != size:
         raise DamagedBatchError(f"batch claims {size} bytes and has {len(raw)}")
     if crc != zlib.crc32(memoryview(raw)[CRC_FROM:]):
@@ -221,7 +221,7 @@ def decode_batch(raw: bytes) -> Batch:
     head = raw[PREFIX.size : end]
     # Long headers are not cached: the cache must stay small.
     version, identity, schema = (
-        _writer_of(head) if head_size <= REMEMBERED_BYTES else _writer_of.__wrapped__(head)
+        _decode_writer(head) if head_size <= REMEMBERED_BYTES else _decode_writer.__wrapped__(head)
     )
     header = BatchHeader(
         version=version,
@@ -238,12 +238,14 @@ def decode_batch(raw: bytes) -> Batch:
 
 
 @lru_cache(maxsize=16_384)
-def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
+def _decode_writer(head: bytes) -> tuple[int, Identity, Schema]:
     _refuse_newer(head)
     try:
         writer = _DECODER.decode(head)
         raw = bytes(writer.stream_schema)
-        schema = _schema_of(raw) if len(raw) <= _SCHEMA_BYTES else _schema_of.__wrapped__(raw)
+        schema = (
+            _decode_schema(raw) if len(raw) <= _SCHEMA_BYTES else _decode_schema.__wrapped__(raw)
+        )
     except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     _check_writer(writer.identity, schema)
@@ -251,7 +253,7 @@ def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
 
 
 @lru_cache(maxsize=256)
-def _schema_of(raw: bytes) -> Schema:
+def _decode_schema(raw: bytes) -> Schema:
     """Return the schema: one object for all writers with these columns, and one row type."""
     return msgspec.msgpack.decode(raw, type=Schema)
 

@@ -275,7 +275,7 @@ class Agent:
                     run_id,
                     run.spool.directory,
                 )
-            if not self._let_go(run_id):
+            if not self._release_run(run_id):
                 # The I/O loop still uses its spool: the lock on it ends with this process.
                 log.warning("stopped while the collector was still busy run=%s", run_id)
         if self._server is not None:
@@ -384,9 +384,9 @@ class Agent:
         # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
         of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
-        return filter(self._is_ours, chain.from_iterable(of_runs))
+        return filter(self._is_in_vitals_dir, chain.from_iterable(of_runs))
 
-    def _is_ours(self, ref: JournalRef) -> bool:
+    def _is_in_vitals_dir(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
             return False
         if ref.run_dir not in self._ours:
@@ -490,7 +490,7 @@ class Agent:
             with self.faults.contained(
                 "spool"
             ):  # an error in one run must not keep the others in memory
-                self._check_disk_of(run)
+                self._check_spool_disk(run)
 
     def _return_state_to_disk(self) -> None:
         if self._state_dir.in_memory and has_room(self._state_dir.path):
@@ -499,7 +499,7 @@ class Agent:
             self._state_dir.load_or_create_token(self._token)
             self._publish_agent_info(self._server.url)
 
-    def _check_disk_of(self, run: ServedRun) -> None:
+    def _check_spool_disk(self, run: ServedRun) -> None:
         num_dropped = run.spool.dropped_rows
         if num_dropped > 2 * self._dropped_reported.get(run.run_id, 0):
             self._dropped_reported[run.run_id] = num_dropped
@@ -514,7 +514,7 @@ class Agent:
             moves = has_room(run.state_dir.path, ROOM_BYTES + run.spool.num_bytes)
         else:
             moves = run.is_disk_full and not run.spool.pending(1)
-        if moves and self._let_go(run.run_id):
+        if moves and self._release_run(run.run_id):
             last = run.last_seqs()
             again = self._serve_run(run.run_dir.path, keep=run.keeps_history, resume=last)
             if again is not None and not again.in_memory:
@@ -538,7 +538,7 @@ class Agent:
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
-                        self._let_go(run.run_id)
+                        self._release_run(run.run_id)
         if self.config.run_id and self.config.takes_over:
             for run_dir in run_dirs[-MAX_TAKEN_OVER:]:
                 with self.faults.contained("discover"):
@@ -568,7 +568,7 @@ class Agent:
         writers = [
             journal_identity(ref.directory)
             for ref in discover(self.config.base, run_dir.run_id)
-            if self._is_ours(ref)
+            if self._is_in_vitals_dir(ref)
         ]
         if any(who is None or RankProcess(who).alive() for who in writers):
             return False
@@ -613,9 +613,9 @@ class Agent:
             if run.active or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)
             elif now - self._idle_since.setdefault(run_id, now) >= self.config.retire_seconds:
-                self._let_go(run_id)
+                self._release_run(run_id)
 
-    def _let_go(self, run_id: str) -> bool:
+    def _release_run(self, run_id: str) -> bool:
         """Close a run and release its directory; return False while the I/O loop serves it."""
         run = self.runs[run_id]
 

@@ -147,13 +147,13 @@ def agent(
         host=host,
         port=port,
         scrape_token=scrape_token,
-        collector=_name_of(collector) if endpoint is not None else "",
+        collector=_canonical_collector(collector) if endpoint is not None else "",
         is_collector_named=bool(collector),
         takes_over=child,
         notice=notice,
         keeps_history=keeps_history,
         mirrors=tuple(mirror.split()),
-        mirror_source=() if keeps_history else _source(collector, token_file),
+        mirror_source=() if keeps_history else _mirror_source_options(collector, token_file),
         retain_seconds=retain_hours * 3600.0,
         retain_bytes=retain_mb << 20,
     )
@@ -203,13 +203,13 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
     )
 
 
-def _source(collector: str, token_file: Path | None) -> tuple[str, ...]:
+def _mirror_source_options(collector: str, token_file: Path | None) -> tuple[str, ...]:
     """Return the options with which a mirror reads from the agent's collector."""
     tokens = () if token_file is None else ("--token-file", str(token_file.absolute()))
-    return ("--collector", _name_of(collector), *tokens)
+    return ("--collector", _canonical_collector(collector), *tokens)
 
 
-def _name_of(collector: str) -> str:
+def _canonical_collector(collector: str) -> str:
     """Return the collector's name in files; equal for all ways to specify the same one."""
     from trainvitals.io.setting_paths import collector_folder, default_data_dir
 

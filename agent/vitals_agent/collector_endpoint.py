@@ -205,7 +205,7 @@ class CollectorEndpoint:
             if address is None:
                 return
             if self._ahead is None or self._ahead[0] != address:
-                self._close_ahead()
+                self._close_ahead_connection()
                 self._ahead = address, self._connect(address)
             client = self._ahead[1]
         client.ingest_all(raws, asks=True, writer_key=writer_key)
@@ -226,12 +226,12 @@ class CollectorEndpoint:
     def close(self) -> None:
         """Close the connections."""
         with self._lock:
-            self._close_ahead()
+            self._close_ahead_connection()
             if self._client is not None:
                 self._client.close()
                 self._client = None
 
-    def _close_ahead(self) -> None:
+    def _close_ahead_connection(self) -> None:
         if self._ahead is not None:
             self._ahead[1].close()
             self._ahead = None
@@ -266,7 +266,7 @@ class CollectorEndpoint:
     def _turn_to(self, owner: str) -> None:
         """Connect to the named collector if it is one of the known URLs, or to the next URL."""
         address = first = self._find()
-        while owner and address is not None and not _is_at(address, owner):
+        while owner and address is not None and not _is_owner_address(address, owner):
             address = self._find()
             if address == first:  # all were tried
                 address = self._find()
@@ -289,7 +289,7 @@ class CollectorEndpoint:
 # ------------------------------------------------------------------------------- search
 
 
-def _is_at(address: CollectorAddress, owner: str) -> bool:
+def _is_owner_address(address: CollectorAddress, owner: str) -> bool:
     return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 

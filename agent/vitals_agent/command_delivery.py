@@ -126,7 +126,7 @@ class CommandDelivery:
             try:
                 for view in self._client.ask(pending):
                     if view.command.number in desk.delivered:
-                        self._say_delivered(run, view.command.number)
+                        self._report_delivery(run, view.command.number)
                     elif view.command != desk.refused.get(view.command.number):
                         commands.append((view.command, False))
                 self._backoff.succeeded()
@@ -211,10 +211,10 @@ class CommandDelivery:
         desk.delivered.add(command.number)
         if not must_be_signed:
             try:
-                self._say_delivered(run, command.number)
+                self._report_delivery(run, command.number)
             except VitalsError as error:
                 self._faults.record("relay", error)  # it is reported again at the next poll
 
-    def _say_delivered(self, run: ServedRun, number: int) -> None:
+    def _report_delivery(self, run: ServedRun, number: int) -> None:
         if self._client is not None:
             self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

@@ -275,14 +275,14 @@ def wait_for_leaving(
     After ``seconds`` it returns in any case. A run with a living rank here is ignored.
     """
     deadline = stopwatch() + seconds
-    state_dirs = _state_dirs_of_the_dead(base, vitals_dir)
+    state_dirs = _ended_run_state_dirs(base, vitals_dir)
     while (
         any(state_dir.is_held_by_another() for state_dir in state_dirs) and stopwatch() < deadline
     ):
         sleep(0.1)
 
 
-def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
+def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
     ranks: dict[Path, list[Identity]] = {}
     for ref in discover(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():

@@ -128,6 +128,7 @@ def _build_handler_class(
     exposed: Exposed, registry: CollectorRegistry, token: str
 ) -> type[BaseHTTPRequestHandler]:
     """Return the HTTP handler of the agent's ``/metrics`` and ``/healthz``."""
+
     class Handler(BaseHTTPRequestHandler):
         server_version = "vitals-agent"
         sys_version = ""
@@ -180,7 +181,7 @@ def _build_handler_class(
 # --------------------------------------------------------------- values of the agent's parts
 
 
-def _from_columns(
+def _samples_from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
 ) -> Iterator[MetricSample]:
     for spec in specs:
@@ -219,9 +220,9 @@ def agent_readings(
 
 def sample_readings(sampling: Sampling, node: str) -> Iterator[MetricSample]:
     """Yield the latest node and GPU samples."""
-    yield from _from_columns(NODE_METRICS, sampling.node, (node,))
+    yield from _samples_from_columns(NODE_METRICS, sampling.node, (node,))
     for uuid, values in sampling.gpus.items():
-        yield from _from_columns(GPU_METRICS, values, (node, uuid))
+        yield from _samples_from_columns(GPU_METRICS, values, (node, uuid))
 
 
 _RUN_METRICS = tuple(m for m in STEP_METRICS if m.scope == "run")
@@ -237,15 +238,15 @@ def run_readings(run: ServedRun) -> Iterator[MetricSample]:
             newest[tail.identity.rank] = tail
     for rank, tail in newest.items():
         labels = (run.run_id, str(rank))
-        yield from _from_columns(PROCESS_METRICS, tail.process_values, labels)
-        yield from _from_columns(_RANK_METRICS, tail.last.values, labels)
+        yield from _samples_from_columns(PROCESS_METRICS, tail.process_values, labels)
+        yield from _samples_from_columns(_RANK_METRICS, tail.last.values, labels)
     if 0 in newest:  # only rank 0 writes values that are equal on all ranks
-        yield from _run_scope(run, newest[0])
+        yield from _run_level_readings(run, newest[0])
 
 
-def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[MetricSample]:
+def _run_level_readings(run: ServedRun, tail: JournalTail) -> Iterator[MetricSample]:
     last, label = tail.last, (run.run_id,)
-    yield from _from_columns(_RUN_METRICS, last.values, label)
+    yield from _samples_from_columns(_RUN_METRICS, last.values, label)
     if last.step >= 0:
         yield MetricSample(name="train_step", value=last.step, labels=label)
     # Counters are summed over the starts of rank 0: a restarted rank must not set them back.

@@ -43,6 +43,7 @@ class GpuReport:
 @dataclass(slots=True)
 class _Device:
     """An opened GPU or MIG instance: NVML handle, Xid events, state."""
+
     handle: Any
     parent: str = ""
     """For a MIG instance, the GPU it belongs to."""
@@ -145,7 +146,7 @@ class GpuSampler:
             try:
                 import pynvml
             except ImportError:
-                self._note_absent("the NVML bindings are not installed (pip install nvidia-ml-py)")
+                self._note_no_gpus("the NVML bindings are not installed (pip install nvidia-ml-py)")
                 return {}
             self._nvml = pynvml
         nvml = self._nvml
@@ -155,15 +156,15 @@ class GpuSampler:
             for index in range(nvml.nvmlDeviceGetCount()):
                 self._add_device(devices, index)
         except nvml.NVMLError as error:
-            self._note_absent(f"NVML is not available: {error}")
+            self._note_no_gpus(f"NVML is not available: {error}")
             return {}
         if not devices:
-            self._note_absent("NVML sees no GPU that responds")
+            self._note_no_gpus("NVML sees no GPU that responds")
             return {}
         self._add_instances(devices)
         return devices
 
-    def _note_absent(self, why: str) -> None:
+    def _note_no_gpus(self, why: str) -> None:
         self.absent = why
         note = Note(code="no_gpu", text=f"no GPU samples: {why}")
         self.notes = (*self.notes, note)
@@ -186,7 +187,7 @@ class GpuSampler:
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
             instances = []
-            for handle in self._instances_of(devices[parent].handle):
+            for handle in self._mig_handles(devices[parent].handle):
                 try:
                     uuid = _decode_text(nvml.nvmlDeviceGetUUID(handle))
                 except nvml.NVMLError:
@@ -202,7 +203,7 @@ class GpuSampler:
                 note = Note(code="gpu_mig", text=text)
                 self.notes = (*(n for n in self.notes if not _is_mig_note(n, parent)), note)
 
-    def _instances_of(self, handle: Any) -> Iterator[Any]:
+    def _mig_handles(self, handle: Any) -> Iterator[Any]:
         nvml = self._nvml
         try:
             if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:

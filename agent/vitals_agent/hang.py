@@ -53,7 +53,7 @@ _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 _STATES: dict[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "disk"}
 
 
-class _Process(NamedTuple):
+class _ProcessStats(NamedTuple):
     """The system's data about a rank's process and its training thread."""
 
     state: str
@@ -68,6 +68,7 @@ class _Process(NamedTuple):
 
 class _Work(NamedTuple):
     """Resource use and position of a rank's process at one check."""
+
     at: float
     cpu_seconds: float
     all_cpu_seconds: float
@@ -77,7 +78,7 @@ class _Work(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ObservedRank:
     """State of one rank between checks."""
 
     word: Heartbeat | None = None
@@ -115,7 +116,7 @@ class HangWatch:
         self._run = run
         self._exits = exits
         self._stacks = StackTaker(run, spawn=spawn)
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Path, _ObservedRank] = {}
         self._follower = HangFollower(config)
         self._job = HungJob(run, self._follower.config, run.clock)
         self._sent_at: float | None = None
@@ -128,7 +129,7 @@ class HangWatch:
         Args:
             now: monotonic seconds.
         """
-        tails = _newest(self._run.tails.values())
+        tails = _latest_journals(self._run.tails.values())
         activities = {rank: self._activity(tail, now) for rank, tail in tails.items()}
         ranks = [activity for activity in activities.values() if activity is not None]
         if not ranks:
@@ -238,9 +239,9 @@ class HangWatch:
 
     def _activity(self, tail: JournalTail, now: float) -> RankActivity | None:
         """Return the observations of a rank; None for one that never had a heartbeat."""
-        seen = self._seen.setdefault(tail.directory, _Seen(moved_at=now, beat_at=now))
+        seen = self._seen.setdefault(tail.directory, _ObservedRank(moved_at=now, beat_at=now))
         if seen.state not in ("gone", "ended"):
-            self._read_word(tail, seen, now)
+            self._read_heartbeat(tail, seen, now)
             if seen.word is None:
                 return None
             self._read_process(tail, seen, now)
@@ -268,7 +269,7 @@ class HangWatch:
             exit=seen.exit,
         )
 
-    def _read_word(self, tail: JournalTail, seen: _Seen, now: float) -> None:
+    def _read_heartbeat(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
@@ -288,13 +289,13 @@ class HangWatch:
             seen.moved, seen.moved_at, seen.was_stopped = moved, now, False
             seen.was_asked = False
 
-    def _read_process(self, tail: JournalTail, seen: _Seen, now: float) -> None:
+    def _read_process(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
         """Update the state of a rank's process, and how it ended."""
         assert seen.word is not None
         pid = tail.identity.pid
         process = None
         if seen.started or tail.process.alive():
-            process = _process(pid, seen.word.thread or pid)
+            process = _read_process_stats(pid, seen.word.thread or pid)
         if process is not None and seen.started in (0, process.started):
             if not seen.started:
                 seen.started = process.started
@@ -311,7 +312,7 @@ class HangWatch:
             seen.exit = FAILED
 
 
-def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
+def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
     """Return each rank's journal; the latest of a rank that started again."""
     newest: dict[int, JournalTail] = {}
     for tail in sorted(tails, key=lambda tail: tail.identity.started_unix_ns):
@@ -319,18 +320,20 @@ def _newest(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
     return dict(sorted(newest.items()))
 
 
-def _process(pid: int, thread: int) -> _Process | None:
+def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     """Return the system's data; None if the process does not exist."""
     try:
-        whole = _stat(f"/proc/{pid}/stat")
-        thread_stat = whole if thread == pid else _stat(f"/proc/{pid}/task/{thread}/stat")
+        whole = _proc_stat_fields(f"/proc/{pid}/stat")
+        thread_stat = (
+            whole if thread == pid else _proc_stat_fields(f"/proc/{pid}/task/{thread}/stat")
+        )
     except (OSError, IndexError):
         return None
     num_bytes = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path(f"/proc/{pid}/io").read_text().split()
         num_bytes = int(lines[1]) + int(lines[3])
-    return _Process(
+    return _ProcessStats(
         state=thread_stat[0],
         started=int(whole[19]),
         cpu_seconds=(int(thread_stat[11]) + int(thread_stat[12])) * _TICK,
@@ -339,12 +342,12 @@ def _process(pid: int, thread: int) -> _Process | None:
     )
 
 
-def _stat(path: str) -> list[str]:
+def _proc_stat_fields(path: str) -> list[str]:
     """Return the fields after the name, which may contain any characters."""
     return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 
-def _add_work(seen: _Seen, process: _Process, now: float) -> None:
+def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
     """Append a sample of a rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
     used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
@@ -450,7 +453,7 @@ _INFO = struct.Struct("=Q52xi")
 
 def exit_of(pid: int, fd: int) -> str:
     """Return how a process ended, from its zombie or its descriptor; "" if unknown."""
-    status = _zombies_status(pid)
+    status = _zombie_exit_status(pid)
     if status is None:
         info = bytearray(_INFO.pack(_INFO_EXIT, 0))
         try:
@@ -468,9 +471,9 @@ def exit_of(pid: int, fd: int) -> str:
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
-def _zombies_status(pid: int) -> int | None:
+def _zombie_exit_status(pid: int) -> int | None:
     try:
-        fields = _stat(f"/proc/{pid}/stat")
+        fields = _proc_stat_fields(f"/proc/{pid}/stat")
         return int(fields[49]) if fields[0] in "ZX" else None
     except (OSError, IndexError, ValueError):
         return None

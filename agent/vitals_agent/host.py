@@ -46,7 +46,7 @@ class HostSampler:
             "memory_used_bytes": float(memory.total - memory.available),
             "memory_total_bytes": float(memory.total),
             "swap_used_bytes": float(self._system.swap_memory().used),
-            "shm_free_bytes": self._free_bytes(),
+            "shm_free_bytes": self._free_shm_bytes(),
             **self._disk_counters(),
             **self._network_counters(),
             **self._pressures(),
@@ -65,7 +65,7 @@ class HostSampler:
             return None
         return min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
 
-    def _free_bytes(self) -> float | None:
+    def _free_shm_bytes(self) -> float | None:
         try:
             stat = os.statvfs(self._base)
         except OSError:

@@ -149,7 +149,7 @@ def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
     ]
     values: dict[str, Value] = {}
     for field, answer in zip(fields, nvml.nvmlDeviceGetFieldValues(handle, field_ids), strict=True):
-        value = _value(answer)
+        value = _decode_field_value(answer)
         if value is None:
             continue
         if field.factor is not None:
@@ -159,7 +159,7 @@ def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
     return values
 
 
-def _value(answer: Any) -> float | int | None:
+def _decode_field_value(answer: Any) -> float | int | None:
     """Return the number in a field's response; None if it has none."""
     kind = answer.valueType
     if answer.nvmlReturn != _SUCCESS or not 0 <= kind < len(_MEMBERS):

@@ -20,7 +20,7 @@ class RankProcess:
 
     def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         self.identity = identity
-        self._process = _find(identity, clock or SystemClock())
+        self._process = _find_rank_process(identity, clock or SystemClock())
 
     def alive(self) -> bool:
         """Return whether the process exists; a zombie counts as ended: it no longer trains."""
@@ -71,7 +71,7 @@ def _context_switches(process: psutil.Process) -> dict[str, Value]:
     }
 
 
-def _faults(process: psutil.Process) -> dict[str, Value]:
+def _major_page_faults(process: psutil.Process) -> dict[str, Value]:
     """Return the major page faults, which need a disk; psutil does not provide them."""
     stat = Path(f"/proc/{process.pid}/stat").read_bytes()
     fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
@@ -85,17 +85,17 @@ _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
     lambda process: {"open_fds": process.num_fds()},
     _io_bytes,
     _context_switches,
-    _faults,
+    _major_page_faults,
 )
 """Values that cost more than reading a small file are omitted, such as unshared memory."""
 
 
-def _find(identity: Identity, clock: Clock) -> psutil.Process | None:
+def _find_rank_process(identity: Identity, clock: Clock) -> psutil.Process | None:
     """Return the process that wrote the journal; None if it ended or was a different process.
 
     Ages are compared, not start times: the wall clock may have been set since the journal started.
     """
-    if identity.pid <= 0 or _other_boot(identity.boot_id):
+    if identity.pid <= 0 or _is_other_boot(identity.boot_id):
         return None
     try:
         process = psutil.Process(identity.pid)
@@ -149,6 +149,6 @@ def _stat_or_none(path: Path) -> os.stat_result | None:
         return None
 
 
-def _other_boot(boot_id: str) -> bool:
+def _is_other_boot(boot_id: str) -> bool:
     path = Path("/proc/sys/kernel/random/boot_id")
     return bool(boot_id) and path.exists() and path.read_text().strip() != boot_id

@@ -50,7 +50,7 @@ class Process:
             return
         try:
             # The descriptor refers to the current process with that pid, and stays with it.
-            if started(self.pid) == self.started and self.is_rank:
+            if process_start_ticks(self.pid) == self.started and self.is_rank:
                 signal.pidfd_send_signal(fd, number)
         except ProcessLookupError:
             return
@@ -58,7 +58,7 @@ class Process:
             os.close(fd)
 
 
-def started(pid: int) -> int:
+def process_start_ticks(pid: int) -> int:
     """Return the start of a process, in clock ticks since the boot; 0 if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -140,12 +140,12 @@ class Sampling:
                 self.gpus = {}
                 raise
             if report is not None:
-                self._note_answered(active)
+                self._report_driver_back(active)
                 self.gpus = {sample.uuid: sample.values for sample in report.samples}
                 for run in active:
                     self._write_gpus(run, report)
             elif self._asking.seconds_out(now) >= HUNG_SECONDS:
-                self._note_hung(active)
+                self._report_driver_hang(active)
 
     def forget(self, run_id: str) -> None:
         """Discard the state of a run after its release."""
@@ -171,7 +171,7 @@ class Sampling:
             source = run.gpu_source(sample.uuid)
             source.sample(GPU_SCHEMA, [sample.values], taken=report.taken)
         for note in self._gpu.notes:
-            self._say_once(run, note)
+            self._report_once(run, note)
         for uuid, code in report.xids:
             text = f"GPU {uuid} reported Xid {code}"
             run.node_source.say(Note(code="gpu_xid", text=text, severity="warning"))
@@ -183,16 +183,16 @@ class Sampling:
 
     # ------------------------------------------------------------------------ a driver that hangs
 
-    def _note_hung(self, active: Iterable[ServedRun]) -> None:
+    def _report_driver_hang(self, active: Iterable[ServedRun]) -> None:
         if not self.hung:
             self.gpus = {}  # the latest values are outdated
             asking = self._gpu.asking
             self.hung = f"asked for GPU {asking}" if asking else "asked which GPUs there are"
         text = f"{_HUNG}, {self.hung}: there are no GPU samples until it does"
         for run in active:
-            self._say_once(run, Note(code="gpu_hung", text=text, severity="error"))
+            self._report_once(run, Note(code="gpu_hung", text=text, severity="error"))
 
-    def _note_answered(self, active: Iterable[ServedRun]) -> None:
+    def _report_driver_back(self, active: Iterable[ServedRun]) -> None:
         if self.hung:
             self.hung = ""
             for run in active:
@@ -200,7 +200,7 @@ class Sampling:
             for texts in self._noted.values():
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 
-    def _say_once(self, run: ServedRun, note: Note) -> None:
+    def _report_once(self, run: ServedRun, note: Note) -> None:
         texts = self._noted.setdefault(run.run_id, set())
         if note.text not in texts:
             run.node_source.say(note)

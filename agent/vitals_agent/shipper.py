@@ -423,7 +423,7 @@ class Shipper:
         if not progress.is_new:
             return
         last_reread = progress.last_reread
-        raw = spool.last_acked() if last_reread is None else _read(spool, last_reread)
+        raw = spool.last_acked() if last_reread is None else _read_batch(spool, last_reread)
         if raw is None:
             is_lacking = last_reread is not None  # no longer retained
         else:
@@ -470,15 +470,15 @@ class Shipper:
             if now < stopped.due:
                 continue
             sent = stopped.batch
-            raw = _read(spool, sent)
+            raw = _read_batch(spool, sent)
             if raw is not None:
-                self._send_again(progress, spool, sent, raw, now)
+                self._resend_batch(progress, spool, sent, raw, now)
             else:
                 del progress.stopped[key]
             if key not in progress.stopped:
                 progress.rewind(sent.end)
 
-    def _send_again(
+    def _resend_batch(
         self, progress: _Progress, spool: Ships, sent: _InFlightBatch, raw: bytes, now: float
     ) -> None:
         self.num_resent_batches += 1
@@ -511,7 +511,7 @@ class Shipper:
             if not progress.is_done(each, spool) and each.key not in progress.stopped:
                 oldest.setdefault(each.key, each)
         for waiting in oldest.values():
-            raw = _read(spool, waiting)
+            raw = _read_batch(spool, waiting)
             if raw is not None:
                 reply = self._ingest(progress, [raw])[0]
                 self._record_durable(progress, spool, waiting, reply, now)
@@ -527,7 +527,7 @@ class Shipper:
             progress.durable.clear()
 
 
-def _read(spool: Ships, batch: _InFlightBatch) -> bytes | None:
+def _read_batch(spool: Ships, batch: _InFlightBatch) -> bytes | None:
     """Return the batch from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None

@@ -48,7 +48,7 @@ class OwnSource:
         taken = taken or Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
         stamp: dict[str, Value] = {"step": -1, "attempt": 0, **taken._asdict()}
         rows = [{**stamp, **measured} for measured in values]
-        self._write(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
+        self._write_batch(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
 
     def say(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:
         """Write an event of the agent into the run."""
@@ -59,9 +59,9 @@ class OwnSource:
             time_unix_ns=self._clock.time_ns(),
             monotonic_ns=self._clock.monotonic_ns(),
         )
-        self._write(EVENT_SCHEMA, rows)
+        self._write_batch(EVENT_SCHEMA, rows)
 
-    def _write(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> None:
+    def _write_batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> None:
         if not rows:
             return
         with self._lock:

@@ -57,7 +57,7 @@ class _PendingStack:
 
 
 @dataclass(slots=True)
-class _Question:
+class _StackRequest:
     """An operator's request, until all available stacks were reported."""
 
     number: int
@@ -79,7 +79,7 @@ class StackTaker:
         self._run = run
         self._spawn = spawn
         self._pending: dict[Path, _PendingStack] = {}
-        self._question: _Question | None = None
+        self._question: _StackRequest | None = None
 
     def start_request(self, number: int, *, num_here: int, num_ranks: int) -> None:
         """Start an operator's request; then call ``ask`` for each rank.
@@ -89,7 +89,7 @@ class StackTaker:
             num_here: ranks on this node.
             num_ranks: ranks of the job.
         """
-        self._question = _Question(number, num_here, num_ranks)
+        self._question = _StackRequest(number, num_here, num_ranks)
 
     def ask(
         self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
@@ -115,7 +115,7 @@ class StackTaker:
             os.close(open_private(path, os.O_WRONLY | os.O_TRUNC))
             os.kill(pid, word.stack_signal)
         elif program := shutil.which("py-spy"):
-            self._spawn("vitals-agent-stacks", lambda: _dump(program, pid, path))
+            self._spawn("vitals-agent-stacks", lambda: _dump_stacks(program, pid, path))
 
     def collect(self) -> None:
         """Store the stacks written since; give up ranks that write nothing."""
@@ -179,13 +179,14 @@ def _collectives(directory: Path) -> tuple[str, ...]:
 
 class _Collective(msgspec.Struct, frozen=True):
     """A collective from the file of a rank's flight recorder."""
+
     group: str
     number: int
     call: str
     state: str = ""
 
 
-def _dump(program: str, pid: int, path: Path) -> None:
+def _dump_stacks(program: str, pid: int, path: Path) -> None:
     """Let py-spy write the stacks; without permission for the process, nothing is written."""
     done = subprocess.run(
         [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False

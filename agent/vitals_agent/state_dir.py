@@ -68,15 +68,15 @@ class AgentStateDir:
             StorageError: the directory cannot be created or written.
         """
         try:
-            fd = self._lock_on_disk()
+            fd = self._open_lock_file()
         except StorageError as error:
             if self._local is None or not is_full(error):
                 raise
-            self._lock_fd = self._lock_here(self._local)
+            self._lock_fd = self._lock_in_memory(self._local)
             self._is_lock_local = self.in_memory = True
             return
         try:
-            if self._local is not None and _is_locked(self._lock_in(self._local)):
+            if self._local is not None and _is_locked(self._memory_lock_path(self._local)):
                 raise self._lock_error(BlockingIOError())  # it started while the disk was full
         except BaseException:
             os.close(fd)
@@ -91,7 +91,7 @@ class AgentStateDir:
             StorageError: the directory still cannot be written.
         """
         if self._is_lock_local:
-            fd = self._lock_or_take_local(self._lock_on_disk())
+            fd = self._lock_or_take_local(self._open_lock_file())
             if self._lock_fd is not None and self._lock_fd != fd:
                 self.release()
             self._lock_fd = fd
@@ -101,16 +101,16 @@ class AgentStateDir:
         """Return whether an agent of this node currently serves the directory."""
         locks = [self.path / "agent.lock"]
         if self._local is not None:
-            locks.append(self._lock_in(self._local))
+            locks.append(self._memory_lock_path(self._local))
         return any(map(_is_locked, locks))
 
     @property
     def memory_path(self) -> Path:
         """Path of the directory in the node's memory that replaces this one."""
         assert self._local is not None, "the agent has a private folder in memory"
-        return self._lock_in(self._local).with_suffix("")
+        return self._memory_lock_path(self._local).with_suffix("")
 
-    def _lock_on_disk(self) -> int:
+    def _open_lock_file(self) -> int:
         try:
             self.path.parent.parent.mkdir(parents=True, exist_ok=True)
             ensure_own_dir(ensure_own_dir(self.path.parent) / self.path.name)
@@ -130,12 +130,12 @@ class AgentStateDir:
             if error.errno not in _NO_LOCKS or self._local is None:
                 raise self._lock_error(error) from error
             log.warning("%s: no locks (%s); the node's own is taken", self.path, error.strerror)
-            return self._lock_here(self._local) if self._lock_fd is None else self._lock_fd
+            return self._lock_in_memory(self._local) if self._lock_fd is None else self._lock_fd
         return fd
 
-    def _lock_here(self, local: Path) -> int:
+    def _lock_in_memory(self, local: Path) -> int:
         try:
-            fd = open_private(self._lock_in(local), os.O_RDWR | os.O_CREAT)
+            fd = open_private(self._memory_lock_path(local), os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._lock_error(error) from error
         try:
@@ -145,7 +145,7 @@ class AgentStateDir:
             raise self._lock_error(error) from error
         return fd
 
-    def _lock_in(self, local: Path) -> Path:
+    def _memory_lock_path(self, local: Path) -> Path:
         name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
         return local / f"agent-{name}.lock"
 
@@ -153,7 +153,7 @@ class AgentStateDir:
         """Return whether another agent has the directory, or may have it; changes nothing."""
         paths = [self.path / "agent.lock"]
         if self._local is not None:
-            paths.append(self._lock_in(self._local))
+            paths.append(self._memory_lock_path(self._local))
         num_free = 0
         for path in paths:
             try:

@@ -85,9 +85,9 @@ class LastSeen:
             decision = event.decision
             self.ledger_seq = max(self.ledger_seq, decision.ledger_seq)
             if decision.acted and decision.action == "skip_step":
-                self.skips = _counted(self.skips, acted_cause(decision.cause))
+                self.skips = _increment_cause(self.skips, acted_cause(decision.cause))
             if decision.acted and decision.action == "rollback":
-                self.rollbacks = _counted(self.rollbacks, acted_cause(decision.cause))
+                self.rollbacks = _increment_cause(self.rollbacks, acted_cause(decision.cause))
 
 
 class _Integers:
@@ -114,7 +114,7 @@ class _Integers:
         return int.from_bytes(rows[start + offset : start + offset + 8], "little", signed=True)
 
 
-def _counted(counts: dict[str, int], cause: str) -> dict[str, int]:
+def _increment_cause(counts: dict[str, int], cause: str) -> dict[str, int]:
     """Return the counts with one more; other names would create an unlimited number of labels."""
     is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
     key = cause if is_name else "other"

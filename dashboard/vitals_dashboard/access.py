@@ -71,7 +71,7 @@ def role() -> Role:
     return "control" if sessions().control_seconds(session) else "look"
 
 
-def limited(source: DataSource) -> DataSource:
+def limit_source_to_role(source: DataSource) -> DataSource:
     """Return the source as this session may use it."""
     return source if role() == "control" else replace(source, control=None)
 
@@ -98,7 +98,7 @@ def account() -> str:
 # ------------------------------------------------------------------------------------ drawing
 
 
-def closed() -> None:
+def draw_no_access_page() -> None:
     """Draw the page for users without access."""
     st.markdown("**Vitals**")
     if not _is_signed_on(load_settings(os.environ)):
@@ -113,7 +113,7 @@ def closed() -> None:
     st.button("Sign in", on_click=st.login, type="primary", key="sign_in")
 
 
-def footer() -> None:
+def draw_access_footer() -> None:
     """Draw the session's role, the way to get control, and the sign-out button."""
     settings = load_settings(os.environ)
     session = _find_session(settings)

@@ -326,7 +326,7 @@ class TokenMiddleware:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         host = host_name(headers.get("host", ""))
         if kind == "http":
-            send = self._hardened(send, headers, host)
+            send = self._add_security_headers(send, headers, host)
         if refusal := self._refusal_response(scope, headers, host):
             await _send_refusal(kind, send, *refusal)
             return
@@ -379,7 +379,7 @@ class TokenMiddleware:
 
         return checked
 
-    def _hardened(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
+    def _add_security_headers(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
         """Add the headers of every response."""
         extra_headers = dict(self._headers)
         if nonce := headers.get(NONCE_HEADER):

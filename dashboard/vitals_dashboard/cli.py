@@ -74,7 +74,7 @@ def dashboard(
         elif collector:
             collector_place = _resolve_collector(collector, token_file, environ)
         else:
-            collector_place = launch.discovered(environ)
+            collector_place = launch.find_collector_place(environ)
         pages = stack.enter_context(launch.pages(collector_place, port, environ, entrance))
         typer.echo(pages.address)
         if pages.public_address:
@@ -86,7 +86,7 @@ def dashboard(
         )
         if open_browser:
             typer.launch(pages.redirect_file.as_uri())
-        launch.watch([*children, pages.program], pages.codes, _show_code)
+        launch.watch_programs([*children, pages.program], pages.codes, _show_code)
 
 
 def _show_code(code: str) -> None:

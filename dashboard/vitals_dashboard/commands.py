@@ -44,7 +44,7 @@ ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be
 """Findings about finite values."""
 
 
-def refused(run: RunSummary, action: Action) -> str:
+def refusal_reason(run: RunSummary, action: Action) -> str:
     """Return why the run would refuse a command in its current state; "" if it would accept it."""
     if run.state != "running":
         return f"The run is {run.state}: it cannot take commands."
@@ -72,7 +72,7 @@ def acceptable_step(incident: IncidentView) -> int | None:
     return max(judged + raised, default=None)
 
 
-def proposed(view: DecisionView) -> Action | None:
+def proposed_command(view: DecisionView) -> Action | None:
     """Return the command that would apply a decision; None if it is no longer possible."""
     decision = view.decision
     if decision.acted:
@@ -82,7 +82,7 @@ def proposed(view: DecisionView) -> Action | None:
     return "halt" if decision.action == "halt" else None
 
 
-def waits(view: DecisionView) -> bool:
+def is_awaiting_approval(view: DecisionView) -> bool:
     """Return whether a decision waits for approval. A decision that got a response records it."""
     return WAITS_UNTIL in view.decision.evidence
 
@@ -92,7 +92,7 @@ def veto_text(view: DecisionView, by: str, reason: str) -> str:
     return f"{_decision_label(view)}: vetoed by {by}: {reason}"
 
 
-def word_of(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
+def decision_response(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
     """Return a user's response to a decision; "" without one."""
     head = f"{_decision_label(view)}: "
     texts = [note.text for note in notes if note.text.startswith(head)]
@@ -104,7 +104,7 @@ def _decision_label(view: DecisionView) -> str:
     return f"Decision {view.decision.ledger_seq} ({look.word if look else view.decision.action})"
 
 
-def command(
+def draw_command_form(
     source: DataSource,
     run: RunSummary,
     action: Action,
@@ -122,7 +122,7 @@ def command(
     if source.control is None:
         st.caption(access.why_no_control())
         return
-    if no := refused(run, action):
+    if no := refusal_reason(run, action):
         st.caption(no)
         return
     with (
@@ -143,19 +143,19 @@ def command(
                     argument=float(step) if step >= 0 else None,
                 )
                 answer = _send_command(source, source.control, run, request)
-        layout.answer(key, answer)
+        layout.draw_form_result(key, answer)
 
 
 def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
     """Draw the control to accept a step as healthy; nothing if that is not possible."""
-    if source.control is not None and not refused(run, "accept"):
-        command(source, run, "accept", label=HEALTHY, key=key, step=step)
+    if source.control is not None and not refusal_reason(run, "accept"):
+        draw_command_form(source, run, "accept", label=HEALTHY, key=key, step=step)
 
 
 def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
-    who = layout.person() or "dashboard"
+    who = layout.current_user() or "dashboard"
     try:
         sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)
     except VitalsError as error:
@@ -176,7 +176,7 @@ def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str
         st.caption(
             "Saved as a note at its step and drawn on the curves. Nothing is sent to the run."
         )
-        by = st.text_input("Who", value=layout.person(), max_chars=80, key=f"by_{key}")
+        by = st.text_input("Who", value=layout.current_user(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=MAX_REASON, key=f"reason_{key}")
         message = None
         if st.form_submit_button("Dismiss", type="primary"):
@@ -186,7 +186,7 @@ def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str
                 text = veto_text(view, by.strip(), reason.strip())
                 message = note(source.control, run, view.decision.step, text, by.strip())
                 message = message or "Dismissed; a note was saved."
-        layout.answer(key, message)
+        layout.draw_form_result(key, message)
 
 
 def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:

@@ -14,7 +14,7 @@ _PACKAGE = "trainvitals"
 _NAME: dict[Program, str] = {"chart": "charts", "command": "command"}
 
 
-def registered(program: Program) -> Any:
+def register_component(program: Program) -> Any:
     """Return what mounts one of our programs, known to the runtime that runs this page.
 
     Streamlit finds such files itself only next to a project file named like the import package. As
@@ -34,4 +34,4 @@ def command(text: str, *, key: str, width: Literal["stretch", "content"] = "stre
     ``st.code`` makes the browser load and run 1.5 MB for syntax colors, which delayed the curves
     for a third of a second.
     """
-    registered("command")(key=key, data=text, width=width, height="content")
+    register_component("command")(key=key, data=text, width=width, height="content")

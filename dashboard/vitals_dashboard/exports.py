@@ -15,25 +15,28 @@ Value = str | float | int | bool | None
 def csv_bytes(reply: TableReply) -> bytes:
     """Return the table as CSV; text that a spreadsheet would run has an apostrophe before it."""
     text = io.StringIO()
-    rows = [[_whole(value) for value in row] for row in zip(*reply.data, strict=True)]
+    rows = [[_exact_number_text(value) for value in row] for row in zip(*reply.data, strict=True)]
     write_rows(reply.columns, rows, Format.CSV, to=text)
     return text.getvalue().encode()
 
 
-def _whole(value: Value) -> Value:
+def _exact_number_text(value: Value) -> Value:
     """Return a number with all its digits."""
     return repr(value) if isinstance(value, float) else value
 
 
 def parquet_bytes(reply: TableReply) -> bytes:
     """Return the table as Parquet; numbers that are not finite are numbers in it."""
-    columns = {name: typed(values) for name, values in zip(reply.columns, reply.data, strict=True)}
+    columns = {
+        name: unify_column_type(values)
+        for name, values in zip(reply.columns, reply.data, strict=True)
+    }
     to = io.BytesIO()
     pa.parquet.write_table(pa.table(columns), to)
     return to.getvalue()
 
 
-def typed(values: tuple[Value, ...]) -> list[Value]:
+def unify_column_type(values: tuple[Value, ...]) -> list[Value]:
     """Return a column as one type: numbers if all are, texts if there are several types."""
     present = [value for value in values if value is not None]
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]

@@ -22,7 +22,7 @@ from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard.charts import Chart, Line, Role
 from vitals_dashboard.charts.lines import ChartCurve
 from vitals_dashboard.charts.marks import NON_FINITE
-from vitals_dashboard.components import registered
+from vitals_dashboard.components import register_component
 from vitals_dashboard.source import DataSource, series_of
 from vitals_dashboard.theme import DARK, LIGHT
 
@@ -107,17 +107,17 @@ class Feed:
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
-            request: self._narrowed(request, role, detail.summary.last_step)
+            request: self._narrow_request(request, role, detail.summary.last_step)
             for _, request, role in requests
-            if self.seen.get(_series(request)) != seen
+            if self.seen.get(_drop_request_range(request)) != seen
         }
         replies = dict(zip(due, series_of(source, detail, [*due.values()]), strict=True))
-        self.seen |= dict.fromkeys(map(_series, due), seen)
+        self.seen |= dict.fromkeys(map(_drop_request_range, due), seen)
         return [self._build_line(*choice, replies.get(choice[1])) for choice in requests]
 
-    def _narrowed(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
+    def _narrow_request(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
         """Return the request for the missing rows; discarded attempts are requested whole."""
-        sent = self.series.get(_series(request))
+        sent = self.series.get(_drop_request_range(request))
         if sent is None or role == "discarded":
             return request
         if request.from_step is not None:  # the window has moved on
@@ -136,12 +136,12 @@ class Feed:
     def _build_line(
         self, name: str, request: SeriesRequest, role: Role, reply: SeriesReply | None
     ) -> Line | None:
-        sent = self.series.get(_series(request))
+        sent = self.series.get(_drop_request_range(request))
         rows = _point_rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
         if reply is not None and (sent is None or (role == "discarded" and reply != sent.reply)):
-            recent, num_hidden = _tail(reply, rows)
-            self.series[_series(request)] = _Sent(
+            recent, num_hidden = _rows_to_requery(reply, rows)
+            self.series[_drop_request_range(request)] = _Sent(
                 reply=reply,
                 recent=recent,
                 num_hidden=num_hidden,
@@ -156,14 +156,16 @@ class Feed:
         if reply is None:
             return Line(name=name, reply=_reply_of(sent, None, ()), role=role, num_replaced=0)
         pairs = zip(sent.recent, rows, strict=False)
-        num_same = next((i for i, (old, new) in enumerate(pairs) if not _is_same(old, new)), None)
+        num_same = next(
+            (i for i, (old, new) in enumerate(pairs) if not _is_same_row(old, new)), None
+        )
         if num_same is None:
             num_same = min(len(sent.recent), len(rows))
         before, fresh = list(sent.recent), rows[num_same:]
         num_bad = sum(row[3] is None for row in before)
         sent.num_total += reply.num_total - len(before) - sent.num_hidden
         sent.num_nonfinite += reply.num_nonfinite - num_bad - sent.num_hidden
-        sent.recent, sent.num_hidden = _tail(reply, rows)
+        sent.recent, sent.num_hidden = _rows_to_requery(reply, rows)
         return Line(
             name=name,
             reply=_reply_of(sent, reply, fresh),
@@ -179,19 +181,21 @@ class Feed:
         """
         if not charts and not self.number:
             return 0
-        drawn_charts, num_left_out = _that_fit(charts)
+        drawn_charts, num_left_out = _charts_within_limit(charts)
         layout = [_layout(chart) for chart in drawn_charts]
         is_whole = all(c.num_replaced is None for chart in drawn_charts for c in chart.curves)
         if not is_whole and layout != self.layout:
             return None
         _mount_component(
-            self, self._full_message(drawn_charts) if is_whole else self._new(drawn_charts), zoomed
+            self,
+            self._full_message(drawn_charts) if is_whole else self._changes_message(drawn_charts),
+            zoomed,
         )
         self.layout = layout
         return num_left_out
 
     def _full_message(self, charts: Sequence[Chart]) -> Wire:
-        self.marks = _marks_of(charts)
+        self.marks = _charts_by_mark(charts)
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         message: Wire = {
             "base": 0,
@@ -215,7 +219,7 @@ class Feed:
         self.number += 1
         return message
 
-    def _new(self, charts: Sequence[Chart]) -> Wire:
+    def _changes_message(self, charts: Sequence[Chart]) -> Wire:
         """Return the message of the changes; it may be empty."""
         xs: list[list[float]] = []
         lines = []
@@ -223,13 +227,13 @@ class Feed:
             for j, curve in enumerate(chart.curves):
                 if not curve.x and not curve.num_replaced:
                     continue
-                x = [_to_number(x_value) for x_value in curve.x]
+                x = [_integer_if_whole(x_value) for x_value in curve.x]
                 if x not in xs:
                     xs.append(x)
-                y = [_short(value) for value in curve.y]
+                y = [_round_to_float32(value) for value in curve.y]
                 totals = [curve.num_total, curve.num_nonfinite]
                 lines.append([i, j, curve.num_replaced, xs.index(x), y, *totals])
-        marks = _marks_of(charts)
+        marks = _charts_by_mark(charts)
         bad = {
             mark: sent_mark
             for mark, sent_mark in self.marks.items()
@@ -257,7 +261,7 @@ class Feed:
 def load_charts() -> None:
     """Make the browser load the chart program, while the server queries the data."""
     with st.container(key="charts_loaded"):
-        registered("chart")(key="charts_program", data="", height="content")
+        register_component("chart")(key="charts_program", data="", height="content")
 
 
 def draw_charts(
@@ -289,7 +293,7 @@ def draw_charts(
     return num_left_out
 
 
-def _series(request: SeriesRequest) -> SeriesRequest:
+def _drop_request_range(request: SeriesRequest) -> SeriesRequest:
     """Return the request without its ends, which move on with the run."""
     return structs.replace(
         request, from_step=None, to_step=None, from_time_unix_ns=None, to_time_unix_ns=None
@@ -303,7 +307,7 @@ def _point_rows(reply: SeriesReply | None) -> list[Row]:
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
 
 
-def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
+def _rows_to_requery(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
     """Return the rows to query again, and how many more are stored after the first of them.
 
     For a downsampled curve only the rows after its last finite one: earlier ones would return with
@@ -317,7 +321,7 @@ def _tail(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row], int]:
     return recent_rows, max(0, num_behind - (len(recent_rows) - 1))
 
 
-def _is_same(before: Row, now: Row) -> bool:
+def _is_same_row(before: Row, now: Row) -> bool:
     """Return whether the rows are drawn alike: a mean is summed up from another row each time."""
     (*where, value), (*other_key, other) = before, now
     return where == other_key and (
@@ -341,7 +345,7 @@ def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> Se
     )
 
 
-def _that_fit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
+def _charts_within_limit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
     num_points, fitting = 0, []
     for chart in charts:
         if num_points + chart.num_points <= MAX_POINTS:
@@ -366,23 +370,23 @@ def _layout(chart: Chart) -> Wire:
 
 def _whole_curve(curve: ChartCurve) -> Wire:
     """Return a whole curve as JSON for the browser's chart component."""
-    x = [_to_number(x_value) for x_value in curve.x]
+    x = [_integer_if_whole(x_value) for x_value in curve.x]
     is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {
         # Steps are close to each other, so differences are short.
         **({"from": x[:1], "by": [b - a for a, b in pairwise(x)]} if is_whole else {"x": x}),
-        "y": [_short(value) for value in curve.y],
+        "y": [_round_to_float32(value) for value in curve.y],
         "total": curve.num_total,
         "bad": curve.num_nonfinite,
     }
     return wire
 
 
-def _to_number(x: float) -> float | int:
+def _integer_if_whole(x: float) -> float | int:
     return int(x) if float(x).is_integer() else x
 
 
-def _short(value: float | None) -> float | int | None:
+def _round_to_float32(value: float | None) -> float | int | None:
     """Return the number with seven digits, as many as a float32 has; integers are unchanged."""
     if value is None or not math.isfinite(value):
         return None
@@ -391,7 +395,7 @@ def _short(value: float | None) -> float | int | None:
     return float(f"{value:.7g}")
 
 
-def _marks_of(charts: Sequence[Chart]) -> dict[SentMark, int]:
+def _charts_by_mark(charts: Sequence[Chart]) -> dict[SentMark, int]:
     """Return the charts of each mark, a bit each: most are in several."""
     result: dict[SentMark, int] = {}
     for i, chart in enumerate(charts):
@@ -417,7 +421,7 @@ def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
             zoomed(selected_range["axis"], None if None in ends else ends)
 
     head = {"key": feed.key, "name": feed.name, "number": feed.number}
-    registered("chart")(
+    register_component("chart")(
         key=charts_key,
         # As text: the component would treat a list of numbers as a table, and check each of them.
         data=msgspec.json.encode(head | message).decode(),

@@ -13,12 +13,12 @@ MAX_GROUPS = 8
 """Places whose calls can be expanded; the table has every rank."""
 
 
-def draw(source: DataSource, incident: IncidentView) -> None:
+def draw_hang(source: DataSource, incident: IncidentView) -> None:
     """Draw the waiting and the blocking ranks; nothing without a blocking rank."""
     waits = [view for view in incident.findings if view.finding.kind in ("waiting", "hang")]
     if not waits:
         return
-    stacks = of_incident(
+    stacks = stacks_of_incident(
         source.client.ask(StacksQuestion(run_id=incident.run_id)),
         {view.finding.step for view in waits},
     )
@@ -29,14 +29,14 @@ def draw(source: DataSource, incident: IncidentView) -> None:
         key="hang_ranks",
         height=260,
     )
-    for same in at_one_place(stacks)[:MAX_GROUPS]:
+    for same in group_by_calls(stacks)[:MAX_GROUPS]:
         with st.expander(
             formatting.plain(f"Where {name_ranks([view.rank for view in same])} stood", 120)
         ):
             st.code("\n".join(formatting.plain(call, 300) for call in same[0].calls), language=None)
 
 
-def of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
+def stacks_of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
     """Return the latest stacks of each rank in these waits, by rank."""
     incident_stacks = (view for view in stacks if view.step in steps and not view.command_number)
     return [view for _, view in sorted({view.rank: view for view in incident_stacks}.items())]
@@ -61,7 +61,7 @@ def innermost_call(view: StacksView) -> str:
     return view.calls[0].strip() if view.calls else f"no stacks: {view.detail}"
 
 
-def at_one_place(stacks: Sequence[StacksView]) -> list[list[StacksView]]:
+def group_by_calls(stacks: Sequence[StacksView]) -> list[list[StacksView]]:
     """Return the ranks with the same calls together, the fewest first."""
     groups: dict[tuple[str, ...], list[StacksView]] = {}
     for view in stacks:

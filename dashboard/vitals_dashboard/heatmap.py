@@ -39,7 +39,7 @@ MAX_CROSSES = 5_000
 LABEL_PIXELS = 230
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     """Return a key that sorts ``layers.2`` before ``layers.10``."""
     parts = re.split(r"(\d{1,18})", name)
     return [(0, int(p), "") if p.isdigit() and p.isascii() else (1, 0, p) for p in parts]
@@ -55,7 +55,7 @@ def cells_of(reply: CellsReply) -> Floats:
     return np.clip(cells.reshape(shape) * factor, -MOST, MOST)
 
 
-def middle(cells: Floats, axis: int) -> Floats:
+def median_along_axis(cells: Floats, axis: int) -> Floats:
     """Return the median along an axis; NaN if nothing was measured."""
     none = np.isnan(cells).all(axis=axis, keepdims=True)
     medians = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
@@ -63,14 +63,14 @@ def middle(cells: Floats, axis: int) -> Floats:
     return result
 
 
-def shades(cells: Floats, shade: Shade) -> Floats:
+def color_values(cells: Floats, shade: Shade) -> Floats:
     """Return the values of the colors: values, or the log2 of the ratio to the median.
 
     If values may be zero or negative, it is the difference to the median instead.
     """
     if shade == "size":
         return np.log10(cells) if _is_wide(cells) else cells.copy()
-    centre = middle(cells, 1 if shade == "change" else 0)
+    centre = median_along_axis(cells, 1 if shade == "change" else 0)
     if _all_positive(cells):
         return np.log2(cells) - np.log2(centre)
     return cells - centre
@@ -89,7 +89,7 @@ def _is_wide(cells: Floats) -> bool:
 
 def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     """Return the color scale with labels at its ends; outliers do not compress the rest."""
-    shaded = shades(cells, shade)
+    shaded = color_values(cells, shade)
     finite = shaded[np.isfinite(shaded)]
     low, high = (0.0, 1.0) if not finite.size else np.percentile(finite, (0.5, 99.5)).tolist()
     if shade == "size":
@@ -153,7 +153,7 @@ def heat_map(
         names: names of the rows, if they differ from their own.
     """
     unit = UNITS.get(reply.unit, (reply.unit, 1.0))[0]
-    order = sorted(range(len(reply.rows)), key=lambda i: natural(reply.rows[i]))
+    order = sorted(range(len(reply.rows)), key=lambda i: natural_sort_key(reply.rows[i]))
     called = _distinct([formatting.plain((names or reply.rows)[i], 90) for i in order])
     cells = cells_of(reply)[order]
     steps = [f"{step:,}" for step in reply.step]
@@ -208,7 +208,7 @@ def _long(
 ) -> pd.DataFrame:
     """Return a data frame with a row for each measured cell of a heat map."""
     rows, columns = np.nonzero(np.isfinite(cells))
-    shaded = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
+    shaded = np.clip(color_values(cells, shade), scale["min"], scale["max"])[rows, columns]
     values = cells[rows, columns]
     return pd.DataFrame(
         {

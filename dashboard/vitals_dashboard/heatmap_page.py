@@ -29,7 +29,7 @@ class MetricChoice:
     title: str
 
 
-def ask(
+def query_cells(
     source: DataSource,
     run: RunSummary,
     metric: str,
@@ -100,7 +100,7 @@ def draw(
         title,
         reply,
         shade=shade,
-        look=layout.present_palette(),
+        look=layout.current_palette(),
         decisions=source.client.ask(DecisionsQuestion(run_id=run.run_id)),
         names=names,
     )

@@ -187,7 +187,7 @@ def check_folder(folder: Path) -> Path:
     return path
 
 
-def discovered(environ: Mapping[str, str]) -> CollectorPlace:
+def find_collector_place(environ: Mapping[str, str]) -> CollectorPlace:
     """Return the collector in the environment, otherwise the one that this user has started.
 
     Raises:
@@ -386,7 +386,7 @@ def pages(
             )
         finally:
             os.close(code_fd)
-        wait_for(child, lambda: _proves_itself(port, token))
+        wait_for(child, lambda: _has_proven_token(port, token))
         yield Pages(
             program=child,
             address=address,
@@ -431,7 +431,7 @@ def _redirect_page(address: str) -> bytes:
     ).encode()
 
 
-def _proves_itself(port: int, token: str) -> bool | None:
+def _has_proven_token(port: int, token: str) -> bool | None:
     """Return True once the process with the token responds at the port.
 
     Raises:
@@ -460,7 +460,7 @@ def _collector_answers(data: Path) -> bool | None:
         return client.answers() or None
 
 
-def watch(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
+def watch_programs(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
     """Show requested codes; never returns.
 
     Raises:

@@ -83,9 +83,9 @@ def _require_access(draw: Callable[[DataSource], None]) -> Callable[[DataSource]
     def allowed(source: DataSource) -> None:
         # Checked again: a refresh runs no other part of the page, and a session may have ended.
         if access.role():
-            draw(access.limited(source))
+            draw(access.limit_source_to_role(source))
         else:
-            access.closed()
+            access.draw_no_access_page()
 
     return allowed
 
@@ -121,7 +121,7 @@ def live_part(
             draw()
             return
         try:
-            is_true = access.role() and again(access.limited(connect()))
+            is_true = access.role() and again(access.limit_source_to_role(connect()))
         except VitalsError:
             is_true = False
         if not is_true:
@@ -142,10 +142,10 @@ def refreshing_runs(
 
     Its ``draw`` has to call ``stop_at_the_end``.
     """
-    refreshing(draw, live=goes_on(run_ids, live=live), key=key, every=every)
+    refreshing(draw, live=is_page_live(run_ids, live=live), key=key, every=every)
 
 
-def goes_on(run_ids: Sequence[str], *, live: bool) -> bool:
+def is_page_live(run_ids: Sequence[str], *, live: bool) -> bool:
     """Return whether a page of these runs is to refresh itself: not once all of them have ended."""
     st.session_state.pop(_RUNS, None)
     live = live and not _have_ended(run_ids)
@@ -161,7 +161,7 @@ def stop_at_the_end(runs: Sequence[RunSummary]) -> None:
 
 def _have_ended(run_ids: Sequence[str]) -> bool:
     try:
-        runs = access.limited(connect()).client.ask(RunsQuestion())
+        runs = access.limit_source_to_role(connect()).client.ask(RunsQuestion())
     except VitalsError:  # the page shows it
         return False
     st.session_state[_RUNS] = runs
@@ -169,12 +169,12 @@ def _have_ended(run_ids: Sequence[str]) -> bool:
     return bool(run_ids) and all(state_by_run.get(run_id) in ENDED for run_id in run_ids)
 
 
-def present_palette() -> Palette:
+def current_palette() -> Palette:
     """Return the palette of the theme this browser shows."""
     return palette(st.context.theme.type)
 
 
-def person() -> str:
+def current_user() -> str:
     """Return the current user's name, if known: the default in forms."""
     if name := access.account():
         return name
@@ -219,7 +219,7 @@ def run_in_address() -> list[str]:
 def chosen_run(source: DataSource) -> RunSummary | None:
     """Draw the choice of a run and return it; None, with a message, if there is none."""
     asked_before = st.session_state.pop(_RUNS, None)
-    runs = tables.in_order(asked_before or source.client.ask(RunsQuestion()))
+    runs = tables.sort_runs(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
         return None
@@ -310,7 +310,7 @@ def step_range() -> tuple[int | None, int | None]:
     return first, last
 
 
-def around(run_id: str, first: int, last: int) -> dict[str, str]:
+def curves_query_params(run_id: str, first: int, last: int) -> dict[str, str]:
     """Return the address of a run's curves around some steps."""
     margin = {"from": str(max(0, first - AROUND_STEPS)), "to": str(last + AROUND_STEPS)}
     return {"run": run_id, "window": "range"} | margin
@@ -367,7 +367,7 @@ def _columns(row: tables.Row) -> dict[str, Any]:
     return {name: kind for name, kind in kinds.items() if name in row}
 
 
-def answer(key: str, message: str | None) -> None:
+def draw_form_result(key: str, message: str | None) -> None:
     """Draw the result of a form: ``message`` now, otherwise the last one.
 
     It is stored because the page is redrawn every few seconds, maybe before a user has read it.

@@ -85,7 +85,7 @@ def parse(text: str) -> Search:
     fields = [_FIELD.fullmatch(term) for term in terms]
     return Search(
         tests=tuple(
-            _word_test(term) if field is None else _of_field(*field.groups())
+            _word_test(term) if field is None else _field_test(*field.groups())
             for term, field in zip(terms, fields, strict=True)
         ),
         needs_configs=any(field is not None and field[1].startswith(CONFIG) for field in fields),
@@ -103,15 +103,15 @@ def _word_test(term: str) -> Test:
     return holds
 
 
-def _of_field(name: str, sign: str, quoted: str) -> Test:
+def _field_test(name: str, sign: str, quoted: str) -> Test:
     value = quoted.replace('"', "")
     if not value:
         raise UsageError(f"{name}{sign} has no value", hint=f"give one, such as {name}{sign}1")
     if name.startswith(CONFIG):
-        return _of_config(name.removeprefix(CONFIG), sign, value)
+        return _config_test(name.removeprefix(CONFIG), sign, value)
     name = name.casefold()
     if name in _NUMBERS:
-        return _of_number(name, sign, value)
+        return _number_test(name, sign, value)
     if name not in _TEXTS and name not in _CHOICES:
         close = difflib.get_close_matches(name, FIELDS, n=1)
         raise UsageError(
@@ -133,7 +133,7 @@ def _of_field(name: str, sign: str, quoted: str) -> Test:
     return lambda run, _: needle in text(run).casefold()
 
 
-def _of_number(name: str, sign: str, value: str) -> Test:
+def _number_test(name: str, sign: str, value: str) -> Test:
     limit = _parse_number(value)
     if limit is None:
         raise UsageError(f"{name} is compared with {value!r}, which is not a number",
@@ -151,7 +151,7 @@ def _of_number(name: str, sign: str, value: str) -> Test:
     return holds
 
 
-def _of_config(key: str, sign: str, value: str) -> Test:
+def _config_test(key: str, sign: str, value: str) -> Test:
     limit = _parse_number(value)
 
     def holds(_: RunSummary, config: Config) -> bool:

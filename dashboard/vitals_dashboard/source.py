@@ -97,7 +97,7 @@ def guarded(draw: Callable[[DataSource], None]) -> bool:
 
 
 @contextmanager
-def meanwhile() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
+def query_in_threads() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
     """Give a function that queries in separate threads; errors are raised with the results."""
     context = partial(add_script_run_ctx, ctx=get_script_run_ctx())
     with ThreadPoolExecutor(3, initializer=context) as pool:
@@ -114,7 +114,7 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, seen: object) ->
 
 
 @st.cache_data(max_entries=120, ttl=60, show_spinner=False, hash_funcs=dict.fromkeys(ROUTES, repr))
-def _answer(
+def _cached_response(
     _client: CollectorClient, url: str, question: Question[A], seen_unix_ns: tuple[int, ...]
 ) -> A:
     """Return a cached response; queried again if its runs have reported, or after a minute."""
@@ -132,11 +132,11 @@ def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -
     Queried again after an event or note in the run, or after a minute; ``is_exact``: whenever the
     run has reported, so that its steps match the page.
     """
-    changed = (*what_happened(run), run.last_seen_unix_ns if is_exact else 0)
+    changed = (*event_cache_key(run), run.last_seen_unix_ns if is_exact else 0)
     return _cached_verdict(source.client, source.client.url, run.run_id, changed)
 
 
-def what_happened(run: RunSummary) -> tuple[object, ...]:
+def event_cache_key(run: RunSummary) -> tuple[object, ...]:
     """Return the fields of a run that change with each event or note."""
     return (
         run.state, run.health, run.num_attempts, run.num_skips, run.num_rollbacks,
@@ -168,7 +168,7 @@ def differences(
     client = source.client
     first, *others = [detail.summary for detail in details]
     return [
-        _answer(
+        _cached_response(
             client,
             client.url,
             DifferenceQuestion(
@@ -183,14 +183,14 @@ def differences(
 def goodput_of(source: DataSource, run: RunSummary) -> GoodputView:
     """Return where a run's time went; queried again after a minute, or in another state."""
     question = GoodputQuestion(run_id=run.run_id)
-    return _answer(source.client, source.client.url, question, (hash(run.state),))
+    return _cached_response(source.client, source.client.url, question, (hash(run.state),))
 
 
 def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> ForecastView:
     """Return the forecast of a run; queried again after a minute, or in another state."""
     question = ForecastQuestion(run_id=run.run_id, other=other)
     changed = hash((run.state, run.last_step < 0))
-    return _answer(source.client, source.client.url, question, (changed,))
+    return _cached_response(source.client, source.client.url, question, (changed,))
 
 
 def series_of(
@@ -207,7 +207,7 @@ def series_of(
     by_request: dict[SeriesRequest, SeriesReply] = {}
     if valid_requests:
         question = ManySeriesQuestion(run_id=line.run_id, series=valid_requests)
-        replies = _answer(client, client.url, question, (line.last_seen_unix_ns,))
+        replies = _cached_response(client, client.url, question, (line.last_seen_unix_ns,))
         by_request = dict(zip(valid_requests, replies, strict=True))
     drawn = {
         request: reply for request, reply in by_request.items() if reply.step or reply.nonfinite

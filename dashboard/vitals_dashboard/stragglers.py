@@ -48,9 +48,11 @@ def nodes_of(detail: RunDetail) -> dict[str, str]:
     return {source.source: source.node for source in seen if source.node}
 
 
-def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> StragglerSummary:
+def summarize_stragglers(
+    cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail
+) -> StragglerSummary:
     """Return the ranks or nodes slower than the others, by their median step."""
-    medians = heatmap.middle(cells, 1)[:, 0]
+    medians = heatmap.median_along_axis(cells, 1)[:, 0]
     nodes = nodes_of(detail)
     of_ranks = {
         row: float(pace) for row, pace in zip(rows, medians, strict=True) if np.isfinite(pace)
@@ -84,7 +86,7 @@ def _find_stragglers(paces: dict[str, float], nodes: dict[str, str]) -> tuple[St
     return tuple(sorted(slow, key=lambda straggler: -straggler.seconds))
 
 
-def in_words(what: StragglerSummary) -> list[str]:
+def straggler_sentences(what: StragglerSummary) -> list[str]:
     """Return the stragglers as sentences; one sentence if there are none."""
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]
@@ -116,7 +118,7 @@ def _straggler_sentence(straggler: Straggler, kind: str) -> str:
     )
 
 
-def waited_for(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
+def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
     """Return the blocking rank: the one that waits least, in most of the steps.
 
     Args:

@@ -95,7 +95,7 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
 """Sort orders of a list of runs, as in the URL."""
 
 
-def in_order(runs: Iterable[RunSummary], order: str = "newest first") -> list[RunSummary]:
+def sort_runs(runs: Iterable[RunSummary], order: str = "newest first") -> list[RunSummary]:
     """Return the runs in one of ``ORDERS``; for an unknown name, the latest first."""
     return sorted(runs, key=ORDERS.get(order, ORDERS["newest first"]))
 

@@ -20,7 +20,7 @@ def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
     return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
 
 
-def strip(run: RunSummary, judged: RunVerdict) -> None:
+def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
     """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
     verdict = judged.verdict
     with st.container(
@@ -43,7 +43,7 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
             "Verdict", icon=":material/unfold_more:", key="verdict_open", on_change="rerun"
         ) as part:
             if part.open:
-                panel(verdict)
+                draw_verdict_panel(verdict)
         st.page_link(
             layout.INCIDENTS,
             label="Evidence" if num == 1 else f"Evidence ({num} incidents)",
@@ -58,7 +58,7 @@ def strip(run: RunSummary, judged: RunVerdict) -> None:
         components.command(command, key="copy_next", width="content")
 
 
-def panel(verdict: VerdictView) -> None:
+def draw_verdict_panel(verdict: VerdictView) -> None:
     """Draw the whole verdict: each fact with its name, then the commands to copy."""
     _draw(verdict_blocks(verdict), key="verdict")
 
@@ -124,4 +124,11 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     )
 
 
-__all__ = ["headline", "is_urgent", "panel", "strip", "ticket_of", "timeline"]
+__all__ = [
+    "draw_verdict_panel",
+    "draw_verdict_strip",
+    "headline",
+    "is_urgent",
+    "ticket_of",
+    "timeline",
+]

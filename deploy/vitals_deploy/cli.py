@@ -21,7 +21,7 @@ from vitals_deploy.templates import (
 )
 
 GENERATORS = {
-    "prometheus": prometheus.files,
+    "prometheus": prometheus.prometheus_files,
     "grafana": grafana_files,
     "alertmanager": alertmanager_files,
     "systemd": systemd_files,
@@ -85,7 +85,7 @@ def deploy_prometheus(
     """Write the scrape configuration and the alert rules."""
     targets = prometheus.agent_targets(runs) if runs else None
     found = None if tokens is None else reader_tokens(tokens)
-    made = prometheus.files(
+    made = prometheus.prometheus_files(
         collector=_host_and_port("--collector", collector),
         alertmanager=_host_and_port("--alertmanager", alertmanager),
         tls=None if found is None else found.tls,
@@ -97,7 +97,9 @@ def deploy_prometheus(
     if found is not None:
         secrets[prometheus.TOKEN_FILE] = found.read
         secrets[prometheus.AGENTS_TOKEN_FILE] = found.scrape
-    _write(output, {name: made[name] for name in made if name not in secrets}, force=force)
+    _write_and_print(
+        output, {name: made[name] for name in made if name not in secrets}, force=force
+    )
     for name, token in secrets.items():
         typer.echo(_write_secret(output / name, token))
 
@@ -141,7 +143,7 @@ def deploy_grafana(
 ) -> None:
     """Write the dashboard to a file, or push it to a Grafana."""
     if not url:
-        _write(output, grafana_files(), force=force)
+        _write_and_print(output, grafana_files(), force=force)
         return
     if token_file is None:
         raise UsageError(
@@ -171,7 +173,9 @@ def deploy_alertmanager(
     force: Force = False,
 ) -> None:
     """Write an example configuration."""
-    _write(output, alertmanager_files(page_url=page_url, notify_url=notify_url), force=force)
+    _write_and_print(
+        output, alertmanager_files(page_url=page_url, notify_url=notify_url), force=force
+    )
 
 
 def deploy_systemd(
@@ -183,7 +187,7 @@ def deploy_systemd(
     force: Force = False,
 ) -> None:
     """Write hardened units for a collector and a node's agent."""
-    _write(output, systemd_files(vitals=vitals, port=port), force=force)
+    _write_and_print(output, systemd_files(vitals=vitals, port=port), force=force)
 
 
 def deploy_slurm(
@@ -199,13 +203,13 @@ def deploy_slurm(
 ) -> None:
     """Write a batch script for a watched training job."""
     made = slurm_files(nodes=nodes, gpus=gpus, cpus=cpus, runs=runs, command=script)
-    _write(output, made, force=force)
+    _write_and_print(output, made, force=force)
 
 
 def deploy_all(output: Output = Path("vitals-deploy"), force: Force = False) -> None:
     """Write everything with the default settings, one directory each."""
     for name, generate in GENERATORS.items():
-        _write(output / name, generate(), force=force)
+        _write_and_print(output / name, generate(), force=force)
 
 
 def reader_tokens(path: Path) -> CollectorTokens:
@@ -235,7 +239,7 @@ def _read_line(path: Path) -> str:
     return text.partition("\n")[0]
 
 
-def _write(directory: Path, files: dict[str, str], *, force: bool) -> None:
+def _write_and_print(directory: Path, files: dict[str, str], *, force: bool) -> None:
     for path in write_files(directory, files, force=force):
         typer.echo(path)
 

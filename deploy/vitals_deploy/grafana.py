@@ -61,14 +61,14 @@ class GrafanaClient:
 
     def version(self) -> str:
         """Return the server's version, or "" where it keeps it to itself."""
-        return str(self._call("GET", "/health").get("version", ""))
+        return str(self._call_api("GET", "/health").get("version", ""))
 
     def ensure_folder(self, title: str = "Vitals") -> str:
         """Create the folder unless it is there; return its uid."""
         try:
-            self._call("GET", f"/folders/{FOLDER_UID}")
+            self._call_api("GET", f"/folders/{FOLDER_UID}")
         except _NotFoundError:
-            self._call("POST", "/folders", {"uid": FOLDER_UID, "title": title})
+            self._call_api("POST", "/folders", {"uid": FOLDER_UID, "title": title})
         return FOLDER_UID
 
     def ensure_datasource(self, prometheus_url: str) -> str:
@@ -81,11 +81,11 @@ class GrafanaClient:
             "url": prometheus_url,
         }
         try:
-            self._call("GET", f"/datasources/uid/{DATASOURCE_UID}")
+            self._call_api("GET", f"/datasources/uid/{DATASOURCE_UID}")
         except _NotFoundError:
-            self._call("POST", "/datasources", body)
+            self._call_api("POST", "/datasources", body)
         else:
-            self._call("PUT", f"/datasources/uid/{DATASOURCE_UID}", body)
+            self._call_api("PUT", f"/datasources/uid/{DATASOURCE_UID}", body)
         return DATASOURCE_UID
 
     def push_dashboard(self, dashboard: dict[str, Any], *, folder_uid: str) -> str:
@@ -96,10 +96,12 @@ class GrafanaClient:
             "message": "vitals deploy grafana",
             "overwrite": True,
         }
-        reply = self._call("POST", "/dashboards/db", body)
+        reply = self._call_api("POST", "/dashboards/db", body)
         return f"{self._url}{reply.get('url', '/d/' + str(dashboard['uid']))}"
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call_api(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         from grafana_api.grafana_api import GrafanaException
         from requests import RequestException
 

@@ -13,7 +13,7 @@ from ssl import PEM_cert_to_DER_cert
 from trainvitals.alerting import ALERTS, RUNBOOK, AlertSpec
 from trainvitals.catalog import spec
 from trainvitals.io.server_identity import SERVER_NAME, TlsTrust
-from vitals_deploy.templates import fill
+from vitals_deploy.templates import fill_template
 
 TOKEN_FILE = "vitals-read.token"
 """Placeholder for the token: Prometheus refuses a configuration without one."""
@@ -55,7 +55,7 @@ class AlertingRule:
     """Metrics of the catalog in the expression; a test compares both."""
 
 
-def _by_alert(texts: Mapping[str, str], otherwise: str) -> str:
+def _alert_text_template(texts: Mapping[str, str], otherwise: str) -> str:
     """Return the template that selects the text by `$labels.alert`; others get a general one."""
     alerts_of: dict[str, list[str]] = {}
     for alert, text in texts.items():
@@ -88,15 +88,17 @@ ENGINE_RULES = (
         "(collector_alert_firing) == 0",
         summary="{{ $labels.alert }}"
         "{{ if $labels.cause }} ({{ $labels.cause }}){{ end }}" + _OF_RUN,
-        description=_by_alert(
+        description=_alert_text_template(
             {alert.name: alert.help for alert in _TOLD}, "These rules are older than this alert."
         )
         + " The evidence: `vitals alerts list`"
         + "{{ if $labels.run }}, `vitals show {{ $labels.run }}`{{ end }}.",
-        did=_by_alert(
+        did=_alert_text_template(
             {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` shows."
         ),
-        to_do=_by_alert({alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."),
+        to_do=_alert_text_template(
+            {alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."
+        ),
         metrics=("collector_alert_firing",),
     ),
 )
@@ -255,7 +257,7 @@ GROUPS = (
 )
 
 
-def files(
+def prometheus_files(
     *,
     collector: str = "127.0.0.1:8765",
     alertmanager: str = "127.0.0.1:9093",
@@ -276,7 +278,7 @@ def files(
         public_url: public URL of the dashboard, for links from alerts to a run's page; "" for none.
         runbook_url: URL of the published runbook.
     """
-    pem, server_name = trusted(tls)
+    pem, server_name = prometheus_trust(tls)
     tls_config = {"ca_file": CERTIFICATE_FILE} if pem else {}
     tls_config |= {"server_name": server_name} if server_name else {}
     settings = {
@@ -286,7 +288,7 @@ def files(
         f'"{TOKEN_FILE}"': json.dumps(token_file),
         _TLS: json.dumps(tls_config),
     }
-    config = fill("prometheus.yml", settings)
+    config = fill_template("prometheus.yml", settings)
     if agents is not None:
         config = config.partition(_DISCOVERY)[0] + _FROM_FILES
     made = {
@@ -302,7 +304,7 @@ def files(
     return made
 
 
-def trusted(tls: TlsTrust | None) -> tuple[str, str]:
+def prometheus_trust(tls: TlsTrust | None) -> tuple[str, str]:
     """Return the CA certificates (PEM) and the server name for Prometheus; "" for its defaults.
 
     Prometheus always checks a name: that in the URL, unless the certificate was created by a

@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 """Links to the files; the wheel contains copies."""
 
 
-def fill(name: str, settings: Mapping[str, str]) -> str:
+def fill_template(name: str, settings: Mapping[str, str]) -> str:
     """Return a template with each key of ``settings`` replaced by its value, in one pass."""
     text = (TEMPLATES / name).read_text(encoding="utf-8")
     missing = [default for default in settings if default not in text]
@@ -42,7 +42,7 @@ def alertmanager_files(
         '"http://127.0.0.1:9095/page"': json.dumps(page_url),
         '"http://127.0.0.1:9095/notify"': json.dumps(notify_url),
     }
-    return {"alertmanager.yml": fill("alertmanager.yml", settings)}
+    return {"alertmanager.yml": fill_template("alertmanager.yml", settings)}
 
 
 def systemd_files(*, vitals: str = "/opt/vitals/bin/vitals", port: int = 8765) -> dict[str, str]:
@@ -56,7 +56,9 @@ def systemd_files(*, vitals: str = "/opt/vitals/bin/vitals", port: int = 8765) -
         port: port of the collector; the agent uses the next one. Both listen on loopback.
     """
     return {
-        name: fill(name, {"/opt/vitals/bin/vitals": vitals, default: f"127.0.0.1:{port_of_unit}"})
+        name: fill_template(
+            name, {"/opt/vitals/bin/vitals": vitals, default: f"127.0.0.1:{port_of_unit}"}
+        )
         for name, default, port_of_unit in (
             ("vitals-collector.service", "127.0.0.1:8765", port),
             ("vitals-agent.service", "127.0.0.1:8766", port + 1),
@@ -91,4 +93,4 @@ def slurm_files(
         "dashboard $HOME/vitals_runs": f"dashboard {shlex.quote(runs) if ' ' in runs else runs}",
         "train.py &": f"{command} &",
     }
-    return {"vitals-train.sbatch": fill("vitals-train.sbatch", settings)}
+    return {"vitals-train.sbatch": fill_template("vitals-train.sbatch", settings)}

@@ -13,10 +13,10 @@ from trainvitals.records import (
 )
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView, FindingsQuestion
-from vitals_collector.alerts.inbox import InboxConfig, listed
+from vitals_collector.alerts.inbox import InboxConfig, list_alerts
 from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.live.engine import AlertService, EngineConfig, build_alert_service
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import SteadyClock, Store
 
@@ -52,13 +52,13 @@ class Place:
         self.store = store
         self.clock = ManualClock()
         self.heard = Heard()
-        self.acting: Acting
+        self.acting: AlertService
         self.restart()
 
     def restart(self) -> None:
         self.store.after_ingest.clear()
         self.arrivals = SteadyClock(self.clock)
-        self.acting = assemble(
+        self.acting = build_alert_service(
             self.store,
             [self.heard],
             clock=self.clock,
@@ -68,7 +68,7 @@ class Place:
         )
 
     def alerts(self) -> tuple[AlertView, ...]:
-        return listed(self.store, now_unix_ns=self.clock.time_ns())
+        return list_alerts(self.store, now_unix_ns=self.clock.time_ns())
 
     def send(self, *raws: bytes) -> None:
         """Store the batches in one commit, as those of a moment are."""

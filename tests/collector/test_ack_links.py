@@ -10,7 +10,7 @@ from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts.ack_links import AckLinks
-from vitals_collector.alerts.inbox import Occurrence, listed
+from vitals_collector.alerts.inbox import AlertOccurrence, list_alerts
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import Store
 
@@ -28,11 +28,11 @@ class Message:
         self.fire()
 
     def fire(self) -> None:
-        self.inbox.raise_alerts([Occurrence(RUN, self.clock.time_ns(), ALERT)], cursors={})
+        self.inbox.raise_alerts([AlertOccurrence(RUN, self.clock.time_ns(), ALERT)], cursors={})
 
     @property
     def alert(self) -> AlertView:
-        views = listed(self.store, now_unix_ns=self.clock.time_ns())
+        views = list_alerts(self.store, now_unix_ns=self.clock.time_ns())
         (view,) = [v for v in views if v.fingerprint == ALERT.fingerprint]
         return view
 

@@ -13,12 +13,12 @@ from trainvitals.views import (
     SilenceRequest,
 )
 from vitals_collector.alerts.inbox import (
+    AlertOccurrence,
+    CurrentRunState,
     Inbox,
     InboxConfig,
-    Occurrence,
-    RunNow,
-    listed,
-    settle,
+    list_alerts,
+    settle_alert,
     silences_listed,
 )
 from vitals_collector.ingest.ingest import ingest
@@ -57,7 +57,7 @@ class Desk:
             point=True,
         )
         self.seq += 1
-        occurrence = Occurrence(run, self.clock.time_ns(), alert)
+        occurrence = AlertOccurrence(run, self.clock.time_ns(), alert)
         self.inbox.raise_alerts([occurrence], cursors={"decisions/x": self.seq})
         return alert
 
@@ -69,7 +69,7 @@ class Desk:
         trouble: int = -1,
         seen_unix_ns: int | None = None,
     ) -> None:
-        now = RunNow(
+        now = CurrentRunState(
             run_id=RUN,
             state=state,
             last_step=step,
@@ -80,7 +80,7 @@ class Desk:
         self.inbox.update([now])
 
     def listed(self, **of: str) -> tuple[AlertView, ...]:
-        return listed(self.store, now_unix_ns=self.clock.time_ns(), **of)
+        return list_alerts(self.store, now_unix_ns=self.clock.time_ns(), **of)
 
     def only(self) -> AlertView:
         (view,) = self.listed()
@@ -437,16 +437,16 @@ def test_what_was_not_settled_is_handed_out_again_after_a_restart(desk: Desk):
     view = desk.only()
     restarted = desk.reopened()
     assert ([view], []) == untold(restarted)
-    settle(desk.store, view)
+    settle_alert(desk.store, view)
     assert ([], [view]) == untold(restarted)
 
 
 def test_a_resolution_that_nobody_heard_is_handed_out_again(desk: Desk):
     desk.skip(5)
-    settle(desk.store, desk.only())
+    settle_alert(desk.store, desk.only())
     desk.look(step=15, trouble=5)
     assert ([desk.only()], []) == untold(desk.reopened())
-    settle(desk.store, desk.only())
+    settle_alert(desk.store, desk.only())
     assert ([], []) == untold(desk.reopened())
 
 
@@ -462,7 +462,7 @@ def test_a_late_word_of_a_notifier_does_not_settle_a_newer_state(desk: Desk):
     desk.skip(5)
     fired = desk.only()
     desk.look(step=15, trouble=5)
-    settle(desk.store, fired)
+    settle_alert(desk.store, fired)
     assert ([desk.only()], []) == untold(desk.inbox)
 
 
@@ -475,7 +475,7 @@ def test_hostile_words_are_kept_as_words(desk: Desk):
         step=1,
         point=True,
     )
-    desk.inbox.raise_alerts([Occurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
+    desk.inbox.raise_alerts([AlertOccurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
     view = desk.only()
     assert ("ab\"'<script>", "x" * 500) == (view.labels["cause"], view.summary)
 
@@ -490,7 +490,7 @@ def test_a_summary_is_one_line_that_steers_no_terminal(desk: Desk):
         step=7,
         point=True,
     )
-    desk.inbox.raise_alerts([Occurrence(RUN, desk.clock.time_ns(), alert)], cursors={})
+    desk.inbox.raise_alerts([AlertOccurrence(RUN, desk.clock.time_ns(), alert)], cursors={})
     summary = desk.only().summary
     assert summary.startswith("loss is nan 2026-11-25 ERROR all is well [2J y")
     assert 500 == len(summary) and summary.isprintable()

@@ -37,7 +37,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.report.replay import replay
-from vitals_collector.retention.checkup import check
+from vitals_collector.retention.checkup import check_store
 from vitals_collector.storage.schema import Damage, decisions, events, findings, runs
 from vitals_collector.storage.store import Store
 
@@ -96,7 +96,7 @@ def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
 
     whole = ask()
     assert all(whole)
-    assert [] == check(store)
+    assert [] == check_store(store)
     for table, name in ((runs, "info"), *((t, "body") for t in (events, findings, decisions))):
         for seed in range(2):
             with flipped(store, table, name, random.Random(seed)):
@@ -104,5 +104,7 @@ def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
                     assert told <= true
                 store.damage = Damage()  # which says each once
                 store.damage.attach_to(store.engine.dialect)
-                assert [f"records in {table.name}"] == [damaged.what for damaged in check(store)]
+                assert [f"records in {table.name}"] == [
+                    damaged.what for damaged in check_store(store)
+                ]
     assert whole == ask()

@@ -26,7 +26,13 @@ from trainvitals.records import (
 from trainvitals.views import CommandRequest
 from trainvitals.wire import BatchHeader, encode_batch
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
+from vitals_collector.alerts.commands import (
+    CONFLICT,
+    MAX_PENDING,
+    issue,
+    list_commands,
+    mark_delivered,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.series import UNKNOWN
 from vitals_collector.storage.schema import audit
@@ -70,13 +76,13 @@ def known_run(store: Store) -> None:
 
 
 def ask(store: Store, request: CommandRequest = HALT, *, now: int = NOW, **kwargs):
-    newest = max((v.command.number for v in listed(store, RUN, now_unix_ns=now)), default=0)
+    newest = max((v.command.number for v in list_commands(store, RUN, now_unix_ns=now)), default=0)
     command = signed(RUN, request, now_unix_ns=now, after=newest)
     return issue(store, RUN, command, keys=keys(), now_unix_ns=now, **kwargs)
 
 
 def statuses(store: Store, now: int = NOW) -> list[str]:
-    return [view.status for view in listed(store, RUN, now_unix_ns=now)]
+    return [view.status for view in list_commands(store, RUN, now_unix_ns=now)]
 
 
 def test_a_command_is_numbered_by_its_microsecond_and_waits(store: Store):
@@ -87,7 +93,7 @@ def test_a_command_is_numbered_by_its_microsecond_and_waits(store: Store):
         view.command.issued_by,
         view.command.signature,
     )
-    assert (view,) == listed(store, RUN, now_unix_ns=NOW, status="pending")
+    assert (view,) == list_commands(store, RUN, now_unix_ns=NOW, status="pending")
 
 
 def test_numbers_grow_though_the_clock_stands_or_falls_back(store: Store):
@@ -211,7 +217,7 @@ def test_delivery_is_noted_once_and_takes_it_off_the_list(store: Store):
     for _ in range(2):
         view = mark_delivered(store, RUN, number, by="agent", now_unix_ns=NOW)
         assert "delivered" == view.status
-    assert () == listed(store, RUN, now_unix_ns=NOW, status="pending")
+    assert () == list_commands(store, RUN, now_unix_ns=NOW, status="pending")
     with store.read_transaction() as connection:
         actions = connection.execute(select(audit.c.action).order_by(audit.c.id)).scalars().all()
     assert ["command halt", "delivered"] == actions
@@ -292,7 +298,7 @@ def test_only_the_agent_beside_rank_0_marks_a_delivery(store: Store):
 def test_an_expired_command_is_not_handed_out(store: Store):
     number = ask(store).command.number
     late = NOW + 60 * SECOND
-    assert () == listed(store, RUN, now_unix_ns=late, status="pending")
+    assert () == list_commands(store, RUN, now_unix_ns=late, status="pending")
     assert ["expired"] == statuses(store, late)
     with pytest.raises(UsageError, match="expired"):
         mark_delivered(store, RUN, number, by="agent", now_unix_ns=late)
@@ -302,7 +308,7 @@ def test_expiry_is_written_down_once(store: Store):
     ask(store)
     assert 0 == commands.expire(store, NOW)
     assert [1, 0] == [commands.expire(store, NOW + 60 * SECOND) for _ in range(2)]
-    assert {"expired": 1} == commands.counts(store)
+    assert {"expired": 1} == commands.count_commands(store)
 
 
 def test_the_acknowledgement_is_what_became_of_it_even_after_expiry(store: Store):
@@ -310,7 +316,7 @@ def test_the_acknowledgement_is_what_became_of_it_even_after_expiry(store: Store
     commands.expire(store, NOW + 60 * SECOND)
     ack = CommandAck(number=number, status="done", step=31, detail="the run halts")
     send(store, CommandAcknowledged(ack=ack), first_seq=1)
-    (view,) = listed(store, RUN, now_unix_ns=NOW + 70 * SECOND)
+    (view,) = list_commands(store, RUN, now_unix_ns=NOW + 70 * SECOND)
     assert ("done", 31, "the run halts") == (view.status, view.step, view.detail)
     assert view == mark_delivered(store, RUN, number, by="agent", now_unix_ns=NOW)
 

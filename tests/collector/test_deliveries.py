@@ -11,10 +11,10 @@ from trainvitals.errors import StorageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, SilenceRequest
 from vitals_collector.alerts.deliveries import SqlLedger
-from vitals_collector.alerts.inbox import Occurrence, RunNow, listed
+from vitals_collector.alerts.inbox import AlertOccurrence, CurrentRunState, list_alerts
 from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult, Notifier, delivery_id
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.engine import Acting, assemble
+from vitals_collector.live.engine import AlertService, build_alert_service
 from vitals_collector.storage.store import Store
 
 LATER = DeliveryResult(recoverable=True, error="503")
@@ -27,21 +27,23 @@ class Station:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.clock = ManualClock()
-        self.acting: Acting
+        self.acting: AlertService
         ingest(store, Writer().steps([0]))
 
     def start(self, *receivers: Notifier, is_pager: bool = True) -> None:
         """Begin anew with nothing in memory, as after a kill."""
         self.store.after_ingest.clear()
-        self.acting = assemble(self.store, receivers, clock=self.clock, is_pager=lambda: is_pager)
+        self.acting = build_alert_service(
+            self.store, receivers, clock=self.clock, is_pager=lambda: is_pager
+        )
 
     def page(self) -> str:
-        occurrence = Occurrence(RUN, self.clock.time_ns(), ALERT)
+        occurrence = AlertOccurrence(RUN, self.clock.time_ns(), ALERT)
         self.acting.inbox.raise_alerts([occurrence], cursors={})
         return ALERT.fingerprint
 
     def resolve(self) -> None:
-        now = RunNow(
+        now = CurrentRunState(
             run_id=RUN,
             state="finished",
             last_step=6,
@@ -170,7 +172,7 @@ def test_escalation_is_counted_by_the_collectors_clock_whatever_a_ranks_says(
     manager = second_line()
     station.start(Heard(name="first"), manager)
     at = station.clock.time_ns() + hours * 3_600 * 10**9
-    station.acting.inbox.raise_alerts([Occurrence(RUN, at, ALERT)], cursors={})
+    station.acting.inbox.raise_alerts([AlertOccurrence(RUN, at, ALERT)], cursors={})
     station.run(300)
     station.start(Heard(name="first"), manager)
     station.run(595)
@@ -219,7 +221,7 @@ def test_an_end_is_told_though_the_store_was_away_when_the_firing_was_delivered(
 
 def failing(station: Station) -> list[tuple[str, str]]:
     """Return what the list of alerts says of receivers: which, and its state."""
-    views = listed(station.store, now_unix_ns=station.clock.time_ns())
+    views = list_alerts(station.store, now_unix_ns=station.clock.time_ns())
     return [(v.labels["receiver"], v.state) for v in views if v.name == "ReceiverFailing"]
 
 

@@ -309,7 +309,7 @@ def test_pending_commands_expire_by_themselves(place: Place):
     commands.issue(place.store, RUN, command, keys=keys(), now_unix_ns=now)
     place.clock.advance(60)
     place.look()
-    assert {"expired": 1} == commands.counts(place.store)
+    assert {"expired": 1} == commands.count_commands(place.store)
 
 
 # -------------------------------------------------------------------------------- what a look costs

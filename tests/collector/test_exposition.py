@@ -17,8 +17,8 @@ from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.views import AckRequest, AlertView, CommandRequest, SilenceRequest
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.delivery import ended
-from vitals_collector.alerts.inbox import Occurrence, listed
+from vitals_collector.alerts.delivery import resolve_alert
+from vitals_collector.alerts.inbox import AlertOccurrence, list_alerts
 from vitals_collector.api.exposition import (
     MAX_ALERTS,
     MAX_CAUSES,
@@ -252,7 +252,7 @@ def test_what_can_be_counted_is_there_before_it_happens(page: Page):
 
 def raise_alert(page: Page, run: str, name: str, severity: str, cause: str) -> None:
     alert = an_alert(run, name, severity, cause)
-    page.acting.inbox.raise_alerts([Occurrence(run, page.clock.time_ns(), alert)], cursors={})
+    page.acting.inbox.raise_alerts([AlertOccurrence(run, page.clock.time_ns(), alert)], cursors={})
 
 
 def an_alert(run: str, name: str, severity: str, cause: str) -> Alert:
@@ -277,9 +277,9 @@ def test_two_alerts_of_one_name_in_one_run_are_told_apart(page: Page):
     raise_alert(page, RUN, "NodeLost", "page", "node-a")
     raise_alert(page, RUN, "NodeLost", "page", "node-b")
     about = {"run": RUN, "alert": "NodeLost", "severity": "page"}
-    views = listed(page.store, now_unix_ns=page.clock.time_ns())
+    views = list_alerts(page.store, now_unix_ns=page.clock.time_ns())
     (first,) = [view for view in views if view.labels["cause"] == "node-a"]
-    page.acting.inbox.report(ended(first, page.clock.time_ns()))
+    page.acting.inbox.report(resolve_alert(first, page.clock.time_ns()))
     assert 0.0 == page.value("collector_alert_firing", **about, cause="node-a")
     assert 1.0 == page.value("collector_alert_firing", **about, cause="node-b")
 
@@ -341,14 +341,14 @@ def test_a_receiver_that_refuses_fires_as_an_alert_of_no_run(page: Page):
     page.acting.inbox.report(refusal)
     about = {"run": "", "alert": "ReceiverFailing", "severity": "page", "cause": "team"}
     assert 1.0 == page.value("collector_alert_firing", **about)
-    page.acting.inbox.report(ended(refusal, page.clock.time_ns()))
+    page.acting.inbox.report(resolve_alert(refusal, page.clock.time_ns()))
     assert 0.0 == page.value("collector_alert_firing", **about)
 
 
 def test_every_silenced_alert_of_fifteen_hundred_is_told_as_not_firing(page: Page):
     page.send(Writer().steps([0]))
     occurrences = [
-        Occurrence(RUN, page.clock.time_ns(), an_alert(RUN, f"Page{i}", "page", "x"))
+        AlertOccurrence(RUN, page.clock.time_ns(), an_alert(RUN, f"Page{i}", "page", "x"))
         for i in range(1_500)
     ]
     page.acting.inbox.raise_alerts(occurrences, cursors={})
@@ -365,7 +365,7 @@ def test_every_silenced_alert_of_fifteen_hundred_is_told_as_not_firing(page: Pag
 def test_a_silenced_page_does_not_fire(page: Page):
     page.send(Writer().steps([0]))
     raise_alert(page, RUN, "StateDamaged", "page", "x")
-    (view,) = listed(page.store, now_unix_ns=page.clock.time_ns())
+    (view,) = list_alerts(page.store, now_unix_ns=page.clock.time_ns())
     request = AckRequest(by="me", reason="known", silence_seconds=60.0)
     page.acting.inbox.acknowledge(view.fingerprint, request)
     about = {"run": RUN, "alert": "StateDamaged", "severity": "page", "cause": "x"}

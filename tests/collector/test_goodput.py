@@ -34,7 +34,7 @@ from trainvitals.views import (
 from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.engine import assemble
+from vitals_collector.live.engine import build_alert_service
 from vitals_collector.live.overview import lost_work
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
@@ -226,7 +226,7 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
     clock = ManualClock()
     now = [0.0]
     registry = CollectorRegistry()
-    acting = assemble(store, [LogNotifier()], clock=clock)
+    acting = build_alert_service(store, [LogNotifier()], clock=clock)
     reader = GoodputReader(store, GoodputCache(stopwatch=lambda: now[0]))
     registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
 
@@ -256,7 +256,7 @@ def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch)
     ingest(store, begun(head), received_unix_ns=clock.time_ns())
     ingest(store, trained(head, *range(1, 3_001)), received_unix_ns=clock.time_ns())
     registry = CollectorRegistry()
-    acting = assemble(store, [LogNotifier()], clock=clock)
+    acting = build_alert_service(store, [LogNotifier()], clock=clock)
     reader = GoodputReader(store, GoodputCache())
     registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
     rows: list[int] = []

@@ -21,7 +21,7 @@ from trainvitals.records import ActionName
 from vitals_collector.cli.sql import sql
 from vitals_collector.cli.store import StoreChoice
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_engine import extension
+from vitals_collector.numbers.lake_engine import find_duckdb_extension
 from vitals_collector.storage import schema
 from vitals_collector.storage.store import open_data_store
 
@@ -137,7 +137,9 @@ def test_every_parquet_file_of_the_folder_is_more_than_the_lake_has(folder: Path
 
 def run(program: str, folder: Path) -> str:
     """Run a text as a program; DuckDB's extensions come from packages, not from the network."""
-    loads = "; ".join(f"LOAD '{extension(name)}'" for name in ("ducklake", "sqlite_scanner"))
+    loads = "; ".join(
+        f"LOAD '{find_duckdb_extension(name)}'" for name in ("ducklake", "sqlite_scanner")
+    )
     text = re.sub(r"INSTALL ducklake; INSTALL sqlite", loads, program)
     done = COMMANDS.run(
         [sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False

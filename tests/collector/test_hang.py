@@ -26,7 +26,7 @@ from trainvitals.views import (
     StacksView,
 )
 from vitals_collector.queries.query import Query
-from vitals_collector.queries.stacks import standing, stood
+from vitals_collector.queries.stacks import grouped_stacks_text, wait_stacks_text
 from vitals_collector.storage.store import Store
 
 LIMITS = WaitHistory().limits(HangConfig())
@@ -176,7 +176,7 @@ def test_stacks_are_a_line_of_the_runs_events(job: Job):
     events = query.ask(EventsQuestion(run_id=job.ranks[0].identity.run_id, kind="StacksTaken"))
     (view,) = query.ask(StacksQuestion(run_id=job.ranks[0].identity.run_id))
     assert (1, stacks) == (view.rank, view.stacks)
-    assert stood([view], 0) == (
+    assert wait_stacks_text([view], 0) == (
         'Rank 1:\n  File "data.py", line 33 in load\n  File "train.py", line 9 in main'
     )
     assert ['stacks of rank 1: File "data.py", line 33 in load'] == [e.text for e in events]
@@ -248,7 +248,7 @@ def test_ranks_at_one_place_are_shown_together_the_odd_one_first():
     views = [asked(rank, *waits, collectives=("group 0 #9: all_reduce(4)",)) for rank in (0, 1, 3)]
     views += [asked(2, '  File "data.py", line 33 in load', step=6)]
     views += [asked(4, detail="its process is stopped (SIGSTOP)")]
-    shown = standing(views, 8).splitlines()
+    shown = grouped_stacks_text(views, 8).splitlines()
     assert [
         "Rank 4 did not answer: its process is stopped (SIGSTOP)",
         "Ranks 5 to 7 did not answer: no answer from its node's agent",
@@ -262,5 +262,5 @@ def test_ranks_at_one_place_are_shown_together_the_odd_one_first():
 def test_why_leaves_out_what_a_person_asked_for(job: Job):
     wait = asked(1, '  File "a.py", line 1 in f', command_number=0)
     later = asked(1, '  File "b.py", line 2 in g')
-    assert "a.py" in stood([wait, later], 7)
-    assert "b.py" not in stood([wait, later], 7)
+    assert "a.py" in wait_stacks_text([wait, later], 7)
+    assert "b.py" not in wait_stacks_text([wait, later], 7)

@@ -32,7 +32,7 @@ from vitals_collector.queries.grouping import (
     FOLLOWING_STEPS,
     SAME_CAUSE_STEPS,
     Item,
-    group,
+    group_incidents,
     incident_ids,
     item_of_decision,
     item_of_finding,
@@ -308,7 +308,9 @@ def grouped(*records: Finding | Decision, attempts: dict[int, int] | None = None
             items.append(item_of_decision(i, one, i))
         else:
             items.append(item_of_finding(i, one, (attempts or {}).get(i, 1), i))
-    return [" ".join(str(records[item.which].step) for item in some) for some in group(items)]
+    return [
+        " ".join(str(records[item.which].step) for item in some) for some in group_incidents(items)
+    ]
 
 
 def f(step: int, kind: str = "spike", **how: object) -> Finding:
@@ -382,11 +384,11 @@ _ITEMS = st.builds(
 @given(st.lists(_ITEMS, max_size=25), st.randoms())
 def test_groups_do_not_depend_on_the_order_and_hold_each_thing_once(items, random):
     items = [item._replace(which=i, time_unix_ns=i) for i, item in enumerate(items)]
-    found = group(items)
+    found = group_incidents(items)
     assert sorted(items) == sorted(one for some in found for one in some)
     shuffled = list(items)
     random.shuffle(shuffled)
-    assert sorted(map(sorted, found)) == sorted(map(sorted, group(shuffled)))
+    assert sorted(map(sorted, found)) == sorted(map(sorted, group_incidents(shuffled)))
     assert len(found) == len(set(incident_ids(found)))
 
 

@@ -25,7 +25,7 @@ from vitals_collector.queries.query import Query
 from vitals_collector.queries.why import explain
 from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.sizes import measure
+from vitals_collector.retention.sizes import measure_runs
 from vitals_collector.storage.store import open_data_store
 
 CAP = 600_000
@@ -66,7 +66,7 @@ def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: P
         clock.advance(1_280)
         all_read(store)
         upkeep.run_once()
-        (volume,) = measure(store, settings).values()
+        (volume,) = measure_runs(store, settings).values()
         assert volume.num_bytes <= CAP, f"after {start + 128} steps"
     assert {} == store.counters.failures
     assert "age" in {part.reason for part in volume.thinned}

@@ -23,7 +23,7 @@ from trainvitals.errors import ConfigError, UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
-from vitals_collector.alerts.delivery import Checked, DispatchConfig, Dispatcher
+from vitals_collector.alerts.delivery import DeliveryCheck, DispatchConfig, Dispatcher
 from vitals_collector.alerts.messages import Links, details_of
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
@@ -34,7 +34,7 @@ from vitals_collector.alerts.notifiers import (
     check_url,
     delivery_id,
     redacted,
-    sign,
+    sign_webhook,
 )
 from vitals_collector.alerts.receivers import (
     NotifierSettings,
@@ -145,8 +145,12 @@ def test_a_body_is_signed_with_its_time_where_there_is_a_secret():
         hook.notify([alert()])
     time, signature = server.headers[0]["Vitals-Signature"].split(",")
     body = server.posted[0][2]
-    assert f"v1={sign('k3y', time.removeprefix('t='), body)}" == signature
-    assert sign("k3y", "1", body) != sign("other", "1", body) != sign("other", "2", body)
+    assert f"v1={sign_webhook('k3y', time.removeprefix('t='), body)}" == signature
+    assert (
+        sign_webhook("k3y", "1", body)
+        != sign_webhook("other", "1", body)
+        != sign_webhook("other", "2", body)
+    )
 
 
 @pytest.mark.parametrize(
@@ -455,7 +459,7 @@ def test_an_error_of_ours_ends_no_receivers_thread(monkeypatch: pytest.MonkeyPat
             if not failed.is_set():
                 failed.set()
                 raise TimeoutError("no free connection")
-            return Checked(frozenset(view.fingerprint for view in asked), frozenset())
+            return DeliveryCheck(frozenset(view.fingerprint for view in asked), frozenset())
 
         def record(self, receiver, alerts):
             delivered.set()

@@ -6,7 +6,7 @@ from tests.collector.alerting import Agent, Job
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.records import RunEnded
-from vitals_collector.live.live_monitor import open_run, runs_aside
+from vitals_collector.live.live_monitor import load_suspended_runs, open_run
 from vitals_collector.storage.store import Store
 
 
@@ -20,7 +20,7 @@ def test_a_run_whose_watching_always_fails_is_set_aside_until_it_works_again(
 ):
     def aside() -> set[str]:
         with job.place.store.read_transaction() as connection:
-            return runs_aside(connection)
+            return load_suspended_runs(connection)
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError

@@ -19,7 +19,7 @@ from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.query import Query
-from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
+from vitals_collector.retention.removal import delete_old, delete_run, finish_removals, pin
 from vitals_collector.storage.schema import audit, forgotten, metadata, runs
 from vitals_collector.storage.store import Store, open_data_store
 
@@ -101,7 +101,7 @@ def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch
     monkeypatch.undo()
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
     ingest(store, resumed.steps(range(80, 90)))
-    finish(store)
+    finish_removals(store)
     with store.read_transaction() as connection:
         assert [True] == list(connection.execute(select(forgotten.c.is_gone)).scalars())
         assert [RUN] == list(connection.execute(select(runs.c.run_id)).scalars())

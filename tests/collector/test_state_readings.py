@@ -24,7 +24,7 @@ from trainvitals.records import (
 )
 from trainvitals.views import EventsQuestion, IncidentsQuestion, RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.ingest.projections import describe
+from vitals_collector.ingest.projections import describe_event
 from vitals_collector.queries.why import explain
 from vitals_collector.storage.store import Store
 
@@ -92,7 +92,7 @@ def why(store: Store, step: int) -> str:
     ids=lambda value: getattr(value, "trigger", ""),
 )
 def test_a_reading_is_told_with_its_numbers(event: StateRead, expected: str):
-    assert expected == describe(event)
+    assert expected == describe_event(event)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_reading_is_told_with_its_numbers(event: StateRead, expected: str):
     ids=lambda value: type(value).__name__,
 )
 def test_a_line_about_an_event_counts_what_it_names(event: Event, expected: str):
-    assert expected == describe(event)
+    assert expected == describe_event(event)
 
 
 def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
@@ -125,7 +125,7 @@ def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
     for step in (3, 7):
         assert "Probe" not in why(store, step)
     (event,) = query(store).ask(EventsQuestion(run_id=RUN, kind="StateRead"))
-    assert describe(ROW) == event.text
+    assert describe_event(ROW) == event.text
     assert () == query(store).ask(EventsQuestion(run_id=RUN, kind="Note"))
 
 

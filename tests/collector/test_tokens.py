@@ -66,7 +66,7 @@ def send(served: Served, secret: str, *raws: bytes, writer_key: str = "") -> lis
 
 def id_of(served: Served, owner: str) -> str:
     with served.store.read_transaction() as connection:
-        (found,) = [row for row in tokens.listed(connection) if row.owner == owner]
+        (found,) = [row for row in tokens.list_tokens(connection) if row.owner == owner]
     return found.token_id
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from tests.collector.rows import RUN, Writer
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.live.live_monitor import state_name
+from vitals_collector.live.live_monitor import watch_state_name
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import engine_state, streams
 from vitals_collector.storage.store import Store, insert
@@ -62,7 +62,7 @@ def all_read(store: Store, run: str = RUN, *, but: Sequence[str] = ()) -> None:
         marks = connection.execute(query.where(streams.c.run_id == run)).all()
         done = {f"{who}/{stream}": seq for who, stream, seq in marks if who not in but}
         values = {"body": msgspec.msgpack.encode({"done": done})}
-        statement = insert(connection, engine_state).values(name=state_name(run), **values)
+        statement = insert(connection, engine_state).values(name=watch_state_name(run), **values)
         connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 

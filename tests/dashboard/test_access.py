@@ -68,7 +68,7 @@ def test_a_look_only_dashboard_does_not_even_hold_the_control_token(tmp_path: Pa
 
 def test_another_program_at_the_port_is_not_told_the_token() -> None:
     with stranger() as (port, seen), pytest.raises(UsageError, match="another program answers"):
-        launch._proves_itself(port, "door-token-0123456789abcdef")
+        launch._has_proven_token(port, "door-token-0123456789abcdef")
     assert not any("door-token" in text for text in seen)
 
 

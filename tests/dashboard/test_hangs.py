@@ -103,11 +103,13 @@ def test_a_wait_that_goes_round_is_nobody_s() -> None:
     rng = np.random.default_rng(0)
     steps = range(100)
     jitter = rng.uniform(0.01, 0.02, (8, 100))
-    assert stragglers.waited_for(jitter, RANKS, steps).startswith("No straggler")
+    assert stragglers.blocking_rank_sentence(jitter, RANKS, steps).startswith("No straggler")
     one = jitter.copy()
     one[5] = 0.001
-    assert "for rank 5 in 100%" in stragglers.waited_for(one, RANKS, steps)
+    assert "for rank 5 in 100%" in stragglers.blocking_rank_sentence(one, RANKS, steps)
     two = np.array([[0.001] * 10, [0.05] * 10])
-    assert "for rank 0 in 100%" in stragglers.waited_for(two, RANKS[:2], range(10))
-    assert "Too few" in stragglers.waited_for(one[:1], RANKS[:1], steps)
-    assert "Too few" in stragglers.waited_for(np.full((2, 3), np.nan), RANKS[:2], range(3))
+    assert "for rank 0 in 100%" in stragglers.blocking_rank_sentence(two, RANKS[:2], range(10))
+    assert "Too few" in stragglers.blocking_rank_sentence(one[:1], RANKS[:1], steps)
+    assert "Too few" in stragglers.blocking_rank_sentence(
+        np.full((2, 3), np.nan), RANKS[:2], range(3)
+    )

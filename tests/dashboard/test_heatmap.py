@@ -91,7 +91,9 @@ def test_stragglers_are_named_by_rank_and_node_and_noise_is_not() -> None:
     def said(**slow: list[float | None]) -> list[str]:
         rows = {**ranks, **{name.replace("_", ":"): row for name, row in slow.items()}}
         cells = reply(rows, unit="seconds")
-        return stragglers.in_words(stragglers.found(heatmap.cells_of(cells), cells.rows, detail))
+        return stragglers.straggler_sentences(
+            stragglers.summarize_stragglers(heatmap.cells_of(cells), cells.rows, detail)
+        )
 
     assert ["No straggler. Median step 50.2 ms over 8 ranks."] == said()
     assert said(rank_3=[0.1, 0.1, None])[0].startswith("rank 3 on node-b is slow: 100 ms a step, 9")
@@ -107,8 +109,12 @@ def test_stragglers_are_named_by_rank_and_node_and_noise_is_not() -> None:
 def test_of_two_ranks_the_slower_one_is_named_and_one_has_no_other() -> None:
     detail = with_look_back(samples.sample_run()).detail
     two = reply({"rank:0": [1.0], "rank:1": [1.5]})
-    said = stragglers.in_words(stragglers.found(heatmap.cells_of(two), two.rows, detail))
+    said = stragglers.straggler_sentences(
+        stragglers.summarize_stragglers(heatmap.cells_of(two), two.rows, detail)
+    )
     assert ["rank 1 on node-a is slow: 1.5 s a step, 50% above the other rank (1 s)."] == said
     one = reply({"rank:0": [1.0]})
-    said = stragglers.in_words(stragglers.found(heatmap.cells_of(one), one.rows, detail))
+    said = stragglers.straggler_sentences(
+        stragglers.summarize_stragglers(heatmap.cells_of(one), one.rows, detail)
+    )
     assert "no other rank to compare with" in said[0]

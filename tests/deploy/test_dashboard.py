@@ -278,7 +278,9 @@ def serving(directory: Path) -> Iterator[str]:
 def prometheus_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a Prometheus with our configuration and yield its address."""
     directory = tmp_path_factory.mktemp("prometheus")
-    write_files(directory, prometheus.files(collector="127.0.0.1:9", alertmanager="127.0.0.1:9"))
+    write_files(
+        directory, prometheus.prometheus_files(collector="127.0.0.1:9", alertmanager="127.0.0.1:9")
+    )
     (directory / "vitals-read.token").write_text("token")
     with serving(directory) as url:
         yield url

@@ -104,7 +104,7 @@ def deployed(folder: Path, collector: int, pager: int) -> Iterator[None]:
     """Run both servers over the generated files."""
     server, am, gossip = free_ports(3)
     url = f"http://127.0.0.1:{pager}/page"
-    made = prometheus.files(
+    made = prometheus.prometheus_files(
         collector=f"127.0.0.1:{collector}", alertmanager=f"127.0.0.1:{am}", tls=TlsTrust()
     ) | alertmanager_files(page_url=url, notify_url=url)
     write_files(folder, {name: in_seconds(plain(text)) for name, text in made.items()})

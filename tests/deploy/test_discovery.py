@@ -65,7 +65,7 @@ def scraped(tmp_path, served: Served) -> dict[str, str]:
     """Return the labels of the agent that a Prometheus finds, which knows the collector by TLS."""
     collector = urlsplit(served.url).netloc
     tls = served.tokens.tls
-    made = prometheus.files(collector=collector, alertmanager="127.0.0.1:9", tls=tls)
+    made = prometheus.prometheus_files(collector=collector, alertmanager="127.0.0.1:9", tls=tls)
     folder = tmp_path / "prometheus"
     write_files(folder, {n: t.replace("30s", "1s").replace("15s", "1s") for n, t in made.items()})
     (folder / prometheus.TOKEN_FILE).write_text(served.tokens.read)
@@ -117,7 +117,7 @@ def test_a_planted_target_speaks_for_nobody_else_and_gets_no_token_to_read_with(
         threading.Thread(target=planted.serve_forever, daemon=True).start()
         port = free.getsockname()[1]
         targets = [{"targets": [f"127.0.0.1:{planted.server_port}"], "labels": {}}]
-        made = prometheus.files(collector="127.0.0.1:9", agents=targets)
+        made = prometheus.prometheus_files(collector="127.0.0.1:9", agents=targets)
         write_files(tmp_path, {n: t.replace("15s", "1s") for n, t in made.items()})
         tokens = CollectorTokens(read="r3ad")
         (tmp_path / prometheus.TOKEN_FILE).write_text(tokens.read)

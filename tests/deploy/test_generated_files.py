@@ -124,24 +124,24 @@ def test_agents_are_found_in_their_run_directories(tmp_path, run_id):
 
 def test_agents_are_asked_of_the_collector_unless_run_directories_are_named(tmp_path, run_id):
     main_job = 'url: "https://10.0.0.1:8765/v1/sd/agents"'
-    asked = prometheus.files(collector="10.0.0.1:8765")
+    asked = prometheus.prometheus_files(collector="10.0.0.1:8765")
     assert (True, False) == (main_job in asked["prometheus.yml"], "agents/vitals.json" in asked)
-    listed = prometheus.files(collector="10.0.0.1:8765", agents=[])
+    listed = prometheus.prometheus_files(collector="10.0.0.1:8765", agents=[])
     assert (False, True) == ("http_sd" in listed["prometheus.yml"], "agents/vitals.json" in listed)
 
 
 def test_prometheus_knows_the_collector_by_what_its_token_file_says(tmp_path):
     own = a_certificate(tmp_path)
-    placeholder = prometheus.files()
+    placeholder = prometheus.prometheus_files()
     assert placeholder["vitals-collector.pem"].startswith("put the certificate")
-    made = prometheus.files(tls=TlsTrust(certificates=(own,)))
+    made = prometheus.prometheus_files(tls=TlsTrust(certificates=(own,)))
     assert own == made["vitals-collector.pem"]
     tls = '{"ca_file": "vitals-collector.pem", "server_name": "vitals-collector"}'
     assert 2 == made["prometheus.yml"].count(f"tls_config: {tls}")
-    made = prometheus.files(tls=TlsTrust(ca="PEM of a CA"))
+    made = prometheus.prometheus_files(tls=TlsTrust(ca="PEM of a CA"))
     assert "PEM of a CA" == made["vitals-collector.pem"]
     assert 'tls_config: {"ca_file": "vitals-collector.pem"}' in made["prometheus.yml"]
-    made = prometheus.files(tls=TlsTrust())
+    made = prometheus.prometheus_files(tls=TlsTrust())
     assert "vitals-collector.pem" not in made
     assert "tls_config: {}" in made["prometheus.yml"]
 
@@ -166,7 +166,7 @@ def a_certificate(folder: Path) -> str:
 @pytest.mark.servers("promtool")
 @pytest.mark.parametrize("agents", [None, []])
 def test_prometheus_takes_both_ways_to_find_agents(tmp_path, agents):
-    write_files(tmp_path, prometheus.files(agents=agents))
+    write_files(tmp_path, prometheus.prometheus_files(agents=agents))
     checked = run("promtool", "check", "config", tmp_path / "prometheus.yml")
     assert 0 == checked.returncode, checked.stdout + checked.stderr
 

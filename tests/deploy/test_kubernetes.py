@@ -195,11 +195,11 @@ class TestChart:
         for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule"):
             assert "prometheus" == found[kind]["metadata"]["labels"]["release"]
         keys = set(re.findall(r"key: (\S+?)[,}\s]", everything.read_text()))
-        assert keys >= set(prometheus.files()) - {"prometheus.yml", "vitals_rules.yml"}
+        assert keys >= set(prometheus.prometheus_files()) - {"prometheus.yml", "vitals_rules.yml"}
 
     def test_agents_speak_for_nobody_else_as_in_the_scrape_configuration(self, everything):
         endpoint = objects(everything)["PodMonitor"]["spec"]["podMetricsEndpoints"][0]
-        jobs = yaml.safe_load(prometheus.files()["prometheus.yml"])["scrape_configs"]
+        jobs = yaml.safe_load(prometheus.prometheus_files()["prometheus.yml"])["scrape_configs"]
         expected = [
             (rule["source_labels"], rule["regex"], rule["action"])
             for rule in jobs[1]["metric_relabel_configs"]

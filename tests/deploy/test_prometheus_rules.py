@@ -59,7 +59,7 @@ def said_of(
 
     promtool only says yes or no to an expectation, so it is given none and its answer is read.
     """
-    write_files(tmp_path, prometheus.files())
+    write_files(tmp_path, prometheus.prometheus_files())
     test: dict[str, Any] = {
         "rule_files": ["vitals_rules.yml"],
         "evaluation_interval": every,
@@ -83,13 +83,13 @@ def said_of(
 
 @pytest.mark.servers("promtool")
 def test_the_scrape_configuration_is_valid(tmp_path):
-    write_files(tmp_path, prometheus.files())
+    write_files(tmp_path, prometheus.prometheus_files())
     assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
 
 
 @pytest.mark.servers("promtool")
 def test_the_rules_are_valid(tmp_path):
-    write_files(tmp_path, prometheus.files())
+    write_files(tmp_path, prometheus.prometheus_files())
     found = promtool("check", "rules", tmp_path / "vitals_rules.yml")
     assert f"{len(RULES)} rules found" in found
 

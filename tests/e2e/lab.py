@@ -26,8 +26,8 @@ from tests.trainer_hooks.short_demo import PACE, SMALL
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.rows import STREAMS
 from trainvitals.testing.faults import FaultPlan
-from vitals_collector.numbers.lake_catalogue import KEYS, unspelled
-from vitals_collector.numbers.lake_engine import extension
+from vitals_collector.numbers.lake_catalogue import KEYS, decode_column_name
+from vitals_collector.numbers.lake_engine import find_duckdb_extension
 
 DEADLINE_SECONDS = 120.0
 PROGRAM = """
@@ -235,7 +235,7 @@ def stored_rows(data: Path) -> Counter[tuple[RowKey, bytes]]:
     found: Counter[tuple[RowKey, bytes]] = Counter()
     with duckdb.connect(config={"allow_unsigned_extensions": True}) as engine:
         for name in ("ducklake", "sqlite_scanner"):
-            engine.execute(f"LOAD '{extension(name)}'")
+            engine.execute(f"LOAD '{find_duckdb_extension(name)}'")
         engine.execute(
             f"ATTACH 'ducklake:sqlite:{data / 'lake' / 'catalogue.sqlite'}' AS lake"
             f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH '{data / 'lake' / 'data'}/',"
@@ -249,7 +249,7 @@ def stored_rows(data: Path) -> Counter[tuple[RowKey, bytes]]:
                 values = dict(zip(names, row, strict=True))
                 key = (values["source"], values["incarnation"], stream, values["seq"])
                 written = {
-                    unspelled(place): value
+                    decode_column_name(place): value
                     for place, value in values.items()
                     if place not in KEYS and value is not None
                 }

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from tests.integrations.accelerate_loop import Own, bare, ends, journal, same  # noqa: E402, F401
 from tests.support.watched import own_place  # noqa: E402, F401
 from trainer_hooks.integrations import framework  # noqa: E402
-from trainer_hooks.integrations.accelerate import attach, refuse  # noqa: E402
+from trainer_hooks.integrations.accelerate import attach, refuse_accelerate_loop  # noqa: E402
 from trainvitals.errors import MissingDependencyError, UsageError  # noqa: E402
 from trainvitals.records import AttemptStarted, ChangeExpected  # noqa: E402
 
@@ -106,7 +106,7 @@ def test_several_optimizers_with_a_scaler_and_updates_within_backward_are_refuse
     lomo = type("Lomo", (), {})()
     prepared = SimpleNamespace(accelerator_state=None, optimizer=lomo)
     with pytest.raises(UsageError, match="Lomo updates parameters within backward"):
-        refuse(DistributedType.NO, [prepared])
+        refuse_accelerate_loop(DistributedType.NO, [prepared])
 
 
 def test_without_accelerate_the_extra_is_named(monkeypatch):

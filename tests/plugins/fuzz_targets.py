@@ -17,7 +17,7 @@ from vitals_plugins.bridges.importers import ColumnChoice, read_history
 from vitals_plugins.bridges.mirrors.follow import Cursor
 from vitals_plugins.bridges.mirrors.worker import MirrorState, StateFile
 from vitals_plugins.bridges.mirrors.worker import Target as MirrorTarget
-from vitals_plugins.bridges.otlp import decode
+from vitals_plugins.bridges.otlp import decode_otlp_request
 
 
 def read_log(name: str, folder: Path, raw: bytes) -> None:
@@ -55,7 +55,7 @@ MIRROR = msgspec.json.encode(
 
 
 def read_otlp(is_json: bool, _folder: Path, raw: bytes) -> None:
-    decode(raw, is_json=is_json)
+    decode_otlp_request(raw, is_json=is_json)
 
 
 def read_mirror_state(folder: Path, raw: bytes) -> None:

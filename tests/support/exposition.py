@@ -9,7 +9,7 @@ from vitals_collector.api.exposition import (
     StoreCollector,
 )
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.engine import Acting, assemble
+from vitals_collector.live.engine import AlertService, build_alert_service
 from vitals_collector.storage.store import Store
 
 
@@ -19,7 +19,7 @@ class Page:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.clock = ManualClock()
-        self.acting: Acting = assemble(store, [LogNotifier()], clock=self.clock)
+        self.acting: AlertService = build_alert_service(store, [LogNotifier()], clock=self.clock)
         self.registry = CollectorRegistry()
         self.registry.register(StoreCollector(store, clock=self.clock, acting=self.acting))
 

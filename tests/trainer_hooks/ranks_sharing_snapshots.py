@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_hooks
 from tests.support.inside import events_of, snapshots_of, store_of
 from tests.trainer_hooks.ranks_taking_turns import made
-from trainer_hooks.arguments import together
+from trainer_hooks.arguments import join_models
 from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.recovery import node_memory
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
@@ -262,7 +262,7 @@ def turns(rank, folder):
     ) as monitor:
         ring = snapshots_of(monitor)
 
-        training = TrainingState(together({"g": gan.g, "d": gan.d}), [gan.of_g, gan.of_d], ())
+        training = TrainingState(join_models({"g": gan.g, "d": gan.d}), [gan.of_g, gan.of_d], ())
         is_replica = training.replicas(dist.get_world_size())
 
         def state():

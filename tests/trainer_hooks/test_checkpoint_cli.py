@@ -55,7 +55,7 @@ def test_all_states_are_listed_with_their_reasons(path, capsys):
     folder = relaunch(path, keep=2)
     save(folder, 30)
     save(folder, 40)
-    folder.set_aside("step-00000030-7", "the disk lied")
+    folder.quarantine_damaged("step-00000030-7", "the disk lied")
     folder.mark_best(NEW, "validation_loss", 1.25)
     save(folder, 50)
     folder.rotate()

@@ -43,7 +43,7 @@ def life(path):
         folder.discard(NEW)
         return
     folder.mark_healthy(NEW)
-    folder.set_aside(DAMAGED, "does not match")
+    folder.quarantine_damaged(DAMAGED, "does not match")
     folder.mark_best(NEW, "validation_loss", 1.0)
     folder.rotate()
     folder.mark_best(NEW, "validation_loss", 0.5)
@@ -186,7 +186,7 @@ def test_a_disk_that_became_read_only_is_told_and_what_is_there_can_be_checked(
         folder.prepare()
     assert "checkpoints=PATH" in caught.value.hint
     assert [name] == healthy(folder)
-    folder.set_aside(name, "damaged")  # told, and training goes on to an older one
+    folder.quarantine_damaged(name, "damaged")  # told, and training goes on to an older one
     assert ["bad"] == [change.state for change in folder.take_changes()]
     with pytest.raises(VitalsError, match="cannot be renamed"):
         folder.quarantine(name, "by hand")

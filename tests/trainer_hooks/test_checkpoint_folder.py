@@ -137,7 +137,7 @@ def test_with_two_kept_and_fifty_bad_saves_the_healthy_one_still_exists(tmp_path
             os.truncate(tmp_path / name / "__0_0.distcp", 3)
             folder.mark_healthy(name)
         elif step % 3 == 1:
-            folder.set_aside(name, "not finite")
+            folder.quarantine_damaged(name, "not finite")
         folder.rotate()
     assert [proven] == [name for name in folder.names() if sound_and_healthy(folder, name)]
 
@@ -196,7 +196,7 @@ def test_a_mark_that_cannot_be_read_still_keeps_its_checkpoint(tmp_path):
 
 def test_the_same_id_can_be_set_aside_twice(folder):
     for _ in range(3):
-        folder.set_aside(save(folder, 10), "damaged")
+        folder.quarantine_damaged(save(folder, 10), "damaged")
     aside = sorted(path.name for path in folder.path.glob("bad-*"))
     name = identify(10)
     assert [f"bad-{name}", f"bad-{name}.2", f"bad-{name}.3"] == aside
@@ -244,7 +244,7 @@ def busy(path):
     for step in (10, 20, 30, 40):
         save(folder, step, state="healthy" if step == 20 else "verified")
     folder.mark_best(identify(40), "validation_loss", 1.0)
-    folder.set_aside(identify(30), "flipped")
+    folder.quarantine_damaged(identify(30), "flipped")
     folder.rotate()
     return folder, written(path)
 

@@ -102,7 +102,7 @@ def test_with_the_model_each_rank_s_cost_is_its_share_from_2_to_256_ranks(tmp_pa
     folder = CheckpointFolder(tmp_path, run_id="run")
     with counted_reads() as counts:
         folder.prepare()
-        assert [NAME] == emergency_save.adopt(folder, "run")
+        assert [NAME] == emergency_save.merge_emergency_parts(folder, "run")
     assert {} == hashed(counts), "rank 0 reads nobody's tensors"
     loading, looked_into = verified(tmp_path, world_size)
     assert max(saving) <= total // world_size + names
@@ -116,7 +116,7 @@ def test_with_another_number_of_ranks_each_file_is_verified_by_one(tmp_path, wro
     written(tmp_path, wrote, MIB)
     folder = CheckpointFolder(tmp_path, run_id="run")
     folder.prepare()
-    emergency_save.adopt(folder, "run")
+    emergency_save.merge_emergency_parts(folder, "run")
     by_rank, _ = verified(tmp_path, loads)
     assert max(by_rank) <= -(-wrote // loads) * (MIB // wrote + 4096)
 

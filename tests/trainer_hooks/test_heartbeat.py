@@ -125,7 +125,7 @@ def test_a_backend_without_a_recorder_is_said(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat.dist, "get_backend", lambda: "gloo")
         patch.delattr(heartbeat.torch._C._distributed_c10d, "_dump_fr_trace_json")
-        recorder.ask(tmp_path, {"0": 3})
+        recorder.dump_collectives(tmp_path, {"0": 3})
     assert "has no flight recorder" in recorder.why_not
     assert {} == recorder.newest
 
@@ -157,7 +157,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(tmp_path: Path, 
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == ["captured"])
     monkeypatch.setattr(heartbeat.dist, "get_backend", lambda: pytest.fail("it was asked"))
-    recorder.ask(tmp_path, {"0": 3})
+    recorder.dump_collectives(tmp_path, {"0": 3})
 
 
 STUCK = """

@@ -508,7 +508,7 @@ def test_of_an_accumulated_step_at_most_four_batches_are_kept():
 def test_batches_of_every_kind_are_copied_whole():
     from collections import namedtuple
 
-    from trainer_hooks.probe.bank import copied, copy_to_device, same_content
+    from trainer_hooks.probe.bank import copy_to_device, copy_to_host, same_content
 
     class Own:
         def __init__(self):
@@ -525,7 +525,7 @@ def test_batches_of_every_kind_are_copied_whole():
         "own": Own(),
         "none": None,
     }
-    made, size = copied(batch, 1 << 20)
+    made, size = copy_to_host(batch, 1 << 20)
     again = copy_to_device(made)
     assert same_content(batch, made)
     assert size == 16 + 24 + 8 + 4 + 24

@@ -25,7 +25,7 @@ from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.planner import Box, BoxReader
-from trainer_hooks.recovery.checkpoints.shard_layout import cut, range_boxes
+from trainer_hooks.recovery.checkpoints.shard_layout import range_boxes, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.dist
@@ -126,7 +126,7 @@ def test_any_range_of_a_flat_parameter_is_some_boxes_in_its_order(shape):
 @pytest.mark.parametrize("most", [1, 3, 5, 100])
 def test_what_is_large_is_cut_into_boxes_that_are_not(shape, most):
     whole = torch.zeros(shape)
-    for offsets, sizes in cut(shape, most):
+    for offsets, sizes in split_box(shape, most):
         box = whole
         for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
             box = box.narrow(dim, at, size)

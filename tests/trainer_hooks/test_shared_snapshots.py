@@ -17,7 +17,13 @@ from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery import manager, node_memory
 from trainer_hooks.recovery.manager import SnapshotRing
-from trainer_hooks.recovery.node_memory import Joined, NodeGroup, Region, SharedLayout, join_node
+from trainer_hooks.recovery.node_memory import (
+    NodeGroup,
+    NodeRegions,
+    Region,
+    SharedLayout,
+    join_node,
+)
 from trainer_hooks.tensors.copying import CopyPlan, Pair, as_int64, fingerprint_on_device, word_of
 from trainvitals.detect.replicas import minority
 
@@ -157,7 +163,7 @@ class TwoRanks:
                 interval=1,
                 healthy_after=0,
                 side=side(),
-                joined=Joined(
+                joined=NodeRegions(
                     tuple(Region(os.dup(fd), NodeGroup(i, 2), n) for n, fd in enumerate(fds)), ()
                 ),
                 is_replica=is_replica,

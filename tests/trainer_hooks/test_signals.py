@@ -23,7 +23,7 @@ from trainvitals.testing.clock import ManualClock
 def one_step(clock: StepClock, now: ManualClock) -> host.StepTimes:
     clock.waited_for_data(3_000_000)
     now.advance(0.010)  # 3 of them for data
-    clock.enter()
+    clock.start_monitor_time()
     now.advance(0.001)
     clock.exchange(torch.device("cpu"), lambda: now.advance(0.004))
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_where_the_wait_for_data_is_not_known_it_is_in_the_forward():
     clock = StepClock(now)
     for _ in range(2):
         now.advance(0.010)
-        clock.enter()
+        clock.start_monitor_time()
         times = clock.finish()
     assert times.data_wait is None
     assert times.forward_backward == 0.010

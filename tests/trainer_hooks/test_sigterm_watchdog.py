@@ -71,7 +71,7 @@ def test_other_signals_and_an_answer_in_time_are_no_reason_to_act():
         (thread,) = watching()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-        grace.met()
+        grace.cancel()
         os.kill(os.getpid(), signal.SIGTERM)
         grace.close()
         thread.join()

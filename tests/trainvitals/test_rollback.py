@@ -7,7 +7,7 @@ import pytest
 from tests.trainvitals.played import reads
 from tests.trainvitals.policy_run import Run
 from trainvitals.alerting import alerts_for_finding
-from trainvitals.policy.evidence import NONFINITE_GRADIENT, ProbeResult, of_reading
+from trainvitals.policy.evidence import NONFINITE_GRADIENT, ProbeResult, describe_reading
 from trainvitals.policy.state import DurablePolicyState, lr_factor_at, max_row
 
 
@@ -43,7 +43,7 @@ def test_a_gradient_that_is_not_finite_on_a_kept_batch_is_damage_whatever_the_lo
     assert f"{NONFINITE_GRADIENT}: the state is damaged" in back.reason
     (read,) = run.readings
     assert math.isinf(read.ratio)
-    assert f"Probe: {NONFINITE_GRADIENT} (rank 0)" in of_reading(read)
+    assert f"Probe: {NONFINITE_GRADIENT} (rank 0)" in describe_reading(read)
 
 
 def test_it_is_not_repeated_for_an_onset_nor_within_the_cooldown_and_never_halts():

@@ -17,8 +17,8 @@ from trainvitals.wire import (
     REMEMBERED_BYTES,
     Batch,
     BatchHeader,
-    _head_of,
-    _writer_of,
+    _decode_writer,
+    _encode_writer,
     batch_size,
     decode_batch,
     encode_batch,
@@ -195,17 +195,17 @@ def test_writers_share_a_schema_whose_header_is_too_long_to_be_remembered() -> N
 
 
 def test_headers_without_number_leave_little_behind() -> None:
-    remembered = _writer_of.cache_info().maxsize
+    remembered = _decode_writer.cache_info().maxsize
     assert remembered is not None
     assert remembered * REMEMBERED_BYTES <= 1 << 25
-    _writer_of.cache_clear()
+    _decode_writer.cache_clear()
     tracemalloc.start()
     try:
         for i in range(300):  # long ones are not remembered at all
             identity = msgspec.structs.replace(IDENTITY, gpu_uuid=f"{i:0{REMEMBERED_BYTES}}")
             decode_batch(encode_batch(a_header(identity=identity), SCHEMA.pack(0, [1.0, 1])))
-        assert 0 == _writer_of.cache_info().currsize
-        _head_of.cache_clear()
+        assert 0 == _decode_writer.cache_info().currsize
+        _encode_writer.cache_clear()
         assert tracemalloc.get_traced_memory()[0] < 1 << 20
     finally:
         tracemalloc.stop()

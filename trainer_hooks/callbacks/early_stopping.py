@@ -148,9 +148,9 @@ class Evaluations:
         holders = int(reduced.total("holds_evaluated"))
         value = reduced.root["evaluation"] if reduced.root["evaluated"] else None
         if value is not None or holders:
-            self._take_in(value, holders, step, attempt)
+            self._apply_evaluation(value, holders, step, attempt)
 
-    def _take_in(self, value: float | None, holders: int, step: int, attempt: int) -> None:
+    def _apply_evaluation(self, value: float | None, holders: int, step: int, attempt: int) -> None:
         """Count the metric for early stopping; keep or release the copied state."""
         metric = self._settings.metric
         if value is None:
@@ -169,7 +169,7 @@ class Evaluations:
         complete = holders == self._ranks.world_size
         self._settle(step, attempt, value if improved and complete else None)
         if improved and not complete and self._ring is not None:
-            self._not_kept(value, holders, step, attempt)
+            self._note_best_missing(value, holders, step, attempt)
         if self._stopper.should_stop and not stopped:
             self._emit_note("early_stopping", self._stopper.why(value, step=step), step, attempt)
 
@@ -184,7 +184,7 @@ class Evaluations:
             self._store.save(copy)  # keeps the copy until it is written
         copy.give_up()
 
-    def _not_kept(self, value: float, holders: int, step: int, attempt: int) -> None:
+    def _note_best_missing(self, value: float, holders: int, step: int, attempt: int) -> None:
         """Note why the best state of early stopping was not saved."""
         best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
         if self._missed:
@@ -231,7 +231,7 @@ class Evaluations:
 
         ring, store = self._ring, self._store
         if ring is None or store is None:
-            raise nothing_kept("this run keeps no best state")
+            raise no_best_state_error("this run keeps no best state")
         store.wait(None)  # a save uses the same process group
         if self._last_evaluated == (step, attempt) and not self.holds(step, attempt):
             self._take_copy(
@@ -242,7 +242,7 @@ class Evaluations:
         )
         holders = sum(holds for _, holds in rank_values)
         if rank_values[0][0] is not None or holders:
-            self._take_in(rank_values[0][0], holders, step, attempt)
+            self._apply_evaluation(rank_values[0][0], holders, step, attempt)
             store.wait(None)
         self._submitted = None
         marks: list[tuple[str, BestMark] | None] = []
@@ -256,10 +256,12 @@ class Evaluations:
                 "value; the run's events show where a state was not kept",
             )
         restored = store.load(best[0])
-        self._tell_restored(restored.id, restored.step, best[1].value, step, attempt)
+        self._note_best_restored(restored.id, restored.step, best[1].value, step, attempt)
         return RestoredBest(restored.id, restored.step, metric, best[1].value)
 
-    def _tell_restored(self, name: str, at: int, value: float, step: int, attempt: int) -> None:
+    def _note_best_restored(
+        self, name: str, at: int, value: float, step: int, attempt: int
+    ) -> None:
         stopper, metric = self._stopper, self._settings.metric
         text = f"best state restored: {metric} {value:g} of step {at} ({name})"
         if stopper.best is not None and stopper.best_step != at:
@@ -288,7 +290,7 @@ class Evaluations:
         self._emitter.note(code, text, severity, step=step, attempt=attempt)
 
 
-def nothing_kept(why: str) -> UsageError:
+def no_best_state_error(why: str) -> UsageError:
     """Return the error of ``restore_best`` without a saved state."""
     return UsageError(
         f"restore_best(): {why}",

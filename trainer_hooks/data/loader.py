@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_hooks.data.order import (
     Draws,
     Opening,
+    capture_opening,
     comes_in_order,
+    generator_states,
     is_plain,
     is_seekable,
-    opening_of,
-    own_states,
+    restore_generator_states,
     sampler_epoch,
     sampler_with_state,
-    set_own_states,
     shared_by,
 )
 from trainer_hooks.failopen import FaultCounter
@@ -36,7 +36,7 @@ MAX_WINDOWS = 1000
 """Oldest windows are dropped first. At most ten rollbacks per run add one or two windows each."""
 
 
-def holds(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
+def is_in_windows(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
     """Return whether one of the windows contains the batch."""
     return any(
         w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
@@ -60,7 +60,7 @@ def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[
     return carried
 
 
-def for_num_ranks(window: BatchWindow, num_ranks: int) -> BatchWindow:
+def convert_window(window: BatchWindow, num_ranks: int) -> BatchWindow:
     """Convert a window to another number of ranks, rounded outward so that it covers no less."""
     if window.num_ranks in (0, num_ranks):
         return window
@@ -297,7 +297,7 @@ class Batches:
             "beside": self.shares_steps,
             "sampler_epoch": sampler_epoch(self._loader),
             "opening": None,
-            "own": own_states(self._loader),
+            "own": generator_states(self._loader),
             "windows": [list(msgspec.structs.astuple(window)) for window in self.windows],
             "sampler": self._sampler_state if is_plain(self._sampler_state) else None,
             "loader": None,
@@ -328,7 +328,7 @@ class Batches:
         seekable = is_seekable(self._loader)
         self._waits()
         begin = self._clock.monotonic_ns()
-        for index, indices, batch in self._open(epoch):
+        for index, indices, batch in self._open_epoch(epoch):
             if self._is_skipped(epoch, index):
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
@@ -347,7 +347,7 @@ class Batches:
                 return
             self._waits()
             begin = self._clock.monotonic_ns()
-        self._finish(epoch)
+        self._finish_epoch(epoch)
 
     def _capture_rng(self) -> dict[str, Any] | None:
         """Return the RNG state at which a batch is yielded, for a repro capsule."""
@@ -355,14 +355,14 @@ class Batches:
             return capture_now()
         return None
 
-    def _finish(self, epoch: int) -> None:
+    def _finish_epoch(self, epoch: int) -> None:
         """Continue in the next epoch; move the rest of the windows and of the position there."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
         if self._next.epoch == epoch:
             self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
 
     def _is_skipped(self, epoch: int, index: int) -> bool:
-        return BatchIndex(epoch, index) < self._next or holds(self.windows, epoch, index)
+        return BatchIndex(epoch, index) < self._next or is_in_windows(self.windows, epoch, index)
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
         """Return the samples of a batch, or None if unknown; an epoch's last one may be smaller."""
@@ -375,7 +375,7 @@ class Batches:
 
     # ------------------------------------------------------------------------------------ opening
 
-    def _open(self, epoch: int) -> Iterator[_Found]:
+    def _open_epoch(self, epoch: int) -> Iterator[_Found]:
         """Return the epoch's batches with their indices; the caller skips windows."""
         state, self._rewound_to = self._rewound_to, None
         self._set_epoch(epoch)
@@ -384,7 +384,7 @@ class Batches:
         elif state is not None:
             self._opening = state["opening"]
             return self._reopen(state)
-        self._opening = opening_of(self._loader)
+        self._opening = capture_opening(self._loader)
         if begins := self._keeps_initial_state and self._initial_state is None:
             self._initial_state = self._build_data_state(epoch, self._next.batch) | {
                 "first": self._opening
@@ -394,9 +394,9 @@ class Batches:
             return self._pair_with_draws(draws.open(self._loader), draws)
         iterator = iter(self._loader)
         if state is not None:
-            set_own_states(self._loader, state["own"])
+            restore_generator_states(self._loader, state["own"])
         elif begins and self._initial_state is not None:
-            self._initial_state["own"] = own_states(self._loader)
+            self._initial_state["own"] = generator_states(self._loader)
         return self._count_batches(iterator, 0)
 
     def _count_batches(self, iterator: Iterator[Any], start: int) -> Iterator[_Found]:
@@ -431,7 +431,7 @@ class Batches:
         """Restart the loop from its initial state, including the RNG state of the process."""
         loader, first = self._loader, state["first"]
         restore_rng(first["rng"])
-        set_own_states(loader, first["own"])
+        restore_generator_states(loader, first["own"])
         if isinstance(loader, DataLoader) and loader.persistent_workers and first["fresh"]:
             loader._iterator = None  # new workers then get the seeds of the first ones
         if state["loader"] is not None:
@@ -448,10 +448,10 @@ class Batches:
             iterator = draws.reopen(loader, state["opening"], start, sampler)
             source = self._pair_with_draws(iterator, draws)
         else:
-            with _kept_rng():
+            with _preserve_rng():
                 iterator = self._at_state(state) or self._skip_ahead(state["opening"], start)
             source = self._count_batches(iterator, start)
-        set_own_states(loader, state["own"])
+        restore_generator_states(loader, state["own"])
         return source
 
     def _at_state(self, state: DataState) -> Iterator[Any] | None:
@@ -466,7 +466,7 @@ class Batches:
     def _skip_ahead(self, opening: Opening, start: int) -> Iterator[Any]:
         """Return an iterator from which the first ``start`` batches were drawn and dropped."""
         restore_rng(opening["rng"])
-        set_own_states(self._loader, opening["own"])
+        restore_generator_states(self._loader, opening["own"])
         iterator = iter(self._loader)
         for _ in islice(iterator, start):
             pass
@@ -474,7 +474,7 @@ class Batches:
 
 
 @contextmanager
-def _kept_rng() -> Iterator[None]:
+def _preserve_rng() -> Iterator[None]:
     now = capture_rng()
     try:
         yield

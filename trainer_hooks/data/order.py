@@ -73,26 +73,26 @@ def comes_in_order(loader: DataLoader[Any]) -> bool:
     return loader.in_order or not loader.num_workers
 
 
-def opening_of(loader: Iterable[Any]) -> Opening:
+def capture_opening(loader: Iterable[Any]) -> Opening:
     """Return the random state from which the next epoch draws; call before ``iter(loader)``."""
     rng = capture_rng()
     rng.pop("cuda", None)  # samplers draw on the CPU
     is_persistent = isinstance(loader, DataLoader) and loader.persistent_workers
     return {
         "rng": rng,
-        "own": own_states(loader),
+        "own": generator_states(loader),
         # Persistent workers are seeded once; in later epochs their iterator is only reset.
         "fresh": not (is_persistent and loader._iterator is not None),  # type: ignore[attr-defined]
     }
 
 
-def own_states(loader: Iterable[Any]) -> list[torch.Tensor]:
+def generator_states(loader: Iterable[Any]) -> list[torch.Tensor]:
     """Return the states of the generators of the loader and its samplers."""
     return [generator.get_state() for generator in _loader_generators(loader)]
 
 
-def set_own_states(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
-    """Restore the states that ``own_states`` returned for the same kind of loader."""
+def restore_generator_states(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
+    """Restore the states that ``generator_states`` returned for the same kind of loader."""
     for generator, state in zip(_loader_generators(loader), states, strict=False):
         generator.set_state(state)
 
@@ -137,7 +137,7 @@ class Draws:
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return the loader's iterator, which draws its batches from this object."""
         persistent_iterator = loader._iterator if loader.persistent_workers else None
-        with _in_place(loader, self._key, self):
+        with _replace_attribute(loader, self._key, self):
             if persistent_iterator is not None:
                 persistent_iterator._index_sampler = self
             iterator = iter(loader)
@@ -159,13 +159,13 @@ class Draws:
         now = capture_rng()
         try:
             restore_rng(opening["rng"])
-            set_own_states(loader, opening["own"])
+            restore_generator_states(loader, opening["own"])
             self._redraw(loader, opening, num_drawn, sampler_state)
         finally:
             restore_rng(now)
         seeds = torch.Generator()
         seeds.set_state(opening["rng"]["torch"] if loader.generator is None else opening["own"][0])
-        with _in_place(loader, "generator", seeds):
+        with _replace_attribute(loader, "generator", seeds):
             return self.open(loader)
 
     def _redraw(
@@ -216,7 +216,7 @@ class Draws:
 
 
 @contextmanager
-def _in_place(loader: DataLoader[Any], key: str, stand_in: object) -> Iterator[None]:
+def _replace_attribute(loader: DataLoader[Any], key: str, stand_in: object) -> Iterator[None]:
     """Replace an attribute temporarily; ``DataLoader.__setattr__`` refuses an assignment."""
     attribute = loader.__dict__[key]
     loader.__dict__[key] = stand_in

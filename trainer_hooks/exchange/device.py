@@ -19,7 +19,7 @@ from trainer_hooks.exchange.reduce_vector import (
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
-from trainer_hooks.guard.hook_memory import registered, unregistered
+from trainer_hooks.guard.hook_memory import registered_hook_memory, unregistered_hook_warnings
 from trainer_hooks.guard.misuse import (
     GIVEN_SCALERS,
     foreign_optimizers,
@@ -37,7 +37,7 @@ from trainer_hooks.guard.optimizers import (
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
-from trainer_hooks.measures.sections import Sections, placed_in
+from trainer_hooks.measures.sections import Sections, modules_to_hook
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
@@ -129,7 +129,7 @@ class Device:
             self.sections.release()
 
 
-def lay_out(
+def build_device(
     model: nn.Module,
     optimizers: tuple[Optimizer, ...],
     schedulers: tuple[Any, ...],
@@ -145,12 +145,12 @@ def lay_out(
     """Create everything that works on the device. Collective: the ranks compare their parts."""
     state = state or {}
     steps_by_itself = engine is not None
-    engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
+    engine = _guard_optimizers(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
     sampler = _sampler(signals, model, norms, ranks, faults, optimizers)
     sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
     layout = PackLayout.of(len(norms.names), ranks, sampled, fields)
-    memories = registered(model, state)
+    memories = registered_hook_memory(model, state)
     shadow = Shadows(BufferShadow(model), *memories.values())
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
@@ -171,16 +171,18 @@ def lay_out(
         averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
-        warnings=_warnings(model, () if steps_by_itself else optimizers, schedulers, state),
+        warnings=_find_likely_mistakes(
+            model, () if steps_by_itself else optimizers, schedulers, state
+        ),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         sections=None if steps_by_itself else _sections(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
-        turns=_turns(optimizers, engine.guards, names),
+        turns=_optimizer_turns(optimizers, engine.guards, names),
     )
 
 
-def _turns(
+def _optimizer_turns(
     optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
 ) -> tuple[OptimizerGroup, ...]:
     """Return the optimizers of each possible step; parameters are in the optimizers' order."""
@@ -196,7 +198,7 @@ def _turns(
     return tuple(turns)
 
 
-def _take_hold(
+def _guard_optimizers(
     model: nn.Module,
     optimizers: tuple[Optimizer, ...],
     schedulers: tuple[Any, ...],
@@ -227,14 +229,14 @@ def _take_hold(
     return engines[0]
 
 
-def _warnings(
+def _find_likely_mistakes(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
     state: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
     """Return likely mistakes: state that a skip cannot restore, parts that do not match."""
-    unseen = [("unseen_state", text) for text in unregistered(model, state)]
+    unseen = [("unseen_state", text) for text in unregistered_hook_warnings(model, state)]
     foreign = [("foreign_parameters", text) for text in foreign_optimizers(model, optimizers)]
     left_out = [] if foreign else parameters_left_out(model, optimizers)
     others = foreign_schedulers(schedulers, optimizers)
@@ -252,7 +254,7 @@ def _sections(
     """Return the timer of forward and backward; None if ranks do not wait in them."""
     if ranks.world_size > 1:
         with faults.fail_open("sections"):
-            wrappers = placed_in(model)
+            wrappers = modules_to_hook(model)
             return Sections(wrappers, device, faults) if wrappers else None
     return None
 

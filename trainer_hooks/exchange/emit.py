@@ -132,7 +132,7 @@ def not_a_number(name: str, value: object) -> UsageError:
     )
 
 
-def _writes(
+def _fail_open_write(
     method: Callable[Concatenate[Emitter, _Given], None],
 ) -> Callable[Concatenate[Emitter, _Given], None]:
     """Make a method fail open, and delay a signal handler's call to its end in the main thread.
@@ -235,7 +235,7 @@ class Emitter:
             stream = self._streams[schema.stream] = self._journal.open_stream(schema)
         return stream
 
-    @_writes
+    @_fail_open_write
     def event(self, event: Event, *, step: int, attempt: int) -> None:
         """Write an event."""
         stream = self._get_or_open_stream(EVENT_SCHEMA)
@@ -248,7 +248,7 @@ class Emitter:
                 monotonic_ns=self._clock.monotonic_ns(),
             )
 
-    def of_run(self, event: Event, *, step: int, attempt: int) -> None:
+    def run_event(self, event: Event, *, step: int, attempt: int) -> None:
         """Write an event that all ranks know, on rank 0 only."""
         if self._is_rank0:
             self.event(event, step=step, attempt=attempt)
@@ -263,9 +263,9 @@ class Emitter:
         attempt: int,
     ) -> None:
         """Report a note about the run once: rank 0 writes it."""
-        self.of_run(Note(code=code, text=text, severity=severity), step=step, attempt=attempt)
+        self.run_event(Note(code=code, text=text, severity=severity), step=step, attempt=attempt)
 
-    @_writes
+    @_fail_open_write
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
         stream = self._get_or_open_stream(SCALARS_SCHEMA)
@@ -303,7 +303,7 @@ class Emitter:
     ) -> None:
         """Write the rank's row of one step; rank 0 adds the numbers that are equal on all ranks.
 
-        ``_writes`` is inlined here: its call would add a tenth to the cost of a row.
+        ``_fail_open_write`` is inlined here: its call would add a tenth to the cost of a row.
         """
         stream = self._steps
         if stream is None:
@@ -312,7 +312,7 @@ class Emitter:
         self._depth += in_main
         try:
             if stream.dropped != self._dropped:
-                self._tell_losses(stream)
+                self._count_journal_errors(stream)
             row = self._row.of(measured, record, extra)
             stream.append(row)
             if self.observer is not None:
@@ -324,7 +324,7 @@ class Emitter:
             if self._put_off is not None and in_main:
                 self._make_put_off_call()
 
-    @_writes
+    @_fail_open_write
     def layers(
         self,
         measured: HostMeasurements,
@@ -361,14 +361,14 @@ class Emitter:
         for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
 
-    def _tell_losses(self, stream: StreamWriter) -> None:
+    def _count_journal_errors(self, stream: StreamWriter) -> None:
         """Count each error that made the journal drop rows once: the journal reports nothing."""
         self._dropped, error = stream.dropped, stream.journal.last_error
         if error is not None and error is not self._told:
             self._told = error
             self._faults.count("journal.full", error)
 
-    @_writes
+    @_fail_open_write
     def close(self) -> None:
         """Close the journal; written rows stay for the agent."""
         if self._journal is not None:
@@ -455,7 +455,7 @@ class StepLog:
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
         if name:
             if self._is_rank0:
-                emitter.scalars(_by_name(record, name), step=step, attempt=attempt)
+                emitter.scalars(_optimizer_scalars(record, name), step=step, attempt=attempt)
             if not of_run:
                 record = replace(
                     record,
@@ -478,20 +478,20 @@ class StepLog:
             text = f"{measured.flops:.6g} FLOPs were counted in this step on rank 0"
             emitter.note("flops", text, step=step, attempt=attempt)
         for finding in judgement.findings:
-            emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
+            emitter.run_event(FindingRaised(finding=finding), step=step, attempt=attempt)
         return extra
 
     def write_readings(self, measured: HostMeasurements, judgement: Judgement) -> None:
         """Write what the probe read for a judgement; after everything else about the step."""
         for reading in judgement.readings:
-            self._emitter.of_run(reading, step=measured.step, attempt=measured.attempt)
+            self._emitter.run_event(reading, step=measured.step, attempt=measured.attempt)
 
 
 _OF_THE_RUN = ("rank_loss", "loss_spread")
 """Columns outside the record that are missing if the step is not the first optimizer's."""
 
 
-def _by_name(record: StepRecord, name: str) -> dict[str, float]:
+def _optimizer_scalars(record: StepRecord, name: str) -> dict[str, float]:
     """Return an optimizer's numbers as scalars."""
     numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
@@ -609,7 +609,7 @@ class RootColumns:
             self._utilization.counted(measured.flops, tokens)
         seconds = measured.duration_seconds
         columns: dict[str, Value] = {
-            "verdict": derived.column(record),
+            "verdict": derived.verdict_column(record),
             "culprit_rank": _culprit(record),
             "nonfinite_params": record.nonfinite_params,
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,

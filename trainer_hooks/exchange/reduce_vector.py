@@ -175,11 +175,11 @@ class PackLayout:
         slot = rank * slots // world_size
         return cls(num_params, slots, slot, world_size, num_sampled, rank, fields)
 
-    def mine(self, field: str) -> int:
+    def own_index(self, field: str) -> int:
         """Position of this rank's ``field``."""
         return self.ranks + self.slot * len(self.fields.rank) + self.fields.rank.index(field)
 
-    def mine_exact(self, field: str) -> int:
+    def own_exact_index(self, field: str) -> int:
         """Position of this rank's ``field`` if slots are shared."""
         return self.own + self.rank * len(self.fields.exact) + self.fields.exact.index(field)
 
@@ -220,7 +220,7 @@ class Rank0Values(msgspec.Struct, frozen=True):
     values: Mapping[str, float] = MappingProxyType({})
     """Values of the features' slots; a missing one is 0."""
 
-    def words(self, fields: VectorFields) -> list[float]:
+    def to_numbers(self, fields: VectorFields) -> list[float]:
         """Return the numbers in the order of the fields."""
         limits = (
             math.inf if self.loss_limit is None else self.loss_limit,
@@ -245,7 +245,7 @@ class ReduceVector:
         """The part of the vector for the squared norms; ``clear`` zeroes it."""
         self.sampled = self.pack[layout.sampled :]
         """The part of the vector for sampled signals; empty if none are enabled."""
-        self._position = {name: layout.mine(name) for name in layout.fields.rank}
+        self._position = {name: layout.own_index(name) for name in layout.fields.rank}
         self._mine = {name: self.pack[position] for name, position in self._position.items()}
         is_shared = layout.is_shared
         self._exact = [n for n in layout.fields.exact if is_shared and n in self._position]
@@ -289,33 +289,33 @@ class ReduceVector:
                 continue
             words[position[name] - base] = value
             if name in self._exact:
-                words[layout.mine_exact(name) - base] = value
+                words[layout.own_exact_index(name) - base] = value
         if root is not None:
-            words[: len(layout.fields.rank0)] = root.words(layout.fields)
+            words[: len(layout.fields.rank0)] = root.to_numbers(layout.fields)
         self._rest.copy_(buffer, non_blocking=True)
         if local.overflow is not None:
             self._mine["overflow"].copy_(local.overflow.reshape(()))
         if not local.failed:
             self._fill_tensors(local, tensors)
         if layout.is_shared:
-            self._sign([name for name in self._exact if name in tensors])
+            self._mark_contributors([name for name in self._exact if name in tensors])
 
     def fill_on_host(self, local: RankContribution, root: Rank0Values | None) -> None:
         """Do the same as ``fill`` on the only rank, if the vector is on the host: no tensors."""
         position, base = self._position, self.layout.num_params
         words = [0.0] * (self.layout.size - base)
         if root is not None:
-            words[: len(self.layout.fields.rank0)] = root.words(self.layout.fields)
+            words[: len(self.layout.fields.rank0)] = root.to_numbers(self.layout.fields)
         for name, value in local.values.items():
-            words[position[name] - base] = _plain(value)
+            words[position[name] - base] = _real_part(value)
         words[position["failed"] - base] = local.failed
         words[position["num_gradients"] - base] = local.num_gradients
         if local.overflow is not None:
             words[position["overflow"] - base] = local.overflow.item()
         if not local.failed:
             if local.loss is not None:
-                words[position["weight"] - base] = weight = _plain(local.weight)
-                words[position["weighted_loss"] - base] = _plain(local.loss) * weight
+                words[position["weight"] - base] = weight = _real_part(local.weight)
+                words[position["weighted_loss"] - base] = _real_part(local.loss) * weight
             if local.norm_before_clip is not None:
                 words[position["norm_before_clip"] - base] = local.norm_before_clip.item()
             if local.nonfinite_params is not None:
@@ -346,7 +346,7 @@ class ReduceVector:
         nothing = self.squares.sum() * 0.0
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
-    def _sign(self, exact: Iterable[str]) -> None:
+    def _mark_contributors(self, exact: Iterable[str]) -> None:
         """Mark which ranks of a shared slot contributed, and write this rank's exact fields."""
         pack, layout = self.pack, self.layout
         width = len(layout.fields.rank)
@@ -354,10 +354,10 @@ class ReduceVector:
         slot = pack[layout.ranks + begin : layout.ranks + begin + width]
         bit = 2.0 ** (layout.rank - layout.first_of(layout.slot))
         pack[layout.bits + begin : layout.bits + begin + width] = (slot != 0) * bit
-        loss = pack[layout.mine("weighted_loss")] / pack[layout.mine("weight")]
-        pack[layout.mine_exact("loss")] = loss
+        loss = pack[layout.own_index("weighted_loss")] / pack[layout.own_index("weight")]
+        pack[layout.own_exact_index("loss")] = loss
         for name in exact:
-            pack[layout.mine_exact(name)] = pack[layout.mine(name)]
+            pack[layout.own_exact_index(name)] = pack[layout.own_index(name)]
 
     @property
     def auto_max_norm(self) -> Tensor:
@@ -375,7 +375,7 @@ class ReduceVector:
         nothing_left = (total == 0) & torch.isfinite(given)
         squares *= torch.where((given == 0) | nothing_left, 1.0, given * given / total)
         after = torch.where(given == 0, 0.0, total.sqrt())
-        self.pack[layout.mine("norm_before_clip")] = after
+        self.pack[layout.own_index("norm_before_clip")] = after
 
     def measure_norm(self) -> float:
         """Return the norm of the squares, and keep it for the verdict; only on the host."""
@@ -389,7 +389,7 @@ class ReduceVector:
         self.norm = 0.0
 
 
-def _plain(value: Tensor | float) -> float:
+def _real_part(value: Tensor | float) -> float:
     """Return the number, or its real part, which is what a copy to a float64 tensor keeps."""
     return (value.item() if isinstance(value, Tensor) else value).real
 
@@ -664,7 +664,7 @@ class Derived(msgspec.Struct, frozen=True):
         stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
         return bool(self.bits & stops)
 
-    def column(self, record: StepRecord) -> int:
+    def verdict_column(self, record: StepRecord) -> int:
         """Return the verdict for the step's row."""
         bits = self.bits
         if record.commanded:  # the skip used limits that every value exceeds

@@ -83,7 +83,7 @@ class CommandsFeature(StepFeature):
                 if refusal.status == "expired":
                     run.plan.add(facts, expired=refusal.number)
                 event = CommandAcknowledged(ack=refusal)
-                run.emitter.of_run(event, step=step, attempt=self._run.attempt)
+                run.emitter.run_event(event, step=step, attempt=self._run.attempt)
         if inbox.waiting is not None and inbox.waiting.number <= facts.last_command:
             inbox.waiting = None
         return inbox.waiting or run.features.own_command()
@@ -123,7 +123,7 @@ class CommandsFeature(StepFeature):
     def _apply_pause_state(self, is_paused: bool, reason: str) -> None:
         self._set_paused(is_paused)
         event = TrainingPaused(is_paused=is_paused, reason=reason)
-        self._run.emitter.of_run(event, step=self._run.last_step, attempt=self._run.attempt)
+        self._run.emitter.run_event(event, step=self._run.last_step, attempt=self._run.attempt)
 
     def _set_paused(self, is_paused: bool) -> None:
         """Update which of the two commands is currently impossible."""

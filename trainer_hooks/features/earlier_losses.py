@@ -48,8 +48,8 @@ def read_earlier_losses(run_dir: RunDir) -> EarlierLosses | None:
     firsts: list[_EarlierLoss] = []
     latest: list[_EarlierLoss] = []
     for spool in run_dir.spool_dirs().values():
-        firsts += islice(_losses(spool, SpoolPosition()), _NUM_FIRST)
-        latest += deque(_losses(spool, _latest_files(spool)), _NUM_LATEST)
+        firsts += islice(_read_spooled_losses(spool, SpoolPosition()), _NUM_FIRST)
+        latest += deque(_read_spooled_losses(spool, _latest_files(spool)), _NUM_LATEST)
     first = [of.loss for of in sorted(firsts)[:_NUM_FIRST]]
     latest = sorted(latest)[-_NUM_LATEST:]
     if len(first) < _NUM_FIRST or len(latest) < _NUM_LATEST:
@@ -66,7 +66,7 @@ class _EarlierLoss(NamedTuple):
     loss: float
 
 
-def _losses(spool: Path, start: SpoolPosition) -> Iterator[_EarlierLoss]:
+def _read_spooled_losses(spool: Path, start: SpoolPosition) -> Iterator[_EarlierLoss]:
     """Yield the finite losses of rank 0."""
     for _, raw in read_batches(spool, start):
         batch = decode_batch(raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer_hooks.features.earlier_losses import RestartCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
-from trainer_hooks.tensors.gradients import no_gradients
+from trainer_hooks.tensors.gradients import no_gradient_error
 from trainvitals.records import StepRecord
 
 
@@ -44,7 +44,7 @@ class FirstStepsFeature(StepFeature):
         if is_first or (step.optimizer and turn not in self._turns_begun):
             self._turns_begun.add(turn)
             if not step.reduced.has_gradients and not step.record.failed_ranks:
-                raise no_gradients(step.optimizer)  # known on all ranks
+                raise no_gradient_error(step.optimizer)  # known on all ranks
         if is_first:
             self._first_record = step.record
             if self._starts_again and not step.step:

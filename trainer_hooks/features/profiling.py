@@ -96,7 +96,7 @@ class StepProfile:
         autograd: Any = torch.autograd
         if autograd._profiler_enabled():
             raise UsageError("a torch.profiler of the loop's own runs; two end the process")
-        self._guard = _Guard(self.close)
+        self._guard = _ForeignProfilerWatch(self.close)
         self._path = path
         self._steps_left = num_steps
         self._done, self._failed = done, failed
@@ -144,7 +144,7 @@ class StepProfile:
             self._failed(error)
 
 
-class _Guard:
+class _ForeignProfilerWatch:
     """Ends our profile when the loop starts its own.
 
     torch allows starting two, and crashes when the first is stopped after the second.
@@ -206,14 +206,14 @@ class Profiling:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``work`` has anything to do."""
+        """Whether ``advance_profile`` has anything to do."""
         return self._order is not None or self._profile is not None
 
     def order(self, first_step: int, profiled: Profiled) -> None:
         """Order a profile of the steps from ``first_step`` on; on all ranks."""
         self._order = (first_step, profiled)
 
-    def work(self, device: torch.device) -> None:
+    def advance_profile(self, device: torch.device) -> None:
         """End a step's profile, start the next. Call after a step; collective if one was ordered.
 
         Args:
@@ -398,7 +398,7 @@ class ProfilingFeature(StepFeature):
 
     def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
         """End a step's profile, and start the ordered one. Collective if one was ordered."""
-        self._profiling.work(device)
+        self._profiling.advance_profile(device)
         return ()
 
     def close(self) -> None:

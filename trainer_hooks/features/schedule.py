@@ -85,7 +85,7 @@ class ScheduleFeature(StepFeature):
             if finding is not None:
                 _LOG.warning("vitals: step %d: %s", finding.step, finding.reason)
                 event = FindingRaised(finding=finding)
-                self._run.emitter.of_run(event, step=step.step, attempt=step.attempt)
+                self._run.emitter.run_event(event, step=step.step, attempt=step.attempt)
 
     def on_change_expected(self, num_steps: int) -> None:
         """Do not compare the rates while a change was announced."""

@@ -93,7 +93,7 @@ class SnapshotsFeature(StepFeature):
         values: dict[str, Tensor | float] = {}
         if recovery.missed(step.step):
             values["snapshot_missed"] = 1.0
-        num_nonfinite = recovery.flag(step.step)
+        num_nonfinite = recovery.nonfinite_count(step.step)
         if num_nonfinite is not None:
             values["nonfinite_state"] = num_nonfinite
         return values
@@ -101,7 +101,7 @@ class SnapshotsFeature(StepFeature):
     def _check_live_state(self, step: int) -> Tensor | None:
         if self._state_check is not None:
             with self._run.faults.fail_open("state_check"):
-                return self._state_check.flag(step)
+                return self._state_check.nonfinite_count(step)
         return None
 
     def before_update(self) -> None:
@@ -129,7 +129,7 @@ class SnapshotsFeature(StepFeature):
         if step.record.nonfinite_state or step.record.snapshots_missed:
             if self._state_check is not None:
                 self._state_check.every = self._state_check.AGAIN
-            judgement = self._with_names(step, judgement)
+            judgement = self._add_nonfinite_names(step, judgement)
             self._run.report_unprotected(judgement)
         return judgement
 
@@ -151,9 +151,11 @@ class SnapshotsFeature(StepFeature):
                 run.note_of_rank("nonfinite_params", text, step=step.step)
         names = self._nonfinite_parameters
         step.samples = (step.samples or Samples())._replace(nonfinite_parameters=names)
-        return _named(judgement, "nonfinite_params", _format_names(names)) if names else judgement
+        return (
+            _add_names(judgement, "nonfinite_params", _format_names(names)) if names else judgement
+        )
 
-    def _with_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+    def _add_nonfinite_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Write this rank's non-finite tensors, or its error, for the findings about a step.
 
         Returns the judgement with rank 0's names, because rank 0 writes the run's findings.
@@ -178,7 +180,7 @@ class SnapshotsFeature(StepFeature):
                 self._shown_names += _IS_INTENDED
                 text += _IS_INTENDED
             run.note_of_rank("nonfinite_state", text, step=step.step)
-        return _named(judgement, "nonfinite_state", self._shown_names)
+        return _add_names(judgement, "nonfinite_state", self._shown_names)
 
     def _is_intended(self, names: Sequence[str]) -> bool:
         """Continue snapshots if the model itself writes the values: no rollback fixed them."""
@@ -208,7 +210,7 @@ class SnapshotsFeature(StepFeature):
             self._recovery.promote(run.last_step, run.judge.last_unhealthy_step)
 
 
-def _named(judgement: Judgement, kind: str, names: str) -> Judgement:
+def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
     """Return the judgement with names in the findings of a kind, and in the decision on them."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}

@@ -42,7 +42,7 @@ class _Call(NamedTuple):
     attempt: int
 
 
-class _Late(NamedTuple):
+class _PendingAlertCall(NamedTuple):
     """A call whose numbers are being copied to the host."""
 
     call: _Call
@@ -75,7 +75,7 @@ class RankAlerts:
         self._rules = RuleSet(rules)
         self._attempt = 0
         self._first_step: int | None = None
-        self._late: deque[_Late] = deque()
+        self._late: deque[_PendingAlertCall] = deque()
         by_series = self._rules.by_series
         self._columns = [
             (index, by_series[name], self._rank if name in _OF_EACH_RANK else -1)
@@ -109,10 +109,15 @@ class RankAlerts:
             return
         like = when if isinstance(when, Tensor) else value
         assert isinstance(like, Tensor), "one of the two is on a device"
-        numbers = torch.stack([_number(True if when is None else when, like), _number(value, like)])
+        numbers = torch.stack(
+            [
+                _number_on_device(True if when is None else when, like),
+                _number_on_device(value, like),
+            ]
+        )
         # Pinned by torch because it does not wait; the numbers are valid once the event happened.
         numbers = numbers.to("cpu", non_blocking=True)
-        self._late.append(_Late(call, numbers, record_event(like.device)))
+        self._late.append(_PendingAlertCall(call, numbers, record_event(like.device)))
 
     def _apply_alert_call(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
         if call.attempt != self._attempt:
@@ -136,7 +141,7 @@ class RankAlerts:
         )
         self._emit_finding(self._alerts.record_breach(finding, holds=not call.is_event))
 
-    def _take_late(self) -> None:
+    def _apply_arrived_calls(self) -> None:
         while self._late and self._late[0].is_there:
             call, numbers, _ = self._late.popleft()
             holds, value = numbers.tolist()
@@ -149,7 +154,7 @@ class RankAlerts:
         with self._faults.fail_open("alerts"):
             if attempt != self._attempt:
                 return
-            self._take_late()
+            self._apply_arrived_calls()
             for index, rules, rank in self._columns:
                 value = row[index]
                 if isinstance(value, int | float):
@@ -230,7 +235,7 @@ class RankAlerts:
     def close(self) -> None:
         """Process the numbers that have reached the host since the last step."""
         with self._faults.fail_open("alerts"):
-            self._take_late()
+            self._apply_arrived_calls()
 
 
 class UserAlertsFeature(StepFeature):
@@ -293,7 +298,7 @@ class UserAlertsFeature(StepFeature):
             self._alerts.close()
 
 
-def _number(value: Tensor | float | None, like: Tensor) -> Tensor:
+def _number_on_device(value: Tensor | float | None, like: Tensor) -> Tensor:
     """Return the number on the device of ``like``; a kernel writes a plain one without waiting."""
     if isinstance(value, Tensor):
         return value.to(like)

@@ -32,7 +32,7 @@ class Averages:
     def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         self._emas = emas_in(state)
         self._names = {
-            id(optimizer): [ema.names_of(_held_by([optimizer])) for ema in self._emas]
+            id(optimizer): [ema.names_of(_optimizer_params([optimizer])) for ema in self._emas]
             for optimizer in optimizers
         }
         self._updates = [
@@ -112,7 +112,7 @@ def refuse_averages(
                 "would not be updated",
                 hint="remove it from state, and call ema.update() after each step of the engine",
             )
-        ema.refuse_watch(_held_by(optimizers))
+        ema.refuse_watch(_optimizer_params(optimizers))
 
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
@@ -120,7 +120,7 @@ def emas_in(state: Mapping[str, Any]) -> list[EMA]:
     return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
 
 
-def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+def _optimizer_params(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
@@ -133,7 +133,9 @@ class _GuardedUpdate:
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._held = {id(o): {*map(id, _held_by([o]))} for o in optimizers} or {_ENGINE: set()}
+        self._held = {id(o): {*map(id, _optimizer_params([o]))} for o in optimizers} or {
+            _ENGINE: set()
+        }
         self._bad: dict[int, Tensor] = {}
         """Verdict of each optimizer's last step, the latest last."""
         self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
@@ -154,7 +156,7 @@ class _GuardedUpdate:
             plain(self._average, model)
             return
         with torch.no_grad():
-            live = [true_elements(t) for t in _tensors_of(self._average)]
+            live = [true_elements(t) for t in _average_tensors(self._average)]
             copies = [tensor.clone() for tensor in live]
             plain(self._average, model)
             for tensor, before in zip(live, copies, strict=True):
@@ -217,7 +219,7 @@ class _GuardedUpdate:
         vars(self._average).pop("update_parameters", None)
 
 
-def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
+def _average_tensors(average: AveragedModel) -> tuple[Tensor, ...]:
     """Return the tensors of an ``AveragedModel``: parameters and buffers."""
     return (*average.parameters(), *average.buffers())
 

@@ -85,7 +85,7 @@ class DeclaredSchedule:
             self._peaks = [float(group.get("initial_lr", group["lr"])) for group in groups]
             name = f"{shape.kind} schedule"
         else:
-            shapes = _listed(shape)
+            shapes = _simulatable_schedulers(shape)
             by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in shapes}
             schedulers_by_optimizer = [
                 by_optimizer.pop(id(optimizer), None) for optimizer in optimizers
@@ -151,7 +151,7 @@ class DeclaredSchedule:
         return (0, 0) if self._is_ours else (1 + min(self._num_skips, _MOST_SKIPS), 1)
 
 
-def _listed(declared: object) -> list[LRScheduler]:
+def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
     """Return the schedulers, after a check that each of them can be simulated ahead."""
     listed: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
     for scheduler in listed:

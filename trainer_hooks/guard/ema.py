@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.guard.fused_ema import Late, Pair, fused_update, in_chunks, start
+from trainer_hooks.guard.fused_ema import EmaCopies, Pair, fused_update, in_chunks, initial_average
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.gradients import clean_name, local_tensor, reshard, unwrap
 from trainvitals.errors import CheckpointError, UsageError
@@ -82,11 +82,11 @@ class EMA(nn.Module):
         }
         _refuse_weights(self._weights)
         where = None if device is None else torch.device(device)
-        self._averages = {n: start(p, where, dtype) for n, p in self._weights.items()}
+        self._averages = {n: initial_average(p, where, dtype) for n, p in self._weights.items()}
         first = next(iter(self._averages.values()))
         self._steps = torch.zeros((), dtype=torch.int64, device=first.device)
         self._rates: dict[torch.device, Pair] = {}
-        self._late: Late | None = None
+        self._late: EmaCopies | None = None
         self._swapped = False
         self.is_watched = False
         """Whether a monitor updates it."""
@@ -122,10 +122,10 @@ class EMA(nn.Module):
         if self._is_far(bad):
             self._settle()
             due = (int(self._steps) + 1) % self.every == 0
-            self._late = self._late or Late()
+            self._late = self._late or EmaCopies()
             self._late.send_verdict(bad, due=due)
         else:
-            self._rates = {self._steps.device: self._advance(bad.to(self._steps.device))}
+            self._rates = {self._steps.device: self._count_update(bad.to(self._steps.device))}
 
     @torch.no_grad()
     def follow(self, names: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class EMA(nn.Module):
         weight = next(iter(self._weights.values()))
         return self._steps.device.type == "cpu" and {"cpu"} != {weight.device.type, bad.device.type}
 
-    def _advance(self, bad: Tensor) -> Pair:
+    def _count_update(self, bad: Tensor) -> Pair:
         """Count the step if it was applied; return the rate of the update and the skip flag."""
         applied = bad == 0
         self._steps += applied
@@ -184,7 +184,7 @@ class EMA(nn.Module):
         """Finish an update whose weights were copied asynchronously; waits for that step only."""
         if self._late is not None and self._late.pending:
             bad, weights = self._late.arrived()
-            self._rates = {self._steps.device: self._advance(bad)}
+            self._rates = {self._steps.device: self._count_update(bad)}
             self._average(weights)
 
     # --------------------------------------------------------------------------- the weights
@@ -208,12 +208,12 @@ class EMA(nn.Module):
         self._swapped = True
         try:
             with torch.no_grad():
-                _copy(parts)
+                _copy_pairs(parts)
             yield
         finally:
             with torch.no_grad():
                 wait_for_copies()  # copies of the evaluated averages
-                _copy([(k, w) for k, (_, w) in zip(live_weights, self._parts(), strict=True)])
+                _copy_pairs([(k, w) for k, (_, w) in zip(live_weights, self._parts(), strict=True)])
                 reshard(self._of[0])
             self._swapped = False
 
@@ -248,7 +248,7 @@ class EMA(nn.Module):
                 hint="give a model of the same architecture, sharded in the same way",
             )
         wait_for_copies()
-        _copy(
+        _copy_pairs(
             [
                 (local_tensor(source_tensors[name]), local_tensor(t))
                 for name, t in target_tensors.items()
@@ -312,7 +312,9 @@ class EMA(nn.Module):
                 "way, returned",
             )
         wait_for_copies()
-        _copy([(local_tensor(state_dict[n]), local_tensor(tensor)) for n, tensor in live.items()])
+        _copy_pairs(
+            [(local_tensor(state_dict[n]), local_tensor(tensor)) for n, tensor in live.items()]
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the monitor that updates it."""
@@ -368,7 +370,7 @@ class EMA(nn.Module):
         self._settle()
         self.is_watched = True
         if int(self._steps) == 0:
-            _copy([(weight, average) for average, weight in self._parts()])
+            _copy_pairs([(weight, average) for average, weight in self._parts()])
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """Return the names of the averaged parameters that are among ``params``."""
@@ -376,7 +378,7 @@ class EMA(nn.Module):
         return [name for name, weight in self._weights.items() if id(weight) in ids]
 
 
-def _copy(pairs: Sequence[Pair]) -> None:
+def _copy_pairs(pairs: Sequence[Pair]) -> None:
     """Copy the first tensor of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)

@@ -17,7 +17,7 @@ _MOST_CONVERTED = 2**24
 """Elements of weights converted to the average's dtype at a time."""
 
 
-class Late:
+class EmaCopies:
     """Asynchronous copies of a step's verdict and weights to reused pinned buffers."""
 
     def __init__(self) -> None:
@@ -63,7 +63,9 @@ def _sent(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
-def start(weight: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+def initial_average(
+    weight: Tensor, device: torch.device | None, dtype: torch.dtype | None
+) -> Tensor:
     """Return the initial average of a weight; a DTensor if the weight is one."""
     if weight.is_complex():
         dtype = weight.dtype

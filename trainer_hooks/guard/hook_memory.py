@@ -31,7 +31,7 @@ def comm_hooks(model: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
     return [(h, s) for h, s in hooks if not getattr(h, "__module__", "").startswith(ours)]
 
 
-def hook_states(model: nn.Module) -> list[Any]:
+def comm_hook_states(model: nn.Module) -> list[Any]:
     """Return the state object of every communication hook that has one."""
     return [state for _, state in comm_hooks(model) if state is not None]
 
@@ -41,16 +41,18 @@ def has_memory(state: object) -> bool:
     return any(_tensors_in(value) is not None for value in _attributes(state).values())
 
 
-def registered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
+def registered_hook_memory(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
     """Return the memory of each hook whose state was registered, by name."""
-    ids = {id(hook_state) for hook_state in hook_states(model)}
+    ids = {id(hook_state) for hook_state in comm_hook_states(model)}
     return {name: HookMemory(value) for name, value in state.items() if id(value) in ids}
 
 
-def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+def unregistered_hook_warnings(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return a warning about the memory of each hook that was not registered."""
     registered = {id(value) for value in state.values()}
-    unseen = {id(s): s for s in hook_states(model) if id(s) not in registered and has_memory(s)}
+    unseen = {
+        id(s): s for s in comm_hook_states(model) if id(s) not in registered and has_memory(s)
+    }
     return [
         f"a communication hook keeps tensors in its {type(hook_state).__name__}, which a skip does "
         "not put back: one NaN stays there; register it: watch(..., state={'hook': that_state})"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
+from trainer_hooks.guard.hook_memory import comm_hook_states, comm_hooks
 from trainer_hooks.stateful import HasStateDict
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
@@ -46,7 +46,7 @@ def refuse_unguardable(
         )
     for name, value in state.items():
         if not isinstance(value, HasStateDict) and not any(
-            value is hook_state for hook_state in hook_states(model)
+            value is hook_state for hook_state in comm_hook_states(model)
         ):
             raise UsageError(
                 f"state[{name!r}] is {name_type(value)}, which has no state_dict() and "

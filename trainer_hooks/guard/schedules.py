@@ -38,8 +38,8 @@ class Schedules:
     """Steps the schedulers, and detects whether the loop steps them too.
 
     Call ``check_double_stepping`` before each update and ``stepped`` after it. With
-    ``every="epoch"`` the epochs of the data step them: ``over`` yields a loader's batches and
-    detects the end of an epoch.
+    ``every="epoch"`` the epochs of the data step them: ``iterate_epochs`` yields a loader's batches
+    and detects the end of an epoch.
 
     Args:
         schedulers: at least one.
@@ -62,7 +62,7 @@ class Schedules:
         self._is_training = False
         """Whether an update was made from the current loader, so that its epochs count."""
         self.sees_epochs = False
-        """Whether an epoch of ``over`` with training has ended."""
+        """Whether an epoch of ``iterate_epochs`` with training has ended."""
         self._ended: tuple[int, str] | None = None
         """Step from which a scheduler of epochs has no effect, and the warning about it."""
 
@@ -100,7 +100,7 @@ class Schedules:
                 continue
             self._num_moves += count != pending + 1
             if count == pending + 1 or self._num_moves > 1:
-                return stepped_twice(type(scheduler).__name__, self.every, step)
+                return double_step_error(type(scheduler).__name__, self.every, step)
         return None
 
     def _check_end(self, step: int) -> None:
@@ -151,7 +151,7 @@ class Schedules:
             if None not in (before, after, pending):
                 self._last_counts[i] = pending + after - before  # type: ignore[operator]
 
-    def over(self, batches: Batches) -> Iterator[Any]:
+    def iterate_epochs(self, batches: Batches) -> Iterator[Any]:
         """Yield the batches; each completed epoch steps the schedulers, if it contained training.
 
         Epochs of a validation do not. Leaving the loop during an epoch does not end it.
@@ -198,7 +198,9 @@ class Schedules:
 
     # ------------------------------------------------------- updates confused with epochs
 
-    def of_epochs(self, step: int, num_batches: int | None, num_epochs: int, per_step: int) -> None:
+    def check_epoch_schedule(
+        self, step: int, num_batches: int | None, num_epochs: int, per_step: int
+    ) -> None:
         """Check at the first step whether a scheduler that is stepped per update counts epochs.
 
         If the loader's epochs make this certain enough, it is reported at once. Otherwise it is
@@ -232,7 +234,7 @@ class Schedules:
                 return
 
 
-def stepped_twice(name: str, every: str, step: int) -> UsageError:
+def double_step_error(name: str, every: str, step: int) -> UsageError:
     """Return the error for a loop that steps a scheduler that was given to ``watch``."""
     ours = "monitor.step()" if every == "step" else "the monitor, which steps it once an epoch"
     return UsageError(
@@ -243,7 +245,7 @@ def stepped_twice(name: str, every: str, step: int) -> UsageError:
     )
 
 
-def every_update() -> UsageError:
+def end_epoch_error() -> UsageError:
     """Return the error for a manually ended epoch with schedulers that step by updates."""
     return UsageError(
         "monitor.end_epoch() was called, but the schedulers are stepped at every update",

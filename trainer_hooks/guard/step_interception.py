@@ -64,12 +64,12 @@ class StepInterception:
         self._inside = self._closed = False
         self._undo: list[Callable[[], None]] = []
         for index, optimizer in enumerate(optimizers):
-            self._stand_in(index, optimizer)
+            self._replace_optimizer_step(index, optimizer)
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may lack them
                 hook = optimizer.register_step_pre_hook(not_compiled(self._seen))
                 self._undo.append(hook.remove)
         if scaler is not None and scaler.is_enabled():
-            self._stand_in_for_scaler(scaler, optimizers)
+            self._replace_scaler_step(scaler, optimizers)
 
     def close(self) -> None:
         """Restore every ``step``; if our wrapper was wrapped since, it only calls the original."""
@@ -77,7 +77,7 @@ class StepInterception:
         for undo in self._undo:
             undo()
 
-    def _stand_in(self, index: int, optimizer: Optimizer) -> None:
+    def _replace_optimizer_step(self, index: int, optimizer: Optimizer) -> None:
         """Replace ``optimizer.step`` by a call of the guarded step."""
         real = optimizer.step
 
@@ -98,7 +98,7 @@ class StepInterception:
             setattr(step, _SCHEDULED, True)
         self._replace_step(optimizer, MethodType(step, optimizer))
 
-    def _stand_in_for_scaler(
+    def _replace_scaler_step(
         self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
     ) -> None:
         """Route ``scaler.step`` around its own verdict, so that a skipped step is seen as well.

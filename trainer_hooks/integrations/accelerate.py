@@ -24,7 +24,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import AfterLoad
 from trainer_hooks.integrations import framework
-from trainer_hooks.integrations.framework import Options, is_off, require
+from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
@@ -66,7 +66,9 @@ def attach(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-    guarded = guard(accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options)
+    guarded = guard_accelerator(
+        accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options
+    )
     attached, _ = guarded
     if isinstance(cast(Any, attached), Attached):
         _Loop(accelerator, attached, _state_file(accelerator, optimizer))
@@ -75,7 +77,7 @@ def attach(
     return attached
 
 
-def guard(
+def guard_accelerator(
     accelerator: Any,
     model: nn.Module,
     optimizers: Sequence[Any],
@@ -94,15 +96,15 @@ def guard(
         max_norm: as for ``attach``.
         parts: whether the losses of a step's micro-batches are parts of its loss, to be added.
     """
-    require("accelerate", OLDEST, extra="accelerate")
+    require_version("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):
         engine = accelerator.deepspeed_engine_wrapped if _is_deepspeed(accelerator) else None
         if engine is not None:
             return _guard_engine(engine.engine, max_norm, options), None
-        refuse(accelerator.distributed_type, optimizers)
+        refuse_accelerate_loop(accelerator.distributed_type, optimizers)
     attached: Any = trainer_hooks.attach(
         model,
-        [plain(optimizer) for optimizer in optimizers],
+        [unwrap_optimizer(optimizer) for optimizer in optimizers],
         scaler=accelerator.scaler,
         max_norm=max_norm,
         **options,
@@ -129,14 +131,14 @@ def _guard_engine(engine: Any, max_norm: MaxNorm | None, options: Options) -> At
     return deepspeed.attach(engine, **options)
 
 
-def plain(optimizer: Any) -> Optimizer:
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimizer inside Accelerate's wrapper."""
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer
     return cast(Optimizer, optimizer)
 
 
-def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
+def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> None:
     """Refuse loops that cannot be guarded correctly.
 
     Raises:
@@ -153,7 +155,7 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
             "an optimizer was given to attach() that accelerator.prepare() has not returned",
             hint="model, optimizer = accelerator.prepare(model, optimizer), and then attach()",
         )
-    names = [type(plain(optimizer)).__name__ for optimizer in optimizers]
+    names = [type(unwrap_optimizer(optimizer)).__name__ for optimizer in optimizers]
     unguarded = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
     if unguarded:
         raise UsageError(
@@ -188,7 +190,7 @@ def replace(
         nonlocal closed
         closed = True
 
-    framework.replace(attached, owner, name, call)
+    framework.replace_while_attached(attached, owner, name, call)
     attached.when_closed(close)
 
 
@@ -206,12 +208,12 @@ class Hooks:
     ) -> None:
         self._accelerator = accelerator
         self._attached = attached
-        self._optimizers = [plain(optimizer) for optimizer in optimizers]
+        self._optimizers = [unwrap_optimizer(optimizer) for optimizer in optimizers]
         self._owns_clip = owns_clip
         self._parts = parts
         self._sum: Tensor | None = None
         self._sees_backward = False
-        others = {plain(optimizer) for optimizer in accelerator._optimizers}
+        others = {unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers}
         # With unguarded optimizers, a loss may belong to one of them.
         self._learns_loss = others <= set(self._optimizers)
         replace(attached, accelerator, "backward", self._wrap_backward)
@@ -325,7 +327,7 @@ class Hooks:
             states = accelerator.scaler._per_optimizer_states
             optimizers = accelerator._optimizers if optimizer is None else as_list(optimizer)
             still_scaled = [
-                o for o in optimizers if states[id(plain(o))]["stage"] is OptState.READY
+                o for o in optimizers if states[id(unwrap_optimizer(o))]["stage"] is OptState.READY
             ]
             return real(still_scaled)
 
@@ -412,8 +414,8 @@ def _is_number(value: Any) -> bool:
 
 def _state_file(accelerator: Any, optimizer: Any) -> str:
     """Return the file name of the state in ``save_state``'s directory; each guard has one."""
-    first = plain(as_list(optimizer)[0])
-    index = [plain(o) for o in accelerator._optimizers].index(first)
+    first = unwrap_optimizer(as_list(optimizer)[0])
+    index = [unwrap_optimizer(o) for o in accelerator._optimizers].index(first)
     return f"vitals_{index}.json" if index else "vitals.json"
 
 

@@ -24,8 +24,19 @@ from trainer_hooks.arguments import Arguments
 from trainer_hooks.exchange.reduce_vector import SHORT_FROM
 from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.guard.step_interception import not_compiled
-from trainer_hooks.integrations.framework import Options, is_off, replace, require
-from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
+from trainer_hooks.integrations.framework import (
+    Options,
+    is_off,
+    replace_while_attached,
+    require_version,
+)
+from trainer_hooks.integrations.zero import (
+    Bfloat16Adapter,
+    DeepSpeedAdapter,
+    HalfPrecisionAdapter,
+    ZeroThree,
+    ZeroTwo,
+)
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
 from trainvitals.errors import UsageError
@@ -47,7 +58,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         UsageError: the engine steps in a way that cannot be guarded; the message names it.
         TrainingHalted: the escalation policy halted this run, and no operator resumed it.
     """
-    require("deepspeed", OLDEST, extra="deepspeed")
+    require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
     arguments = Arguments(
         model=getattr(engine, "module", engine),
@@ -91,7 +102,7 @@ class DeepSpeedAttached(Attached):
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method on the object until the end; ``make`` receives the current one."""
-        replace(self, owner, name, not_compiled(make(getattr(owner, name))))
+        replace_while_attached(self, owner, name, not_compiled(make(getattr(owner, name))))
 
     def _listen(self, engine: Any) -> None:
         """Get the losses from ``backward``, and the scalars that the engine logs."""
@@ -205,7 +216,7 @@ class DeepSpeedAttached(Attached):
         """
         judged, self._judged = self._judged, None
         if judged is not None:
-            self._parts.clock.reenter()
+            self._parts.clock.end_loop_clip()
             self._finish(judged)
             return
         error = UsageError(
@@ -236,7 +247,7 @@ class _EngineHook(NamedTuple):
     optimizer: Optimizer
     """The plain optimizer inside all wrappers."""
     hook: Callable[[DeepSpeedAttached, Any], None]
-    holder: Holder | None = None
+    holder: DeepSpeedAdapter | None = None
     scaler: Any = None
 
 
@@ -274,7 +285,7 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
     """FP16_Optimizer and similar: replace the result of its overflow check."""
     zero = engine.optimizer
     holder = attached.holder
-    assert isinstance(holder, HalfHeld), "made for this hook"
+    assert isinstance(holder, HalfPrecisionAdapter), "made for this hook"
     skipped_by = {"ours": False}
 
     def has_overflow(real: Any) -> Any:
@@ -324,12 +335,12 @@ def _hook_wide(attached: DeepSpeedAttached, engine: Any) -> None:
     attached.replace(zero, "step", lambda real: attached.around_step(guarded(real)))
 
 
-_SEATS: dict[str, tuple[type[Holder], Callable[[DeepSpeedAttached, Any], None]]] = {
+_SEATS: dict[str, tuple[type[DeepSpeedAdapter], Callable[[DeepSpeedAttached, Any], None]]] = {
     "DeepSpeedZeroOptimizer": (ZeroTwo, _hook_zero),
     "DeepSpeedZeroOptimizer_Stage3": (ZeroThree, _hook_zero),
-    "FP16_Optimizer": (HalfHeld, _hook_half),
-    "FP16_UnfusedOptimizer": (HalfHeld, _hook_half),
-    "BF16_Optimizer": (WideHeld, _hook_wide),
+    "FP16_Optimizer": (HalfPrecisionAdapter, _hook_half),
+    "FP16_UnfusedOptimizer": (HalfPrecisionAdapter, _hook_half),
+    "BF16_Optimizer": (Bfloat16Adapter, _hook_wide),
 }
 
 

@@ -23,7 +23,7 @@ import trainer_hooks
 from trainer_hooks._attach import Attached
 from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import unscale
-from trainer_hooks.integrations.framework import Options, replace, require
+from trainer_hooks.integrations.framework import Options, replace_while_attached, require_version
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
@@ -71,8 +71,8 @@ def attach(
         **options,
     )
     if isinstance(attached, Attached):  # otherwise it is off
-        replace(attached, fabric, _GUARDED, True)
-        _give_losses(fabric, attached, loss_divisor)
+        replace_while_attached(attached, fabric, _GUARDED, True)
+        _pass_losses(fabric, attached, loss_divisor)
         _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)
         _unscale_once(fabric.strategy.precision, attached)
         _keep_what_is_logged(fabric, attached)
@@ -84,7 +84,7 @@ def _require(fabric: Any) -> None:
     package = type(fabric).__mro__[-2].__module__.partition(".")[0]
     named = ("lightning",) if package == "lightning" else ("lightning-fabric", "pytorch-lightning")
     present = [name for name in named if any(distributions(name=name))]
-    require((present or named)[0], "2.4", extra="lightning")
+    require_version((present or named)[0], "2.4", extra="lightning")
 
 
 def _check_fabric_supported(fabric: Any, loss_divisor: float) -> None:
@@ -110,7 +110,7 @@ def _check_fabric_supported(fabric: Any, loss_divisor: float) -> None:
         )
 
 
-def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
+def _pass_losses(fabric: Any, attached: Attached, divisor: float) -> None:
     """Replace ``fabric.backward``, so that it passes on the loss."""
     real: Callable[..., None] = fabric.backward
 
@@ -119,7 +119,7 @@ def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
         attached.loss(tensor.detach() * divisor)
         real(tensor, *args, **kwargs)
 
-    replace(attached, fabric, "backward", backward)
+    replace_while_attached(attached, fabric, "backward", backward)
 
 
 def _judge_before_clips(
@@ -153,7 +153,7 @@ def _judge_before_clips(
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 
-    replace(attached, fabric, "clip_gradients", clip_gradients)
+    replace_while_attached(attached, fabric, "clip_gradients", clip_gradients)
 
 
 def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
@@ -175,7 +175,7 @@ def _unscale_once(precision: Any, attached: Attached) -> None:
             unscale(precision.scaler, [optimizer])
 
     if getattr(precision, "scaler", None) is not None:
-        replace(attached, precision, "unscale_gradients", unscale_gradients)
+        replace_while_attached(attached, precision, "unscale_gradients", unscale_gradients)
 
 
 def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
@@ -189,4 +189,4 @@ def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
             numbers = {n: float(v) for n, v in bare.items() if isinstance(v, int | float | Tensor)}
             attached.observe(**numbers)
 
-    replace(attached, fabric, "log_dict", log_dict)
+    replace_while_attached(attached, fabric, "log_dict", log_dict)

@@ -41,7 +41,7 @@ def is_off(options: Options) -> bool:
     return "off" in (os.environ.get("VITALS_MODE"), options.get("mode"))
 
 
-def require(distribution: str, oldest: str, *, extra: str) -> None:
+def require_version(distribution: str, oldest: str, *, extra: str) -> None:
     """Refuse a framework that is missing, or older than the versions tested with the adapter.
 
     Args:
@@ -63,7 +63,7 @@ def require(distribution: str, oldest: str, *, extra: str) -> None:
         )
 
 
-def replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
+def replace_while_attached(attached: Attached, owner: Any, name: str, ours: Any) -> None:
     """Set an attribute on the object itself until the guard closes.
 
     If other code has replaced it since, it is not restored.

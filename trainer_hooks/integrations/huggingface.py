@@ -18,12 +18,12 @@ import torch
 import trainer_hooks
 from trainer_hooks._attach import Attached
 from trainer_hooks.integrations import accelerate
-from trainer_hooks.integrations.framework import Options, is_off, require
+from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainer_hooks.lifecycle.shutdown import EndState
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
-require("transformers", "5.0", extra="huggingface")
+require_version("transformers", "5.0", extra="huggingface")
 
 from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
@@ -93,8 +93,10 @@ class VitalsCallback(TrainerCallback, ExportableState):
         trainer = self._trainer
         if trainer is None:
             if not is_off(options):
-                accelerate.refuse(optimizer.accelerator_state.distributed_type, [optimizer])
-            plain = accelerate.plain(optimizer)
+                accelerate.refuse_accelerate_loop(
+                    optimizer.accelerator_state.distributed_type, [optimizer]
+                )
+            plain = accelerate.unwrap_optimizer(optimizer)
             return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)
         if getattr(trainer, "optimizer", None) is not optimizer:
             raise UsageError(
@@ -102,7 +104,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
                 "that it was added to",
                 hint="trainer.add_callback(VitalsCallback(trainer))",
             )
-        attached, self._hooks = accelerate.guard(
+        attached, self._hooks = accelerate.guard_accelerator(
             trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
         )
         # A custom loss may count its calls; with DeepSpeed the engine steps.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks._attach import Attached, attach
-from trainer_hooks.integrations.framework import Options, is_off, require
+from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainvitals.errors import TrainingHalted, UsageError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -33,7 +33,7 @@ def _callback_class() -> Any:
     present = [name for name in _PACKAGES if find_spec(name) is not None]
     package_name = next((name for name in present if _PACKAGES[name] in sys.modules), None)
     package = package_name or (present[0] if present else "lightning")
-    require(package.replace("_", "-"), "2.4", extra="lightning")
+    require_version(package.replace("_", "-"), "2.4", extra="lightning")
     return import_module(_PACKAGES[package]).Callback
 
 

@@ -19,7 +19,7 @@ import torch
 
 import trainer_hooks
 from trainer_hooks._attach import Attached
-from trainer_hooks.integrations.framework import Options, replace, require
+from trainer_hooks.integrations.framework import Options, replace_while_attached, require_version
 from trainer_hooks.tensors.gradients import local_tensor
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
@@ -55,7 +55,7 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     _refuse(trainer)
     attached = trainer_hooks.attach(trainer.model_parts[0], list(trainer.optimizers), **options)
     if isinstance(attached, Attached):  # otherwise it is off
-        _follow(trainer, attached)
+        _hook_trainer(trainer, attached)
     return attached
 
 
@@ -65,7 +65,7 @@ def _require_torchtitan() -> None:
     except PackageNotFoundError:
         if find_spec("torchtitan") is not None:
             return  # run from its repository, without an installed version
-    require("torchtitan", "0.2.2", extra="torchtitan")
+    require_version("torchtitan", "0.2.2", extra="torchtitan")
 
 
 def _refuse(trainer: Any) -> None:
@@ -100,10 +100,10 @@ def _refuse(trainer: Any) -> None:
             )
 
 
-def _follow(trainer: Any, attached: Attached) -> None:
+def _hook_trainer(trainer: Any, attached: Attached) -> None:
     """Replace the trainer's methods until the loop is closed."""
     steps = _StepJudge(trainer, attached)
-    replace(attached, trainer, "forward_backward_step", steps.forward_backward_step)
+    replace_while_attached(attached, trainer, "forward_backward_step", steps.forward_backward_step)
     train = trainer.train
 
     def guarded_train(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def _follow(trainer: Any, attached: Attached) -> None:
             return train(*args, **kwargs)
 
     assert guarded_train.__name__ == _TRAIN
-    replace(attached, trainer, "train", guarded_train)
+    replace_while_attached(attached, trainer, "train", guarded_train)
     _keep_what_is_logged(trainer.metrics_processor.logger, attached)
     _keep_state(trainer.checkpointer, attached)
 
@@ -223,10 +223,10 @@ def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
             attached.observe(**{k: v for k, v in numbers.items() if k not in validation})
             attached.evaluate(**{k.removeprefix(_VALIDATION): numbers[k] for k in validation})
 
-    replace(attached, logger, "log", log)
+    replace_while_attached(attached, logger, "log", log)
 
 
-class _LoopState:
+class _TorchtitanState:
     """State of the loop as one string: DCP loads only keys that exist at load time."""
 
     def __init__(self, attached: Attached) -> None:
@@ -246,7 +246,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
     states = getattr(checkpointer, "states", None)  # absent in 0.3 if it makes no checkpoints
     if states is None or not hasattr(checkpointer, "dcp_load"):
         return
-    states[STATE] = _LoopState(attached)
+    states[STATE] = _TorchtitanState(attached)
     real = checkpointer.dcp_load
 
     def dcp_load(state_dict: dict[str, Any], checkpoint_id: str, *rest: Any, **how: Any) -> Any:
@@ -254,7 +254,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
             state_dict = {k: v for k, v in state_dict.items() if k != STATE}
         return real(state_dict, checkpoint_id, *rest, **how)
 
-    replace(attached, checkpointer, "dcp_load", dcp_load)
+    replace_while_attached(attached, checkpointer, "dcp_load", dcp_load)
     attached.when_closed(lambda: states.pop(STATE, None))
 
 

@@ -34,7 +34,7 @@ class ParamPartition(NamedTuple):
     """Tensor that the optimizer updates."""
 
 
-class Holder(ABC):
+class DeepSpeedAdapter(ABC):
     """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.Engine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
@@ -99,7 +99,7 @@ class Holder(ABC):
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the gradients. Collective."""
-        return HeldNorms(self, ranks)
+        return DeepSpeedNorms(self, ranks)
 
     def overflow(self) -> Tensor | None:
         """Return the engine's overflow flag, 0-dim float64; None without a dynamic loss scale."""
@@ -123,10 +123,10 @@ class Holder(ABC):
         return self.names.get(id(param), f"group{group}.{index}")
 
 
-class HeldNorms(GradNorms):
+class DeepSpeedNorms(GradNorms):
     """Squared norms of the gradient pieces, without the loss scale."""
 
-    def __init__(self, holder: Holder, ranks: Ranks) -> None:
+    def __init__(self, holder: DeepSpeedAdapter, ranks: Ranks) -> None:
         self._holder = holder
         nothing = torch.empty(0, device=holder.device)
         params: dict[str, Tensor] = {name: nothing.clone() for name in holder.everything()}
@@ -178,7 +178,7 @@ class HeldNorms(GradNorms):
 # -------------------------------------------------------------------- the optimizers, one by one
 
 
-class ZeroTwo(Holder):
+class ZeroTwo(DeepSpeedAdapter):
     """ZeRO stages 1 and 2: each rank updates one piece of each group's flat parameters."""
 
     @property
@@ -217,7 +217,7 @@ class ZeroTwo(Holder):
         return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
 
 
-class ZeroThree(Holder):
+class ZeroThree(DeepSpeedAdapter):
     """ZeRO stage 3: each rank holds and updates a piece of every parameter."""
 
     @property
@@ -250,7 +250,7 @@ class ZeroThree(Holder):
                     yield self.name_of(param, i, j), i, j, param
 
 
-class _Replicated(Holder):
+class _Replicated(DeepSpeedAdapter):
     """No ZeRO: every rank holds all gradients, already reduced."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class _Replicated(Holder):
             yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
 
-class HalfHeld(_Replicated):
+class HalfPrecisionAdapter(_Replicated):
     """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, also bfloat16."""
 
     def __init__(self, engine: Any) -> None:
@@ -311,7 +311,7 @@ class HalfHeld(_Replicated):
         return ((param, param.grad) for group in self.zero.fp16_groups for param in group)
 
 
-class WideHeld(_Replicated):
+class Bfloat16Adapter(_Replicated):
     """BF16_Optimizer: bfloat16 with gradients that accumulate in float32."""
 
     @property

@@ -21,7 +21,7 @@ from trainer_hooks.data.loader import (
     BatchPosition,
     DataState,
     LoadedBatch,
-    for_num_ranks,
+    convert_window,
 )
 from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
@@ -180,7 +180,7 @@ class DataPosition:
             outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
-        windows = [for_num_ranks(w, self._num_ranks) for w in self._run.plan.plan.windows]
+        windows = [convert_window(w, self._num_ranks) for w in self._run.plan.plan.windows]
         stream = Batches(
             loader,
             epochs=epochs,
@@ -200,7 +200,7 @@ class DataPosition:
         )
         if self._resumes:
             self._resumes = False
-            self._say(stream.why_not_exact(state), stream, step)
+            self._note_data_position(stream.why_not_exact(state), stream, step)
         if probe is not None:
             attempt = self._run.attempt
             self._probe.use(probe, step=step, attempt=attempt)
@@ -221,7 +221,7 @@ class DataPosition:
     ) -> Iterator[Any]:
         try:
             schedules = self._schedules if outer is None else None
-            yield from stream if schedules is None else schedules.over(stream)
+            yield from stream if schedules is None else schedules.iterate_epochs(stream)
         finally:
             if outer is not None and self._stream is stream:
                 self._stream, self._handed_out = (
@@ -257,10 +257,10 @@ class DataPosition:
         is_bad, facts = bool(judgement.findings) or skipped, None
         if is_bad and self._ledger.keep_batches:
             with self._run.faults.fail_open("capsule"):
-                facts = self._facts(step, judgement)
+                facts = self._capsule_facts(step, judgement)
         self._ledger.judged(step, is_bad, facts)
 
-    def _facts(self, step: int, judgement: Judgement) -> dict[str, Any] | None:
+    def _capsule_facts(self, step: int, judgement: Judgement) -> dict[str, Any] | None:
         """Return the contents of a repro capsule for a bad step; None if this rank writes none.
 
         Only the first of consecutive bad steps gets a capsule, on the ranks that caused it if they
@@ -352,16 +352,16 @@ class DataPosition:
                     reason=decision.reason,
                 )
                 attempt = self._run.attempt
-                self._run.emitter.of_run(event, step=step, attempt=attempt)
+                self._run.emitter.run_event(event, step=step, attempt=attempt)
         reason = stream.rewind(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
             stream.move_to(BatchIndex(window.epoch, past))
         self._handed_out.pop_batches()
-        self._say(reason, stream, step)
+        self._note_data_position(reason, stream, step)
         return not reason
 
-    def _say(self, reason: str, stream: Batches, step: int) -> None:
+    def _note_data_position(self, reason: str, stream: Batches, step: int) -> None:
         """Log at which batch the data continues, and whether exactly."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"

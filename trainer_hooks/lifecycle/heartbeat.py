@@ -122,7 +122,7 @@ class HeartbeatThread:
         if still >= PLACE_AFTER_SECONDS:
             where, is_debugged = self._code_position()
         if still >= RECORDER_AFTER_SECONDS and sequences:
-            self._recorder.ask(self._directory, sequences)
+            self._recorder.dump_collectives(self._directory, sequences)
         self._beat += 1
         word = Heartbeat(
             beat=self._beat,
@@ -173,7 +173,7 @@ class HeartbeatThread:
         return user_frame or innermost, is_debugged
 
 
-def _foreign() -> tuple[str, ...]:
+def _library_prefixes() -> tuple[str, ...]:
     """Return path prefixes of code that is not the user's: Python, packages, Vitals."""
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
@@ -182,7 +182,7 @@ def _foreign() -> tuple[str, ...]:
     return (*(f"{folder}{os.sep}" for folder in sorted(folders)), "<frozen ")
 
 
-_FOREIGN = _foreign()
+_FOREIGN = _library_prefixes()
 
 
 def _is_of_debugger(file: str) -> bool:
@@ -264,7 +264,7 @@ class FlightRecorder:
         """Reset: training has made progress."""
         self.newest, self.started, self.why_not, self._asked_at = {}, {}, "", -math.inf
 
-    def ask(self, directory: Path, sequences: dict[str, int]) -> None:
+    def dump_collectives(self, directory: Path, sequences: dict[str, int]) -> None:
         """Write the latest collectives to a file next to the journal; keep each group's latest."""
         now = time.monotonic()
         if now - self._asked_at < RECORDER_AFTER_SECONDS:

@@ -18,7 +18,7 @@ from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
-from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
+from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, track_monitor, untrack_monitor
 from trainer_hooks.recovery.manager import Meta, RecoveryManager
 from trainer_hooks.step.actions import carry_out_at_end, resume, run_between_steps, snapshot_meta
 from trainer_hooks.step.context import RunContext
@@ -53,7 +53,7 @@ class Loop:
         self.left_open: tuple[EndState, str] = ("finished", "")
         self.shutdown = Shutdown(run)
         self._heartbeat = self._begin_heartbeat(first_step)
-        opened(self)
+        track_monitor(self)
 
     def _begin_heartbeat(self, first_step: int) -> HeartbeatThread | None:
         """Start the heartbeat thread; None without a journal, which contains the heartbeat."""
@@ -353,7 +353,7 @@ class Loop:
             if run.agent is not None:
                 now = run.clock.monotonic_ns()
                 away = run.agent.close(now, step=self._step, attempt=self.attempt)
-            self.shutdown.say(state, reason)
+            self.shutdown.record_end(state, reason)
             if run.terminal is not None:
                 how = "was stopped" if run.halted is not None else state
                 with run.faults.fail_open("terminal"):
@@ -361,7 +361,7 @@ class Loop:
                     if away and run.agent is not None:
                         run.terminal.agent_still_sending(away, run.agent.pid)
             self._release()
-            closed(self)
+            untrack_monitor(self)
 
     def end_by(self, error: BaseException) -> None:
         """End the run because of an error; after Ctrl-C, print how to continue."""

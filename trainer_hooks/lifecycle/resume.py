@@ -70,7 +70,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             "the limits then warm up again",
         )
     try:
-        _try_out(Judge(config), state["detectors"])
+        _check_judge_state(Judge(config), state["detectors"])
         if not 0 <= int(state["step"]) < _MOST_STEPS:
             raise ValueError(f"step is {state['step']}")
         return LoopState(
@@ -88,7 +88,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
         ) from error
 
 
-def _try_out(judge: Judge, state: dict[str, Any]) -> None:
+def _check_judge_state(judge: Judge, state: dict[str, Any]) -> None:
     """Judge one step with the state, so that a damaged one fails here and not in the loop."""
     judge.rolled_back(detector_state=state, attempt=1, step=0)
     judge.limits()

@@ -60,7 +60,9 @@ class Shutdown:
         in_main = threading.current_thread() is threading.main_thread()
         self._grace = None
         if recovery is not None and in_main and recovery.settings.grace_seconds > 0:
-            self._grace = SigtermWatchdog(self._alone, seconds=recovery.settings.grace_seconds / 3)
+            self._grace = SigtermWatchdog(
+                self._save_alone_and_exit, seconds=recovery.settings.grace_seconds / 3
+            )
 
     @property
     def is_ours(self) -> bool:
@@ -86,12 +88,12 @@ class Shutdown:
         """Whether this rank received SIGTERM, and no further step reported it to the others."""
         return self._sigterm.is_received
 
-    def met(self) -> None:
+    def cancel_lone_save(self) -> None:
         """Cancel the separate save: all ranks have received SIGTERM, or the loop has ended."""
         if self._grace is not None:
-            self._grace.met()
+            self._grace.cancel()
 
-    def _alone(self) -> None:
+    def _save_alone_and_exit(self) -> None:
         """Save this rank's part and end the process: the ranks did not meet in time.
 
         Called on the watchdog thread. A loop with its own handler is not ended: it may be saving
@@ -103,7 +105,7 @@ class Shutdown:
             self.save_alone()
             if ends:
                 self.interrupted = True
-                self.say("interrupted", "SIGTERM")
+                self.record_end("interrupted", "SIGTERM")
         finally:
             if ends:
                 os._exit(EXIT_CODE)
@@ -114,7 +116,7 @@ class Shutdown:
             if self._run.recovery is not None:
                 self._run.recovery.save_alone()
 
-    def say(self, state: EndState, reason: str) -> None:
+    def record_end(self, state: EndState, reason: str) -> None:
         """Write the last event: rank 0 for the run, another rank only for its own failure."""
         if self._said or not self.is_ours:
             return
@@ -145,14 +147,14 @@ open_monitors: WeakSet[Open] = WeakSet()
 _previous: Handler = None
 
 
-def opened(monitor: Open) -> None:
+def track_monitor(monitor: Open) -> None:
     """Track this monitor until it is closed."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
-        _listen()
+        _install_sigterm_handler()
 
 
-def closed(monitor: Open) -> None:
+def untrack_monitor(monitor: Open) -> None:
     """Stop tracking this monitor; restore the SIGTERM handler if it was the last one.
 
     If a SIGTERM arrived too late for a step to handle it, end the process now.
@@ -203,7 +205,7 @@ def _at_exit() -> None:
             monitor.end_by(error)
 
 
-def _listen() -> None:
+def _install_sigterm_handler() -> None:
     """Install the SIGTERM handler, on the main thread, unless it is ignored or not Python's."""
     global _previous
     if threading.current_thread() is not threading.main_thread():
@@ -239,7 +241,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     for monitor in ours:
         monitor.shutdown.interrupted = monitor not in saving
         if dying:
-            monitor.shutdown.say("interrupted", "SIGTERM")
+            monitor.shutdown.record_end("interrupted", "SIGTERM")
     if dying:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 
 class SigtermWatchdog:
-    """Calls ``act`` on its own thread ``seconds`` after SIGTERM, unless ``met`` was called before.
+    """Calls ``act`` on its own thread ``seconds`` after SIGTERM, unless ``cancel`` was called.
 
     Create it on the main thread. If another component owns the wakeup descriptor (an event loop),
     it does nothing, and ``available`` is False.
@@ -46,13 +46,13 @@ class SigtermWatchdog:
                 self._met.set()  # act only once
         os.close(self._reader)
 
-    def met(self) -> None:
+    def cancel(self) -> None:
         """Cancel: the main thread handles the signal."""
         self._met.set()
 
     def close(self) -> None:
         """Restore the wakeup descriptor; call on the main thread."""
-        self.met()
+        self.cancel()
         if self.available and os.getpid() == self._pid:
             self.available = False
             _open.discard(self)
@@ -70,10 +70,10 @@ _CLOSED = b"\0"
 _open: WeakSet[SigtermWatchdog] = WeakSet()
 
 
-def _in_child() -> None:
+def _disable_in_child() -> None:
     """Disable in a forked worker: its SIGTERM must not act for the parent."""
     if _open:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_disable_in_child)

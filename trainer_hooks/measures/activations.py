@@ -34,7 +34,7 @@ class Activation(NamedTuple):
     """Fraction of features that are 0 for every element of the batch."""
 
 
-def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+def choose_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     """Return the modules that match the patterns.
 
     Raises:
@@ -116,7 +116,7 @@ class Activations:
             with self._faults.fail_open("activations"), torch.no_grad():
                 tensor = _tensor_in(output)
                 if tensor is not None:
-                    self._figures[index] = _figures(tensor)
+                    self._figures[index] = _activation_figures(tensor)
                     self._seen.add(index)
 
         return cast(Callable[[nn.Module, Any, Any], None], torch.compiler.disable(measure))
@@ -139,7 +139,7 @@ def _tensor_in(output: Any) -> Tensor | None:
     return next((t for part in parts if (t := _tensor_in(part)) is not None), None)
 
 
-def _figures(output: Tensor) -> Tensor:
+def _activation_figures(output: Tensor) -> Tensor:
     """Return rms, largest magnitude and fraction of dead features, without copying the output."""
     wide = torch.float64 if output.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(output, dtype=wide)

@@ -161,18 +161,18 @@ class StepClock:
             self.sections.aside(nanoseconds)
         self.phase = "forward_backward"
 
-    def enter(self) -> None:
+    def start_monitor_time(self) -> None:
         """Record that ``Monitor.step`` started."""
         self._entered = self.clock.monotonic_ns()
         if self.sections is not None:
-            self.sections.enter(self._entered)
+            self.sections.end_loop_part(self._entered)
 
-    def leave(self) -> None:
+    def start_loop_clip(self) -> None:
         """Record that control returns to the loop before the step ends, for its own clip."""
         self._left_ns = self.clock.monotonic_ns()
 
-    def reenter(self) -> None:
-        """Count the time since ``leave`` as optimizer time: the loop needs it in any case."""
+    def end_loop_clip(self) -> None:
+        """Count the time since ``start_loop_clip`` as optimizer time: the loop always needs it."""
         self._optimizer_ns += self.clock.monotonic_ns() - self._left_ns
 
     def optimizer_time(self) -> _OptimizerTime:
@@ -416,7 +416,7 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._seen = [_group_settings(group) for group in self._groups]
+        self._seen = [_param_group_settings(group) for group in self._groups]
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def take_changes(self) -> list[Change]:
@@ -433,7 +433,7 @@ class GroupSettings:
         return changes
 
 
-def _group_settings(group: dict[str, Any]) -> dict[str, object]:
+def _param_group_settings(group: dict[str, Any]) -> dict[str, object]:
     return {k: v for k, v in group.items() if k not in _NOT_SETTINGS and _is_plain(v)}
 
 
@@ -475,7 +475,12 @@ class MemoryEstimate:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         trained = [param for group in groups for param in group["params"]]
         states = [state for o in self._optimizers for state in o.state.values()]
-        tensors = [*trained, *self._model.parameters(), *self._model.buffers(), *_tensors(states)]
+        tensors = [
+            *trained,
+            *self._model.parameters(),
+            *self._model.buffers(),
+            *_state_tensors(states),
+        ]
         gradients = sum(size for _, size in self._sizes(p for p in trained if p.requires_grad))
         return sum(dict(self._sizes(tensors)).values()) + gradients
 
@@ -487,10 +492,10 @@ class MemoryEstimate:
                 yield local.data_ptr(), local.numel() * local.element_size()
 
 
-def _tensors(state: Any) -> Iterator[Tensor]:
+def _state_tensors(state: Any) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's nested state."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):
         for part in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(part)
+            yield from _state_tensors(part)

@@ -72,14 +72,16 @@ class NoiseScale:
         return max(noise, 0.0) / signal / self._num_ranks
 
 
-class _HookState(NamedTuple):
+class _NoiseHookState(NamedTuple):
     owner: "OwnGradients"
     group: dist.ProcessGroup
 
 
-def vitals_noise_hook(state: _HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def vitals_noise_hook(
+    state: _NoiseHookState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Measure this rank's gradients in the bucket, if due, and average them as torch does."""
-    state.owner.see(bucket)
+    state.owner.measure_bucket(bucket)
     averaged: torch.futures.Future[torch.Tensor] = allreduce_hook(state.group, bucket)
     return state.owner.check(bucket, averaged)
 
@@ -93,19 +95,19 @@ class Sums(NamedTuple):
     """Sum of squares of the possible rounding errors of the elements."""
 
 
-def sums_of(buffer: Tensor) -> Sums:
+def bucket_sums(buffer: Tensor) -> Sums:
     """Return the sums of a bucket without waiting; copies at most ``_PIECE`` elements at once."""
     flat = buffer.detach().reshape(-1)
     checksum, energy = flat.new_zeros(2, dtype=torch.float64).unbind()
     info = torch.finfo(flat.dtype)
-    columns = _weights(0, _COLUMNS, _GOLDEN, flat.device)
+    columns = _checksum_weights(0, _COLUMNS, _GOLDEN, flat.device)
     for i, piece in enumerate(flat.split(_PIECE)):
         wide = piece.double()
         energy = energy + torch.dot(wide, wide)
         short = -len(wide) % _COLUMNS
         rows = torch.nn.functional.pad(wide, (0, short)).view(-1, _COLUMNS)
         first = i * (_PIECE // _COLUMNS)
-        of_rows = _weights(first, len(rows), _SILVER, flat.device)
+        of_rows = _checksum_weights(first, len(rows), _SILVER, flat.device)
         checksum = checksum + of_rows @ rows @ columns
     # Scale now: when the sums are read, the next bucket may have another dtype.
     return Sums(checksum, energy * info.eps**2 + info.tiny**2)  # tiny: values flushed to zero
@@ -115,7 +117,7 @@ _COLUMNS, _PIECE = 4096, 1 << 20
 _GOLDEN, _SILVER = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
 
 
-def _weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
+def _checksum_weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
     """Return numbers from 1 to 2 that differ from their neighbors (float64)."""
     places = torch.arange(first, first + num, dtype=torch.float64, device=device)
     return 1.0 + (places * step) % 1.0
@@ -151,7 +153,7 @@ class OwnGradients:
         self._came_out: Tensor | None = None
 
     @classmethod
-    def on(
+    def register_on_model(
         cls, model: nn.Module, norms: GradNorms, faults: FaultCounter, setting: str
     ) -> "OwnGradients":
         """Register the communication hook on the model.
@@ -195,7 +197,7 @@ class OwnGradients:
         if ddp._comm_hooks:
             raise taken
         try:
-            ddp.register_comm_hook(_HookState(gradients, ddp.process_group), vitals_noise_hook)
+            ddp.register_comm_hook(_NoiseHookState(gradients, ddp.process_group), vitals_noise_hook)
         except RuntimeError as error:  # a built-in hook of torch, or that of mixed precision
             raise taken from error
         return gradients
@@ -216,7 +218,7 @@ class OwnGradients:
     def _is_due(self, bucket: GradBucket) -> bool:
         return self._turn is not None and bucket.index() == self._turn % self._num_buckets
 
-    def see(self, bucket: GradBucket) -> None:
+    def measure_bucket(self, bucket: GradBucket) -> None:
         """Measure a bucket of local gradients before DDP averages them; does not wait."""
         if not self._measures_square and self._turn is None:
             return
@@ -225,7 +227,7 @@ class OwnGradients:
                 norm = torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float64)
                 self._square.add_(norm * norm)
             if self._is_due(bucket):
-                self._put_in = sums_of(bucket.buffer())
+                self._put_in = bucket_sums(bucket.buffer())
             if bucket.is_last():
                 self._passes += 1
                 self._num_buckets = bucket.index() + 1
@@ -240,7 +242,7 @@ class OwnGradients:
         def look(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             reduced = future.value()
             with self._faults.fail_open("own_gradients"):
-                self._came_out = sums_of(reduced).checksum
+                self._came_out = bucket_sums(reduced).checksum
             return reduced
 
         looked: torch.futures.Future[torch.Tensor] = averaged.then(look)

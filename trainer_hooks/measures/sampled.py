@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.activations import Activation, Activations, choose
+from trainer_hooks.measures.activations import Activation, Activations, choose_modules
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.gradients import GradNorms, Squares, local_tensor
@@ -197,13 +197,13 @@ class Sampler:
             self._updates = Updates(norms)
         self._writes = OutsideWrites(norms, optimizers) if settings.outside_writes else None
         self._own_square = torch.full((1,), -1.0, dtype=torch.float64, device=norms.device)
-        modules = choose(model, settings.activations)
+        modules = choose_modules(model, settings.activations)
         self._own_gradients = None
         if settings.noise_scale or settings.reduction:
             from trainer_hooks.measures.noise import OwnGradients
 
             setting = "noise_scale" if settings.noise_scale else "reduction"
-            self._own_gradients = OwnGradients.on(model, norms, faults, setting)
+            self._own_gradients = OwnGradients.register_on_model(model, norms, faults, setting)
         self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
         self._activations = None  # registers hooks, so it comes last: nothing after it may raise
         if modules:

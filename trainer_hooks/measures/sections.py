@@ -149,7 +149,7 @@ class Sections:
         """Subtract this time from the current section: another column includes it."""
         self._asides[self._section] += nanoseconds
 
-    def enter(self, now_ns: int) -> None:
+    def end_loop_part(self, now_ns: int) -> None:
         """Record that the loop finished its part of the step at ``now_ns`` of the step clock."""
         if self._has_begun:
             with self._faults.fail_open("sections"):
@@ -181,7 +181,7 @@ class Sections:
 
     # ------------------------------------------------------------------------------- by the hooks
 
-    def _end(self, following: Section) -> None:
+    def _end_section(self, following: Section) -> None:
         """Record the end of the current section."""
         if self._has_begun:
             with self._faults.fail_open("sections"):
@@ -190,14 +190,14 @@ class Sections:
 
     def _mark_forward_start(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_in_backward:
-            self._end("forward")
+            self._end_section("forward")
 
     def _forwarded(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Register hooks for the backward; until it starts, time counts as forward."""
         if not torch.is_grad_enabled() or self._is_in_backward:
             return
         with self._faults.fail_open("sections"):
-            for tensor in _tensors(output):
+            for tensor in _differentiable_outputs(output):
                 tensor.register_hook(self._backward)
 
     def _backward(self, _gradient: Tensor) -> None:
@@ -207,15 +207,15 @@ class Sections:
         with self._faults.fail_open("sections"):
             Variable._execution_engine.queue_callback(self._mark_backward_computed)
             self._is_in_backward = True
-            self._end("backward")
+            self._end_section("backward")
 
     def _mark_backward_computed(self) -> None:
-        self._end("gradient_wait")
+        self._end_section("gradient_wait")
         with self._faults.fail_open("sections"):
             Variable._execution_engine.queue_callback(self._mark_gradients_received)
 
     def _mark_gradients_received(self) -> None:
-        self._end("after_backward")
+        self._end_section("after_backward")
         self._was_backward, self._is_in_backward = True, False
 
     def _timed_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,7 +274,7 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def _tensors(output: Any, depth: int = 4) -> Iterator[Tensor]:
+def _differentiable_outputs(output: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors of a model's output through which a backward may pass."""
     num_hooked = 0
     for tensor in _all_tensors(output, depth):
@@ -304,13 +304,13 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
 # ---------------------------------------------------------------------------- supported models
 
 
-def placed_in(model: nn.Module) -> list[nn.Module]:
+def modules_to_hook(model: nn.Module) -> list[nn.Module]:
     """Return the modules to hook: the DDP wrapper or the FSDP2 root; empty for other models.
 
     Modules inside a wrapper belong to the user, whose code may copy, script or pickle them.
     """
     if isinstance(model, Models):
-        return [wrapper for each in model.values() for wrapper in placed_in(each)]
+        return [wrapper for each in model.values() for wrapper in modules_to_hook(each)]
     inner = getattr(model, "_orig_mod", model)
     if getattr(inner, "_compiled_call_impl", None) is not None:
         return []  # hooks would become part of the graph

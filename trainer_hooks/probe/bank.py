@@ -49,7 +49,7 @@ class OnHost(NamedTuple):
     device: torch.device
 
 
-def copied(value: Any, room: int) -> tuple[Any, int]:
+def copy_to_host(value: Any, room: int) -> tuple[Any, int]:
     """Copy a batch to the host without waiting; return the copy and its bytes.
 
     Containers and objects are copied recursively; an object that occurs twice is copied once. Plain
@@ -65,7 +65,7 @@ def copied(value: Any, room: int) -> tuple[Any, int]:
         size += _num_bytes(data)
         if size > room:
             raise TooLargeError(f"a batch of more than {room} bytes")
-        return _on_host(data)
+        return _copy_leaf_to_host(data)
 
     return _mapped(value, leaf, {}), size
 
@@ -110,7 +110,7 @@ def _num_bytes(data: Any) -> int:
     return int(data.nbytes)
 
 
-def _on_host(data: Any) -> Any:
+def _copy_leaf_to_host(data: Any) -> Any:
     if not isinstance(data, Tensor):
         return data.copy()
     if data.device.type == "cpu":
@@ -242,7 +242,7 @@ class Bank:
         banked = [*self._accepted.values(), *self._waiting.values()]
         if not banked or self.is_full:
             return 0
-        far = sum((end - begin) // every for begin, end, every in _far_parts())
+        far = sum((end - begin) // every for begin, end, every in _old_step_spacings())
         stride = EVERY * _LEVELS[self._level].stride
         steps = _NEAR_STEPS // stride + (far if _LEVELS[self._level].far else 0)
         return min(self.max_bytes, steps * max(batches.num_bytes for batches in banked))
@@ -260,7 +260,7 @@ class Bank:
         """Copy a batch of the next step, if the limit allows it."""
         while not self.is_full:
             try:
-                batch_copy, size = copied(batch, self.max_bytes - self.num_bytes)
+                batch_copy, size = copy_to_host(batch, self.max_bytes - self.num_bytes)
             except TooLargeError:
                 self._lower_level()
                 continue
@@ -352,7 +352,7 @@ _MOST_WAITING = 4
 """Steps without a verdict; it arrives one step later."""
 
 
-def _far_parts() -> Iterable[tuple[int, int, int]]:
+def _old_step_spacings() -> Iterable[tuple[int, int, int]]:
     """Yield (youngest age, oldest age, spacing) of the bank's older steps."""
     begin = _NEAR_STEPS
     for end, every in _FAR:

@@ -207,7 +207,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
     If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
-    groups = [g for state in states for g in _groups(state)]
+    groups = [g for state in states for g in _fsdp_param_groups(state)]
     orders = [(g, list(g._post_forward_indices)) for g in groups]
     lists = {id(o): (o, list(o)) for g in groups if (o := _post_forward_order(g)) is not None}
     try:
@@ -227,7 +227,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
         reshard(model)
 
 
-def _groups(state: Any) -> list[Any]:
+def _fsdp_param_groups(state: Any) -> list[Any]:
     """Return the parameter groups of an FSDP2 state; up to about torch 2.11 there is only one."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:

@@ -215,10 +215,10 @@ class Probe:
         now, before = saved.batches[: fewest[0]], earlier.batches[: fewest[1]]
         present = _Task(saved, now, rewind=self._rewind)
         tasks = (present, present._replace(seed=1), _Task(earlier, before))
-        results = self._forwards(tasks)
+        results = self._evaluate_tasks(tasks)
         if results is None:
             return
-        verdict = _verdict(results, saved, len(now), loss)
+        verdict = _rehearsal_mismatch(results, saved, len(now), loss)
         if (
             verdict == ""
             and _stands_still(results)
@@ -269,18 +269,18 @@ class Probe:
         tasks = [_Task(self.bank[step], self.bank[step].batches[:n]) for step, n in fewest]
         latest = len(near) - 1
         tasks[latest] = tasks[latest]._replace(with_gradient=True)
-        results = self._forwards(tasks)
+        results = self._evaluate_tasks(tasks)
         if results is None:
             return _empty_probe_result("the probe failed and is now off")
         numbers = [(r.loss, t.banked.loss) for r, t in zip(results, tasks, strict=True)]
         everything = self._ranks.gather((numbers, results[latest].has_gradient))
-        now, then = _means([numbers for numbers, _ in everything])
+        now, then = _mean_losses([numbers for numbers, _ in everything])
         bad_ranks = [rank for rank, (_, has_gradient) in enumerate(everything) if not has_gradient]
         return _build_probe_result(ask, near, far, now, then, bad_ranks)
 
     # ---------------------------------------------------------------------------- its forwards
 
-    def _forwards(self, tasks: Iterable[_Task]) -> list[_TaskResult] | None:
+    def _evaluate_tasks(self, tasks: Iterable[_Task]) -> list[_TaskResult] | None:
         """Evaluate the losses on all ranks together; None if it failed on any rank."""
         meeting = _Meeting(self._ranks)
         results: list[_TaskResult] = []
@@ -313,7 +313,7 @@ class Probe:
                 seed_all(task.seed)
                 value = task.banked.loss_of(copy_to_device(batch))
                 check()
-                losses.append(_number(value))
+                losses.append(_loss_number(value))
                 if task.with_gradient and not i:
                     seed_all(task.seed)
                     has_gradient = self._has_gradient(task.banked.loss_of, batch)
@@ -440,7 +440,7 @@ class _Meeting:
             handle.remove()
 
 
-def _number(value: object) -> float:
+def _loss_number(value: object) -> float:
     """Return the loss as a number.
 
     Raises:
@@ -464,7 +464,7 @@ def _number(value: object) -> float:
 # ------------------------------------------------------------------------------ pure functions
 
 
-def _verdict(
+def _rehearsal_mismatch(
     results: Sequence[_TaskResult], saved: BankedBatches, num_read: int, loss: float
 ) -> str:
     """Return why the rehearsal's losses do not match those of the step; empty if they do."""
@@ -502,7 +502,7 @@ def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[li
     return near, sorted({s for s in far if s >= 0 and s not in near})
 
 
-def _means(
+def _mean_losses(
     everywhere: Sequence[Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[float]]:
     """Return the means over ranks of the current and the earlier losses, per batch."""
@@ -574,9 +574,9 @@ class LossEvaluations:
         """Record the metrics of an evaluation."""
         for name, value in values.items():
             if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):
-                self.ratio = max(self.ratio, self._one(name, float(value)))
+                self.ratio = max(self.ratio, self._loss_ratio(name, float(value)))
 
-    def _one(self, name: str, value: float) -> float:
+    def _loss_ratio(self, name: str, value: float) -> float:
         """Return the value of a metric relative to its reference; 1 if it has none yet."""
         if name not in self._last:
             if math.isfinite(value):

@@ -29,7 +29,7 @@ from trainer_hooks.exchange.reduce_vector import Reduced
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.node_memory import (
-    Joined,
+    NodeRegions,
     Region,
     SharedLayout,
     can_be_shared,
@@ -353,7 +353,7 @@ class SnapshotRing:
         keep_evaluated: bool = False,
         overlap: bool = False,
         side: SideStream | None = None,
-        joined: Joined | None = None,
+        joined: NodeRegions | None = None,
         is_replica: IsReplica = lambda key: False,
         is_compared: IsReplica = lambda key: False,
     ) -> None:
@@ -376,7 +376,7 @@ class SnapshotRing:
         self._pinned = state.device.type == "cuda"
         self.side = CudaSideStream(state.device) if side is None and self._pinned else side
         self.overlap = overlap
-        self._joined = Joined(None, ()) if joined is None else joined
+        self._joined = NodeRegions(None, ()) if joined is None else joined
         self._is_replica = is_replica
         self._is_compared = is_compared
         self._unused = list(self._joined.regions or ())
@@ -620,7 +620,7 @@ class SnapshotRing:
 
         Committed snapshots stay: their replicas were equal.
         """
-        self._joined = Joined(None, ())
+        self._joined = NodeRegions(None, ())
         self._unused.clear()
 
     def save_begins(self, entry: Snapshot) -> None:
@@ -1001,7 +1001,7 @@ class RecoveryManager:
         self._on_disk = refs[: ids.index(restored.id) + 1] if restored is not None else ()
         return restored
 
-    def first(self, step: int, attempt: int, meta: Meta) -> None:
+    def take_first_snapshot(self, step: int, attempt: int, meta: Meta) -> None:
         """Take the state before the first step, so that protection starts at once. Collective.
 
         It is healthy, except for an unproven checkpoint of a stopped run. All other snapshots are
@@ -1074,7 +1074,7 @@ class RecoveryManager:
             is_missed = self._ring.num_missed > num_missed
             self._wrong = (next_step, None if is_missed else wrong)
 
-    def flag(self, step: int) -> Tensor | None:
+    def nonfinite_count(self, step: int) -> Tensor | None:
         """Return the number of non-finite tensors in ``step``'s snapshot; None: no snapshot."""
         if self._wrong is None or self._wrong[0] != step:
             return None
@@ -1166,13 +1166,15 @@ class RecoveryManager:
         # Steps in flight when a save started repeat the flag.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
         self._was_due = due
-        self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
+        self._add_saved_checkpoint(
+            int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"])
+        )
 
     def reset_comparison(self) -> None:
         """Compute the plans again, because a tensor is no longer compared."""
         self._ring.forget_plans()
 
-    def _saved(self, step: int, attempt: int) -> None:
+    def _add_saved_checkpoint(self, step: int, attempt: int) -> None:
         """Add a checkpoint that is now complete to the possible targets of a rollback."""
         is_listed = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
         if attempt and not is_listed and self._plan.plan.holds(step, attempt):
@@ -1236,13 +1238,13 @@ class RecoveryManager:
         if target.where == "memory":
             restored = self._ring.restore(target.id)
         else:
-            restored = self._from_disk(target.step, commanded=decision.command_number > 0)
+            restored = self._restore_from_disk(target.step, commanded=decision.command_number > 0)
         self._on_disk = tuple(ref for ref in self._on_disk if ref.step <= restored.step)
         self._saved_at = min(self._saved_at, restored.step)
         self._emit_checkpoint_changes()
         return restored
 
-    def _from_disk(self, latest: int, *, commanded: bool) -> Restored:
+    def _restore_from_disk(self, latest: int, *, commanded: bool) -> Restored:
         if not self._store.wait(_LOAD_SECONDS):
             raise CheckpointError(
                 f"a save has been running for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
@@ -1324,10 +1326,10 @@ class RecoveryManager:
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
-            announce(self._emitter, change)
+            emit_checkpoint_change(self._emitter, change)
 
 
-def announce(emitter: Emitter, change: CheckpointChanged) -> None:
+def emit_checkpoint_change(emitter: Emitter, change: CheckpointChanged) -> None:
     """Write a checkpoint's change as an event of the checkpoint's attempt."""
     attempt = int(change.checkpoint_id.rpartition("-")[2])
-    emitter.of_run(change, step=change.checkpoint_step, attempt=attempt)
+    emitter.run_event(change, step=change.checkpoint_step, attempt=attempt)

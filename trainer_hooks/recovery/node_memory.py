@@ -148,7 +148,7 @@ class NodeGroup:
     count: int
 
 
-class Joined(NamedTuple):
+class NodeRegions(NamedTuple):
     """Result of ``join_node`` on this rank."""
 
     regions: tuple[Region, ...] | None
@@ -164,7 +164,7 @@ class Joined(NamedTuple):
 
 def join_node(
     ranks: Ranks, *, num_regions: int, has_replicas: bool, device: torch.device = _CPU
-) -> Joined:
+) -> NodeRegions:
     """Open memory shared by all ranks of this node, if possible. Collective; it never raises.
 
     Ranks are on one node if they see the same kernel and the same process ids. No memory is used
@@ -177,7 +177,7 @@ def join_node(
         device: that the data is copied from.
     """
     if ranks.world_size == 1:
-        return Joined(None, ())
+        return NodeRegions(None, ())
     key = _node_key() if has_replicas and ranks.world_size <= MAX_SLOTS else ""
     keys = ranks.gather(key)
     peers = [rank for rank, other in enumerate(keys) if key and other == key]
@@ -190,10 +190,10 @@ def join_node(
     if fds is None or key in failures:
         for fd in fds or ():
             os.close(fd)
-        return Joined(None, tuple(failures.values()))
+        return NodeRegions(None, tuple(failures.values()))
     group = NodeGroup(peers.index(ranks.rank), len(peers))
     regions = tuple(Region(fd, group, i, device=device) for i, fd in enumerate(fds))
-    return Joined(regions, tuple(failures.values()))
+    return NodeRegions(regions, tuple(failures.values()))
 
 
 class _RegionOffer(NamedTuple):

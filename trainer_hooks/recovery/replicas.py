@@ -185,12 +185,12 @@ class Replicas:
                 raise LookupError("the state of this training cannot be read")
             group, keys = _own_group(state.holders(ranks.world_size))
             together = state.trains_one_model(ranks.world_size)
-            node_name = f"{node}, {_device_name(state.device)}"
+            node_name = f"{node}, {_rank_device_text(state.device)}"
         except Exception as error:  # noqa: BLE001 - sent to all ranks, which then compare nothing
             failure = f"{type(error).__name__}: {error}"
         digest = zlib.crc32("\n".join(keys).encode())
         offers = ranks.gather(_RankInfo(group, digest, together, failure, node_name))
-        groups, why = _agreed(offers)
+        groups, why = _agree_on_groups(offers)
         emitter.note("replicas", why, step=0, attempt=0)
         if not groups or state is None:
             return None
@@ -247,7 +247,7 @@ class Replicas:
         self._first = step
         fingerprints = self._fingerprints(("model.", "extra."))
         everyone = self._ranks.gather(fingerprints)
-        differing = _differing(everyone, self.groups)[0]
+        differing = _differing_tensors(everyone, self.groups)[0]
         if not differing:
             return False
         self._exclude_keys(differing)
@@ -298,7 +298,7 @@ class Replicas:
         settings_checksum = zlib.crc32(settings)
         if self._settings_differ and step % self.every:
             settings_checksum = 0
-        tensors = self._due(step)
+        tensors = self._due_tensors(step)
         if not tensors and snapshot is None:
             return float(settings_checksum + 1)
         device = self._state.device
@@ -309,7 +309,7 @@ class Replicas:
         assert total is not None, "something is compared"
         return word_of(total + settings_checksum)
 
-    def _due(self, step: int) -> list[Tensor]:
+    def _due_tensors(self, step: int) -> list[Tensor]:
         """Return this rank's part of the tensors that are due."""
         often, rarely = self.every, self.every * STATE_EVERY
         tensors = [true_elements(p) for p in self._weights[step % often :: often]]
@@ -391,7 +391,7 @@ class Replicas:
         self, step: int, by_words: Vote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
         everyone = self._gather_group().gather(self._fingerprints())
-        differing, by_state = _differing(everyone, self.groups)
+        differing, by_state = _differing_tensors(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
         if not differing:
@@ -444,12 +444,12 @@ class Replicas:
         """
         if self._settings_differ:
             return []
-        kinds = Counter(_kind(key) for key in self._all_keys())
-        apart = Counter(map(_kind, differing))
+        kinds = Counter(_state_kind(key) for key in self._all_keys())
+        apart = Counter(map(_state_kind, differing))
         most = {kind for kind, num in apart.items() if num > 1 and 2 * num > kinds[kind]}
         rounds = {kind: self.every * (1 if kind == "model" else STATE_EVERY) for kind in most}
         untied = {kind for kind in most if step - self._first < rounds[kind]}
-        return [key for key in differing if _kind(key) in untied]
+        return [key for key in differing if _state_kind(key) in untied]
 
     def _all_keys(self) -> list[str]:
         return [key for key in self._state.tensors() if self.compares(key)]
@@ -611,7 +611,7 @@ def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...],
     return tuple(sorted(group)), [key for key, ranks in holders.items() if group <= set(ranks)]
 
 
-def _agreed(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
+def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
     """Return the groups that all their members agree on, and a sentence about the comparison."""
     failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
     if failed:
@@ -638,7 +638,7 @@ def _agreed(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
     return (), "replicas are not compared: the ranks do not keep their parameters alike"
 
 
-def _differing(
+def _differing_tensors(
     everyone: Sequence[tuple[str, bytes | None]], groups: Groups
 ) -> tuple[list[str], Vote]:
     """Return the names of the differing tensors, and the vote over all of them."""
@@ -694,7 +694,7 @@ def _l1_distance(before: Sequence[float], now: Sequence[float]) -> float:
     return total if math.isfinite(total) else math.inf
 
 
-def _kind(key: str) -> str:
+def _state_kind(key: str) -> str:
     """Return the kind of a tensor: for optimizer state, the name of the state."""
     return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
 
@@ -715,7 +715,7 @@ def _describe_elements(
     return f"; {count}: element {elements[0]} of {key} is {each}"
 
 
-def _device_name(device: torch.device) -> str:
+def _rank_device_text(device: torch.device) -> str:
     """Return a rank's device in messages about replicas, with its GPU's UUID."""
     if device.type != "cuda":
         return device.type.upper()
@@ -737,7 +737,7 @@ def _settings_bytes(
 ) -> bytes:
     """Return the settings of one step as the optimizers apply them: to the digits of float32."""
     values = [_NO_CLIP if max_norm is None else _AUTO if max_norm == "auto" else float(max_norm)]
-    for _, value in _group_settings(optimizers):
+    for _, value in _numeric_group_settings(optimizers):
         values.append(value)
     with np.errstate(over="ignore"):
         rounded = np.array(values).astype(np.float32).astype(np.float64)
@@ -752,11 +752,11 @@ def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
         "the sampler's seed",
         "the sampler's epoch",
         "max_norm",
-        *(n for n, _ in _group_settings(optimizers)),
+        *(n for n, _ in _numeric_group_settings(optimizers)),
     ]
 
 
-def _group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
+def _numeric_group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
     """Return the settings of every parameter group that are plain numbers."""
     settings: list[tuple[str, float]] = []
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.guard.ema import EMA
 from trainer_hooks.guard.hook_memory import comm_hooks
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, held_in
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, local_shards
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
@@ -71,7 +71,9 @@ class TrainingState:
         self._wrapped = model
         self._model, self._is_ddp = unwrap(model)
         # A wrapper may expose the state of its inner optimizer as its own.
-        inner = [part for o in optimizers for part in _held_by(o) if part.state is not o.state]
+        inner = [
+            part for o in optimizers for part in _inner_optimizers(o) if part.state is not o.state
+        ]
         self._optimizers = [*optimizers, *inner]
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -91,12 +93,12 @@ class TrainingState:
 
     # -------------------------------------------------------------------------------- position
 
-    def held(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
+    def shard_positions(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
         """Return the positions of this rank's parameters in the complete ones, by their names.
 
         Includes registered modules. A missing parameter has no position: only this rank has it.
         """
-        local_shard = partial(held_in, rank=rank, world_size=world_size)
+        local_shard = partial(local_shards, rank=rank, world_size=world_size)
         alike = self._alike_on_all_ranks(world_size)
         places = local_shard(self._model, "model.", self._params, alike=alike)
         for name, stateful in self._extra.items():
@@ -113,7 +115,7 @@ class TrainingState:
 
         These are wrappers, such as ZeroRedundancyOptimizer, and the optimizers inside them.
         """
-        inner = {id(part): o for o in self._optimizers for part in _held_by(o)}
+        inner = {id(part): o for o in self._optimizers for part in _inner_optimizers(o)}
         split_keys = {
             key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)
         }
@@ -524,7 +526,7 @@ class StateCheck:
         bad = set(_nonfinite_in(others))
         self._finite_at_start = {k: Spec.of(t) for k, t in others.items() if k not in bad}
 
-    def flag(self, step: int) -> Tensor | None:
+    def nonfinite_count(self, step: int) -> Tensor | None:
         """Return, on the device, the number of non-finite tensors; None if no check is due."""
         if step % self.every or not step:
             return None
@@ -625,7 +627,7 @@ def _raise_mismatch(text: str) -> None:
     )
 
 
-def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+def _inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers inside a wrapper, such as ZeroRedundancyOptimizer's local one."""
     many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
     return [value for values in many for value in values if isinstance(value, Optimizer)]

@@ -120,7 +120,7 @@ def write(file: BinaryIO, content: Content) -> None:
     facts["rng"] = [None if state is None else _rng_tree(state, arrays) for state in content.rng]
     room = 2 * num_bytes - arrays.num_bytes - len(json.dumps(facts)) - 2 * _ARRAY_OVERHEAD
     if content.good is not None and facts["batches"]:
-        facts["good"] = _part_of(content.good, arrays, min(room, num_bytes // 2))
+        facts["good"] = _encode_fitting_rows(content.good, arrays, min(room, num_bytes // 2))
     raw = numpy.frombuffer(json.dumps(facts).encode(), dtype=numpy.uint8)
     named = {f"a{number}": array for number, array in enumerate(arrays.arrays)}
     save = numpy.savez_compressed if num_bytes < _COMPRESSED_BYTES else numpy.savez
@@ -131,7 +131,7 @@ def _batch_trees(
     batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]
 ) -> tuple[list[Tree], int]:
     """Return the trees and bytes of the batches; none if refused, with the reason in ``facts``."""
-    num_bytes = _bytes_of(list(batches))
+    num_bytes = _num_batch_bytes(list(batches))
     if num_bytes > MAX_BATCH_BYTES:
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
         return [], 0
@@ -142,10 +142,10 @@ def _batch_trees(
         return [], 0
 
 
-def _part_of(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
+def _encode_fitting_rows(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
     """Return the tree of the first rows of a batch that fit; None if none does."""
     num_rows = rows_in(batch)
-    num_bytes = _bytes_of(batch)
+    num_bytes = _num_batch_bytes(batch)
     fitting = num_rows * max(0, room - 8 * _ARRAY_OVERHEAD) // max(1, num_bytes)
     if not fitting:
         return None
@@ -365,7 +365,7 @@ def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     return other
 
 
-def _bytes_of(value: Any) -> int:
+def _num_batch_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 

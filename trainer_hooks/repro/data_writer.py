@@ -93,12 +93,12 @@ class DataWriter:
                 what = self._waiting.popleft()
             with self._faults.fail_open("data.write"):
                 if isinstance(what, BadStep):
-                    self._save(what)
+                    self._write_capsule(what)
                 else:
                     self._samples.append(what)
         self._samples.close()
 
-    def _save(self, bad: BadStep) -> None:
+    def _write_capsule(self, bad: BadStep) -> None:
         """Write a capsule atomically, and delete the oldest ones if they exceed the bound."""
         path = self._run_dir / bad.file
         ensure_private_dir(path.parent)

@@ -57,7 +57,7 @@ def carry_out(
         run.plan.add(run.judge.facts)
     if decision is not None:
         event = DecisionMade(decision=decision)
-        run.emitter.of_run(event, step=decision.step, attempt=decision.attempt)
+        run.emitter.run_event(event, step=decision.step, attempt=decision.attempt)
         if action == "rollback":
             restored = _roll_back(run, decision)
     if run.terminal is not None and (decision is not None or run.terminal.in_row):
@@ -66,7 +66,7 @@ def carry_out(
         run.features.on_command(judgement.order, now_step=now_step)
     if ack is not None:
         acknowledged = CommandAcknowledged(ack=ack)
-        run.emitter.of_run(acknowledged, step=now_step, attempt=run.attempt)
+        run.emitter.run_event(acknowledged, step=now_step, attempt=run.attempt)
     if action == "halt" and decision is not None:
         _halt(run, decision)
     return restored
@@ -142,7 +142,7 @@ def _roll_back(run: RunContext, decision: Decision) -> Restored:
         reason=decision.reason,
     )
     begin_attempt(run, attempt, restored.meta["judge"])
-    run.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
+    run.emitter.run_event(attempt, step=attempt.fork_step, attempt=attempt.id)
     return restored
 
 
@@ -201,9 +201,9 @@ def resume(
     run.log.tokens = tokens
     run.features.resume(features, step=attempt.fork_step)
     start_branch(run, attempt, detectors)
-    run.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
+    run.emitter.run_event(attempt, step=attempt.fork_step, attempt=attempt.id)
     if run.recovery is not None:  # a snapshot of this attempt, with the state the loop loaded
-        run.recovery.first(attempt.fork_step, attempt.id, snapshot_meta(run, None))
+        run.recovery.take_first_snapshot(attempt.fork_step, attempt.id, snapshot_meta(run, None))
 
 
 def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:

@@ -113,7 +113,7 @@ class RunContext:
             onset_step=step,
             cause="unguarded",
         )
-        self.emitter.of_run(FindingRaised(finding=finding), step=step, attempt=self.attempt)
+        self.emitter.run_event(FindingRaised(finding=finding), step=step, attempt=self.attempt)
         if self.is_rank0:
             _LOG.warning("vitals: NOT GUARDED: %s", text)
 

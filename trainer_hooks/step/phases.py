@@ -41,7 +41,7 @@ from trainer_hooks.measures.host import (
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep
 from trainer_hooks.step.micro import MicroLosses
-from trainer_hooks.tensors.gradients import local_tensor, no_gradients, reads_are_free, scale
+from trainer_hooks.tensors.gradients import local_tensor, no_gradient_error, reads_are_free, scale
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
@@ -275,7 +275,7 @@ class StepPhases:
             device.packer.clear()
             fill(local, root)
         elif not grads and first and run.ranks.world_size == 1:
-            raise no_gradients(turn.name)
+            raise no_gradient_error(turn.name)
         return Prepared(
             device.norms.untouched() if grads is None else grads, given.weighted, failed
         )
@@ -500,7 +500,7 @@ class StepPhases:
         figures = (*verdict.derived(), self._loss_scale())
         return device.readback.push(torch.cat((device.packer.pack, *figures, *own)), host_step)
 
-    def waited_for(self) -> tuple[list[float], HostMeasurements] | None:
+    def pop_urgent_numbers(self) -> tuple[list[float], HostMeasurements] | None:
         """Return the numbers of a step that cannot wait; None if there is none.
 
         During a row of outliers, each one is judged before the next update.

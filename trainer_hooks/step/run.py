@@ -33,9 +33,9 @@ def judge_returned(
     Raises:
         UsageError: the first step has no gradients, or the loop steps its schedulers itself.
     """
-    step = _read(run, numbers, measured, now_step=now_step)
+    step = _unpack_step(run, numbers, measured, now_step=now_step)
     if step.attempt != run.attempt:
-        _write(run, step, Judgement())
+        _write_step(run, step, Judgement())
         return Judgement()
     # Data sent with the step is handled before its judgement: the escalation policy chooses
     # among checkpoints, and runs the probe, as all ranks know them at this step.
@@ -54,18 +54,18 @@ def judge_returned(
         ),
     )
     if step.optimizer:
-        judgement = of_turn(judgement, step.optimizer)
+        judgement = prefix_optimizer_name(judgement, step.optimizer)
     judgement = run.features.annotate(step, judgement)
     if step.record.failed_ranks:
         judgement = _name_unguarded(run, step.record, judgement)
     run.judged_step(step, judgement)
     run.features.on_judged(step, judgement)
-    _write(run, step, judgement)
+    _write_step(run, step, judgement)
     run.features.on_step_done(step)
     return judgement
 
 
-def _read(
+def _unpack_step(
     run: RunContext, numbers: list[float], measured: HostMeasurements, *, now_step: int
 ) -> ReturnedStep:
     """Return the step that the numbers describe."""
@@ -95,7 +95,7 @@ def _read(
     )
 
 
-def _write(run: RunContext, step: ReturnedStep, judgement: Judgement) -> None:
+def _write_step(run: RunContext, step: ReturnedStep, judgement: Judgement) -> None:
     """Write a step's row, its findings, and what the probe read for it."""
     step.columns = run.log.write(
         step.measured,
@@ -140,7 +140,7 @@ def _is_before_clip(
     return is_given
 
 
-def of_turn(judgement: Judgement, name: str) -> Judgement:
+def prefix_optimizer_name(judgement: Judgement, name: str) -> Judgement:
     """Prefix the findings about one optimizer's step with the optimizer's name.
 
     A command of an operator applies to the run, unless it accepts a step.

@@ -333,16 +333,16 @@ def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
     """Return the square of every block, float64, in order."""
-    norms = [norm for grad in grads for norm in _block_norms(grad)]
+    norms = [norm for grad in grads for norm in _gradient_block_norms(grad)]
     square = torch.cat(norms).double().square_()
     # On the CPU a read is free, and a pass that is exact for every size costs ten times this.
     if not math.isfinite(square.sum().item()):
-        norms = [norm for grad in grads for norm in _block_norms(grad, torch.float64)]
+        norms = [norm for grad in grads for norm in _gradient_block_norms(grad, torch.float64)]
         square = torch.cat(norms).square_()
     return square
 
 
-def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+def _gradient_block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
     """Yield the norms of a gradient's blocks of ``BLOCK`` elements."""
     flat = grad.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
@@ -355,7 +355,7 @@ def _block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Ten
 # -------------------------------------------------------------- the gradients of a step
 
 
-def no_gradients(name: str = "") -> UsageError:
+def no_gradient_error(name: str = "") -> UsageError:
     """Return the error for a first step without a gradient on any rank.
 
     Args:

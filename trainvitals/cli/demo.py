@@ -280,8 +280,8 @@ class _Demo:
             arms = [Arm(f"unguarded: {f.kind}", "off", faults.only(f)) for f in faults.faults]
             bare = [(arm.name, self._train(arm)) for arm in arms]
         with self._open_client() as client:
-            false_alarms = self._ledger(client, clean.run_id, 0)
-            decisions = self._ledger(client, guarded.run_id, len(expected()))
+            false_alarms = self._wait_for_decisions(client, clean.run_id, 0)
+            decisions = self._wait_for_decisions(client, guarded.run_id, len(expected()))
         matches = match(expected(), decisions)
         extra = unexpected(matches, decisions) + false_alarms
         # A pipe has no width; with 80 columns every reason would wrap into a narrow column.
@@ -334,12 +334,12 @@ class _Demo:
         with progress, self._open_client() as client:
             task = progress.add_task(arm.name, total=STEPS, status="")
             while ended() is None:
-                step, status = self._progress(client, arm)
+                step, status = self._query_progress(client, arm)
                 progress.update(task, completed=step, status=status)
                 time.sleep(0.5)
             progress.update(task, completed=STEPS)
 
-    def _progress(self, client: CollectorClient, arm: Arm) -> tuple[int, str]:
+    def _query_progress(self, client: CollectorClient, arm: Arm) -> tuple[int, str]:
         """Return the step of the latest run of that name, and its last decision."""
         if arm.mode == "off":
             return 0, "not watched"
@@ -361,7 +361,9 @@ class _Demo:
             raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")
         return client_of(collector, timeout=10.0)
 
-    def _ledger(self, client: CollectorClient, run_id: str, at_least: int) -> list[Decision]:
+    def _wait_for_decisions(
+        self, client: CollectorClient, run_id: str, at_least: int
+    ) -> list[Decision]:
         """Return the run's decisions from the collector, once it has the run's end."""
         deadline = time.monotonic() + _LEDGER_SECONDS
         while True:

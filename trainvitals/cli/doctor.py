@@ -245,7 +245,7 @@ def register(app: typer.Typer) -> None:
         if burn_in is None:
             checks, is_interrupted = examine(os.environ), False
         else:
-            checks, is_interrupted = _burn_in(burn_in, yes)
+            checks, is_interrupted = _run_burn_in(burn_in, yes)
         as_json = json.dumps([asdict(check) for check in checks], indent=2)
         typer.echo(as_json if format == "json" else render(checks))
         if any(check.status == "fail" for check in checks):
@@ -271,7 +271,7 @@ def run_gpu_check(importable: Callable[[str], bool]) -> int:
     return subprocess.run([sys.executable, "-m", "vitals_bench", "gpu"], check=False).returncode
 
 
-def _burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
+def _run_burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
     burn_in = load_plugin("burn-in")
     runs = burn_in.running_here(os.environ)
     if runs and not yes:

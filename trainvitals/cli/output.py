@@ -42,11 +42,11 @@ def write_json_line(body: object) -> None:
 
 def _escaped(text: str) -> str:
     """Return JSON with terminal control characters escaped: JSON allows C1 characters."""
-    lines = (line if line.isprintable() else _escape(line) for line in text.split("\n"))
+    lines = (line if line.isprintable() else _escape_json_line(line) for line in text.split("\n"))
     return "\n".join(lines)
 
 
-def _escape(line: str) -> str:
+def _escape_json_line(line: str) -> str:
     # In JSON such characters only occur inside strings. ``dumps`` does not escape DEL.
     escaped = (c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     return "".join(escaped).replace("\x7f", "\\u007f")
@@ -70,7 +70,7 @@ def write_rows(
     if form is Format.CSV:
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        exact = [[_exact(value) for value in row] for row in rows]
+        exact = [[_format_csv_cell(value) for value in row] for row in rows]
         writer.writerows([header, *exact] if with_header else exact)
         to.write(buffer.getvalue())
         return
@@ -118,7 +118,7 @@ def _truncate_cell(cell: str) -> str:
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 
-def _exact(value: object) -> str:
+def _format_csv_cell(value: object) -> str:
     """Return a CSV cell: numbers in full, and no text that could be evaluated."""
     cell = float.__repr__(value) if isinstance(value, float) else _cell_text(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):

@@ -141,11 +141,11 @@ def register_all(
             info for info in app.registered_commands if _command_name(info) == command
         ]
         app.registered_groups = [group for group in app.registered_groups if group.name == command]
-    app.registered_commands.sort(key=_sort_key)
+    app.registered_commands.sort(key=_command_sort_key)
     return owners
 
 
-def _sort_key(command: CommandInfo) -> int:
+def _command_sort_key(command: CommandInfo) -> int:
     name = _command_name(command)
     return ORDER.index(name) if name in ORDER else len(ORDER)
 

@@ -77,7 +77,7 @@ def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
     if not fitting:
         runs, where = RunDir.find_all(vitals_dir), vitals_dir
         fitting = [run_dir for run_dir in runs if run and run_dir.run_id.startswith(run.upper())]
-        fitting = fitting or [run_dir for run_dir in runs if run and _name(run_dir) == run]
+        fitting = fitting or [run_dir for run_dir in runs if run and _run_name(run_dir) == run]
     if not fitting:
         raise UsageError(
             f"there is no run {run!r} in {where}",
@@ -104,7 +104,7 @@ def _halt_text(run_id: str, marker: HaltMarker) -> str:
     return f"run {run_id} was stopped{at}{when}: {marker.reason}"
 
 
-def _name(run: RunDir) -> str:
+def _run_name(run: RunDir) -> str:
     """Return the name of the run; "" if its file is missing or damaged."""
     try:
         info = run.info()

@@ -108,7 +108,9 @@ class Stack:
         """Start the collector and return its URL, once it responds."""
         (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
         child = self._start_child("collector", ["--data", str(self.data)])
-        self.collector_url = self._until(child, lambda: _served(self.data, child.process.pid))
+        self.collector_url = self._poll_until_ready(
+            child, lambda: _served(self.data, child.process.pid)
+        )
         return self.collector_url
 
     def start_agent(self) -> None:
@@ -125,7 +127,7 @@ class Stack:
         if control:
             options.append("--control")
         child = self._start_child("dashboard", [*options, "--port", str(port)])
-        self.dashboard_url = self._until(child, lambda: _one_click(child.log))
+        self.dashboard_url = self._poll_until_ready(child, lambda: _find_dashboard_url(child.log))
         return self.dashboard_url
 
     def _start_child(self, name: str, options: Sequence[str]) -> Child:
@@ -150,7 +152,7 @@ class Stack:
                 start_new_session=True,
             )
 
-    def _until(self, child: Child, probe: Callable[[], T | None]) -> T:
+    def _poll_until_ready(self, child: Child, probe: Callable[[], T | None]) -> T:
         """Return the probe's first result.
 
         Raises:
@@ -229,7 +231,7 @@ class Stack:
                 hint="give another folder with --dir",
             ) from error
         signals = (signal.SIGTERM, signal.SIGHUP)
-        self._handlers = [(number, signal.signal(number, _raise_ended)) for number in signals]
+        self._handlers = [(number, signal.signal(number, _raise_termination)) for number in signals]
         return self
 
     def __exit__(
@@ -305,7 +307,7 @@ def run_command(
         ) from error
     try:
         code = _wait_and_poll(process, look)
-    except _Ended as ended:
+    except _TerminationSignal as ended:
         code = _end_command(process, ended)
     except KeyboardInterrupt as interrupt:
         _end_command(process, interrupt)
@@ -322,12 +324,12 @@ def _wait_and_poll(process: subprocess.Popen[bytes], look: Callable[[], object])
             look()
 
 
-class _Ended(KeyboardInterrupt):
+class _TerminationSignal(KeyboardInterrupt):
     """SIGTERM or SIGHUP, which reached only this process."""
 
 
-def _raise_ended(number: int, frame: FrameType | None) -> None:
-    raise _Ended
+def _raise_termination(number: int, frame: FrameType | None) -> None:
+    raise _TerminationSignal
 
 
 def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt) -> int:
@@ -337,7 +339,7 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
     waiting for its ranks.
     """
     try:
-        if not isinstance(interrupt, _Ended):
+        if not isinstance(interrupt, _TerminationSignal):
             return process.wait(STOP_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         pass  # it does not react, or the user does not wait
@@ -353,7 +355,7 @@ def _served(data: Path, pid: int) -> str | None:
         return file.url if client.answers() else None
 
 
-def _one_click(log: Path) -> str | None:
+def _find_dashboard_url(log: Path) -> str | None:
     match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
     return match.group(0) if match else None
 

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
             _start_stack(stack, port, control)
             typer.echo(f"training: set VITALS_DIR={stack.runs}", err=True)
             while (dead := stack.dead()) is None:
-                _show_codes(stack)
+                _print_control_codes(stack)
                 time.sleep(0.5)
             raise TransportError(
                 f"the {dead.name} ended:\n{dead.last_words()}", hint=f"its log is {dead.log}"
@@ -56,23 +56,23 @@ def register(app: typer.Typer) -> None:
                 hint="write the training command after --: vitals run -- torchrun train.py",
             )
         with Stack(directory, environ_of_this_process()) as stack:
-            _start_what_can(stack, port, control)
-            code = run_command(command, stack.training_environ(), lambda: _look_after(stack))
+            _start_available_programs(stack, port, control)
+            code = run_command(command, stack.training_environ(), lambda: _revive_programs(stack))
         raise typer.Exit(code)
 
 
-def _look_after(stack: Stack) -> None:
+def _revive_programs(stack: Stack) -> None:
     for message in stack.revive():
         typer.echo(f"vitals: {message}", err=True)
-    _show_codes(stack)
+    _print_control_codes(stack)
 
 
-def _show_codes(stack: Stack) -> None:
+def _print_control_codes(stack: Stack) -> None:
     for line in stack.control_codes():
         typer.echo(line, err=True)
 
 
-def _start_what_can(stack: Stack, port: int, control: bool) -> None:
+def _start_available_programs(stack: Stack, port: int, control: bool) -> None:
     try:
         _start_collector(stack)
     except TransportError:
@@ -83,7 +83,7 @@ def _start_what_can(stack: Stack, port: int, control: bool) -> None:
         typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)
     except TransportError:
         _print_unavailable("dashboard", stack.give_up())
-    _look_after(stack)
+    _revive_programs(stack)
 
 
 def _print_unavailable(what: str, why: str) -> None:

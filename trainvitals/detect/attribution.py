@@ -136,7 +136,7 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
         return self.value is None and not self.is_lasting
 
 
-class _Out(NamedTuple):
+class _SeriesOutlier(NamedTuple):
     """One series that is out in a step."""
 
     step: int
@@ -409,7 +409,7 @@ class _Episode:
         """Whether values enter the reference: no series is out, or one has been for too long."""
         return self.onset is None or self._long >= _LONGEST
 
-    def advance(self, attempt: int, out: Sequence[_Out], *, is_old: bool) -> bool:
+    def advance(self, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool) -> bool:
         """Add a step; return whether the onset changed."""
         self._long += 1
         if not out:
@@ -435,15 +435,18 @@ class _Episode:
         if (first.step, first.order) < (onset.step, self._order):
             self._order = first.order  # an update is only known with the next step's row
             self.onset = msgspec.structs.replace(
-                _build_onset(attempt, first, out, now, is_old=onset.is_old), next=_next(onset, out)
+                _build_onset(attempt, first, out, now, is_old=onset.is_old),
+                next=_merge_following_series(onset, out),
             )
             return True
-        self.onset = msgspec.structs.replace(onset, last_step=now, next=_next(onset, out))
+        self.onset = msgspec.structs.replace(
+            onset, last_step=now, next=_merge_following_series(onset, out)
+        )
         return True
 
 
 def _build_onset(
-    attempt: int, first: _Out, out: Sequence[_Out], now: int, *, is_old: bool
+    attempt: int, first: _SeriesOutlier, out: Sequence[_SeriesOutlier], now: int, *, is_old: bool
 ) -> Onset:
     """Return the onset of an episode that starts with this series."""
     return Onset(
@@ -457,22 +460,22 @@ def _build_onset(
         usual=first.usual,
         sigmas=None if first.sigmas is None else float(first.sigmas),
         is_old=is_old,
-        next=tuple(_as_next(each) for each in out if each is not first)[:_MOST_NEXT],
+        next=tuple(_to_following_series(each) for each in out if each is not first)[:_MOST_NEXT],
     )
 
 
-def _as_next(each: _Out) -> Next:
+def _to_following_series(each: _SeriesOutlier) -> Next:
     return Next(each.step, each.subject, each.where, each.series)
 
 
-def _next(onset: Onset, out: Sequence[_Out]) -> tuple[Next, ...]:
+def _merge_following_series(onset: Onset, out: Sequence[_SeriesOutlier]) -> tuple[Next, ...]:
     """Return the series that followed, each once, at its first step."""
     followed = {(each.subject, each.where, each.series): each for each in onset.next}
     onset_key = (onset.subject, onset.where, onset.series)
     for each in out:
         key = (each.subject, each.where, each.series)
         if key != onset_key:
-            followed.setdefault(key, _as_next(each))
+            followed.setdefault(key, _to_following_series(each))
     return tuple(sorted(followed.values(), key=lambda each: each.step)[:_MOST_NEXT])
 
 
@@ -534,21 +537,21 @@ class OnsetTracker:
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied = None
-        out: list[_Out] = []
-        speed: list[_Out] = []
+        out: list[_SeriesOutlier] = []
+        speed: list[_SeriesOutlier] = []
         looked: list[_Looked] = []
-        out += self._of_settings(merged)
-        lossy, zeds = self._of_losses(merged, out, looked)
+        out += self._find_setting_changes(merged)
+        lossy, zeds = self._judge_losses(merged, out, looked)
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         if not is_lost or not number(merged.run.get("skipped")):
             self._lost_since = None
         elif self._lost_since is None or not follows:
             self._lost_since = merged.step
-        self._of_waits(merged, speed, looked)
+        self._judge_data_waits(merged, speed, looked)
         if merged.layers:
-            self._of_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
+            self._judge_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
         elif not lossy and zeds > SIGMAS:
-            out.append(self._of_total(merged, zeds))
+            out.append(self._total_norm_outlier(merged, zeds))
         rate = number(merged.run.get("learning_rate"))
         self._applied = rate
         self._num_steps += 1
@@ -557,9 +560,9 @@ class OnsetTracker:
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
         is_old = self._num_judged <= GUARD and not any(each.sigmas is None for each in out)
-        changed = self._advance(self._numbers, merged.attempt, out, is_old=is_old)
-        self._follow_loss(merged)
-        changed |= self._advance(
+        changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
+        self._attribute_loss_to_data(merged)
+        changed |= self._update_episode(
             self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
         )
         for course, values, is_of_speed in looked:
@@ -569,7 +572,7 @@ class OnsetTracker:
             course.add(values, merged.step, is_quiet=is_quiet)  # type: ignore[arg-type]
         return changed
 
-    def _follow_loss(self, merged: MergedStep) -> None:
+    def _attribute_loss_to_data(self, merged: MergedStep) -> None:
         """Name the data once a loss that was out is back from one step to the next.
 
         Damaged weights and optimizer states do not heal in a step, so the batches were bad. Without
@@ -594,8 +597,8 @@ class OnsetTracker:
             onset = msgspec.structs.replace(onset, subject="data", where=where)
             self._numbers.onset = self._onsets[onset.attempt, onset.step, False] = onset
 
-    def _advance(
-        self, episode: _Episode, attempt: int, out: Sequence[_Out], *, is_old: bool
+    def _update_episode(
+        self, episode: _Episode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
     ) -> bool:
         was = episode.onset
         if not episode.advance(attempt, out, is_old=is_old) or episode.onset is None:
@@ -630,8 +633,8 @@ class OnsetTracker:
 
     # ------------------------------------------------------------------------------- settings
 
-    def _of_settings(self, merged: MergedStep) -> list[_Out]:
-        out: list[_Out] = []
+    def _find_setting_changes(self, merged: MergedStep) -> list[_SeriesOutlier]:
+        out: list[_SeriesOutlier] = []
         rate = number(merged.run.get("learning_rate"))
         factor = number(merged.run.get("lr_factor")) or 1.0
         requested_rate = None if rate is None else rate / factor
@@ -654,7 +657,7 @@ class OnsetTracker:
                 and self._num_steps >= _WARM
                 and self._is_rare("learning_rate")
             ):
-                out.append(_Out(merged.step, 0, "lr", "", "learning_rate", rate, before))
+                out.append(_SeriesOutlier(merged.step, 0, "lr", "", "learning_rate", rate, before))
             self._peak_rate = max(peak, requested_rate)
         for name in _SETTINGS:
             if name not in merged.run:
@@ -663,7 +666,7 @@ class OnsetTracker:
             is_known = name in self._settings
             before, self._settings[name] = self._settings.get(name), value
             if is_known and _is_set(before, value) and self._is_rare(name):
-                out.append(_Out(merged.step, 0, "config", "", name, value, before))
+                out.append(_SeriesOutlier(merged.step, 0, "config", "", name, value, before))
         return out
 
     def _is_rare(self, name: str) -> bool:
@@ -673,10 +676,10 @@ class OnsetTracker:
 
     # ------------------------------------------------------------------------- losses and waits
 
-    def _of_losses(
+    def _judge_losses(
         self,
         merged: MergedStep,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
     ) -> tuple[bool, float]:
         """Return whether losses moved, and the sigmas of the total gradient norm."""
@@ -692,40 +695,40 @@ class OnsetTracker:
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
             # A non-finite output comes first; without activations its origin would be unknown.
             subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
-            out.append(_Out(step, 7, subject, where, "loss"))
+            out.append(_SeriesOutlier(step, 7, subject, where, "loss"))
         elif losses:
-            lossy = self._of_finite_losses(step, losses, out, looked)
-        self._of_rank_norms(merged, out, looked, lossy=lossy)
+            lossy = self._judge_finite_losses(step, losses, out, looked)
+        self._judge_rank_norms(merged, out, looked, lossy=lossy)
         total = _log(number(merged.run.get("grad_norm")))
-        sigmas, _ = self._look_at("total", total, looked)
+        sigmas, _ = self._check_series("total", total, looked)
         return lossy, sigmas
 
-    def _of_finite_losses(
-        self, step: int, losses: Sequence[float], out: list[_Out], looked: list[_Looked]
+    def _judge_finite_losses(
+        self, step: int, losses: Sequence[float], out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> bool:
         mean = math.fsum(losses) / len(losses)
-        sigmas, middle = self._look_at("loss", mean, looked)
+        sigmas, middle = self._check_series("loss", mean, looked)
         self._loss_height = (mean - middle, sigmas > 0.0)
         if sigmas > SIGMAS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
-            out.append(_Out(step, 10, subject, "", "loss", mean, middle, sigmas))
+            out.append(_SeriesOutlier(step, 10, subject, "", "loss", mean, middle, sigmas))
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
             others = _others(losses)
-            zeds = self._look_at_ranks("rank_loss", losses, others, looked)
+            zeds = self._check_rank_series("rank_loss", losses, others, looked)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
             # If the others' loss is out as well, the data of one rank are not the problem.
-            common, _ = self._look_at("others", others[top], looked)
+            common, _ = self._check_series("others", others[top], looked)
             if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
                 numbers = (losses[top], others[top], zeds[top])
-                out.append(_Out(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
+                out.append(_SeriesOutlier(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
             lossy |= zeds[top] > SIGMAS / 2
         return lossy
 
-    def _of_rank_norms(
-        self, merged: MergedStep, out: list[_Out], looked: list[_Looked], *, lossy: bool
+    def _judge_rank_norms(
+        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked], *, lossy: bool
     ) -> None:
         norms, ranks = finite(merged.ranks.get("rank_grad_norm"))
         if not 1 < len(norms) <= MOST_RANKS or len(norms) < len(merged.ranks["rank_grad_norm"]):
@@ -734,14 +737,14 @@ class OnsetTracker:
             return
         logs = [math.log(norm) for norm in norms]
         others = _others(logs)
-        zeds = self._look_at_ranks("rank_grad_norm", logs, others, looked)
+        zeds = self._check_rank_series("rank_grad_norm", logs, others, looked)
         top = max(range(len(zeds)), key=zeds.__getitem__)
         if zeds[top] > SIGMAS and not lossy:
             numbers = (norms[top], math.exp(others[top]), zeds[top])
             where = f"rank:{ranks[top]}"
-            out.append(_Out(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
+            out.append(_SeriesOutlier(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
 
-    def _look_at(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
+    def _check_series(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
         """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
         course = self._series.get(name)
         if course is None:
@@ -750,7 +753,7 @@ class OnsetTracker:
         looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
 
-    def _look_at_ranks(
+    def _check_rank_series(
         self,
         name: str,
         values: Sequence[float],
@@ -763,19 +766,22 @@ class OnsetTracker:
             zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), looked)
             return [float(z) for z in zeds[: len(values)]]
         return [
-            self._look_at(f"{name}/{rank}", value, looked)[0] for rank, value in enumerate(relative)
+            self._check_series(f"{name}/{rank}", value, looked)[0]
+            for rank, value in enumerate(relative)
         ]
 
-    def _of_total(self, merged: MergedStep, sigmas: float) -> _Out:
+    def _total_norm_outlier(self, merged: MergedStep, sigmas: float) -> _SeriesOutlier:
         value = number(merged.run.get("grad_norm"))
-        return _Out(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
+        return _SeriesOutlier(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
 
-    def _of_waits(self, merged: MergedStep, out: list[_Out], looked: list[_Looked]) -> None:
+    def _judge_data_waits(
+        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked]
+    ) -> None:
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
             return
         wait = max(waits)
-        sigmas, middle = self._look_at("data_wait_seconds", _log(wait), looked)
+        sigmas, middle = self._check_series("data_wait_seconds", _log(wait), looked)
         longest = step_seconds(merged)
         # A wait shorter than a step delays no rank.
         if sigmas > SIGMAS and self._durations and wait > _sorted_median(sorted(self._durations)):
@@ -783,16 +789,18 @@ class OnsetTracker:
             num = len(merged.ranks["data_wait_seconds"])
             where = f"rank:{late[0]}" if len(late) == 1 < num else ""
             numbers = (wait, math.exp(middle), sigmas)
-            out.append(_Out(merged.step, 1, "loader", where, "data_wait_seconds", *numbers))
+            out.append(
+                _SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)
+            )
         elif longest:
             self._durations.append(longest)
 
     # ------------------------------------------------------------------------------- layers
 
-    def _of_layer_rows(
+    def _judge_layer_rows(
         self,
         merged: MergedStep,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
         *,
         lossy: bool,
@@ -805,26 +813,28 @@ class OnsetTracker:
         rows, step = _LayerColumns(self._names, merged.layers), merged.step
         is_next = self._layers_at == (merged.attempt, step - 1) and follows
         self._layers_at = (merged.attempt, step)
-        self._of_writes(rows, step, out, looked)
-        self._of_parameters(rows, merged, out)
-        self._of_weights(rows, step, out, looked, is_next=is_next)
-        self._of_activations(rows, step, out, looked)
+        self._judge_tensor_writes(rows, step, out, looked)
+        self._find_nonfinite_weights(rows, merged, out)
+        self._judge_weight_norms(rows, step, out, looked, is_next=is_next)
+        self._judge_activations(rows, step, out, looked)
         norms = rows.column("grad_norm")
         was_calm = is_next and not self._gradients_moved
-        self._gradients_moved = self._of_gradients(rows, norms, step, out, looked, lossy=lossy)
-        self._of_updates(rows, step, out, looked, calm=was_calm)
+        self._gradients_moved = self._judge_layer_gradients(
+            rows, norms, step, out, looked, lossy=lossy
+        )
+        self._judge_update_norms(rows, step, out, looked, calm=was_calm)
 
     def _layer_outlier(
         self, step: int, order: float, at: int, series: str, **numbers: float | None
-    ) -> _Out:
+    ) -> _SeriesOutlier:
         """Return a layer's series that is out in a step."""
-        return _Out(step, order, "layer", self._names[at], series, **numbers)
+        return _SeriesOutlier(step, order, "layer", self._names[at], series, **numbers)
 
-    def _of_writes(
+    def _judge_tensor_writes(
         self,
         rows: _LayerColumns,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
     ) -> None:
         for name, order, subject in _WRITES:
@@ -840,11 +850,13 @@ class OnsetTracker:
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
                 value = float(written[at]) if np.isfinite(written[at]) else None
                 where = "" if is_of_all else self._names[at]
-                out.append(_Out(step, order, subject, where, name, value, 0.0))
+                out.append(_SeriesOutlier(step, order, subject, where, name, value, 0.0))
             elif self._numbers.is_quiet:
                 peaks.add(written)
 
-    def _of_parameters(self, rows: _LayerColumns, merged: MergedStep, out: list[_Out]) -> None:
+    def _find_nonfinite_weights(
+        self, rows: _LayerColumns, merged: MergedStep, out: list[_SeriesOutlier]
+    ) -> None:
         """Name the layer whose weights the check after a bad step found to be non-finite.
 
         A skipped update changes nothing: the weights were so before the first bad loss of the row.
@@ -856,13 +868,13 @@ class OnsetTracker:
         if len(bad):
             step = merged.step if self._lost_since is None else self._lost_since
             where = self._names[int(bad[0])] if len(bad) == 1 else ""
-            out.append(_Out(step, 4.4, "layer", where, "weight_norm"))
+            out.append(_SeriesOutlier(step, 4.4, "layer", where, "weight_norm"))
 
-    def _of_weights(
+    def _judge_weight_norms(
         self,
         rows: _LayerColumns,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
         *,
         is_next: bool,
@@ -890,11 +902,11 @@ class OnsetTracker:
                 )
             )  # fmt: skip
 
-    def _of_activations(
+    def _judge_activations(
         self,
         rows: _LayerColumns,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
     ) -> None:
         rms = rows.column("activation_rms")
@@ -915,14 +927,14 @@ class OnsetTracker:
         subject: Subject = "data" if at == first else "layer"
         where = "" if at == first else self._names[at]
         numbers = (float(rms[at]), float(math.exp(middle[at])), float(far[at]))
-        out.append(_Out(step, 11, subject, where, "activation_rms", *numbers))
+        out.append(_SeriesOutlier(step, 11, subject, where, "activation_rms", *numbers))
 
-    def _of_gradients(
+    def _judge_layer_gradients(
         self,
         rows: _LayerColumns,
         norms: Floats | None,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
         *,
         lossy: bool,
@@ -955,21 +967,25 @@ class OnsetTracker:
             "grad_norm", _logarithm(norms), looked, of_layers=True
         )
         at = int(np.argmax(z))
-        self._of_shares(norms, _logarithm(norms) - middle[: len(norms)], step, out, looked, lossy)
+        self._judge_gradient_shares(
+            norms, _logarithm(norms) - middle[: len(norms)], step, out, looked, lossy
+        )
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
             if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
-                out.append(_Out(step, 13, "layer", self._names[at], "grad_norm", *numbers))
+                out.append(
+                    _SeriesOutlier(step, 13, "layer", self._names[at], "grad_norm", *numbers)
+                )
             else:
-                out.append(_Out(step, 13, "gradients", "", "grad_norm", *numbers))
+                out.append(_SeriesOutlier(step, 13, "gradients", "", "grad_norm", *numbers))
         return bool(z.max() >= SIGMAS / 2)
 
-    def _of_shares(
+    def _judge_gradient_shares(
         self,
         norms: Floats,
         away: Floats,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
         lossy: bool,
     ) -> None:
@@ -1000,17 +1016,19 @@ class OnsetTracker:
         common = float(np.median(rest)) if len(rest) else 0.0
         if moved[low] and common > _SHIFT and rest.min() > common / 2 > abs(away[low]):
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            out.append(_Out(step, 4.5, "layer", self._names[low], INFERRED_WEIGHTS, *numbers))
+            out.append(
+                _SeriesOutlier(step, 4.5, "layer", self._names[low], INFERRED_WEIGHTS, *numbers)
+            )
         elif moved.sum() == 1 and z[high] > SIGMAS and not lossy and away[high] > _SHIFT:
             usual = float(math.exp(math.log(norms[high]) - away[high]))
             numbers = (float(norms[high]), usual, float(z[high]))
-            out.append(_Out(step, 13, "layer", self._names[high], "grad_norm", *numbers))
+            out.append(_SeriesOutlier(step, 13, "layer", self._names[high], "grad_norm", *numbers))
 
-    def _of_updates(
+    def _judge_update_norms(
         self,
         rows: _LayerColumns,
         step: int,
-        out: list[_Out],
+        out: list[_SeriesOutlier],
         looked: list[_Looked],
         *,
         calm: bool,
@@ -1030,9 +1048,11 @@ class OnsetTracker:
         usual = float(math.exp(middle[at]) * abs(self._applied))
         numbers = (float(updates[at]), usual, float(z[at]))
         if int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3):
-            out.append(_Out(step - 1, 14, "optimizer", self._names[at], "update_norm", *numbers))
+            out.append(
+                _SeriesOutlier(step - 1, 14, "optimizer", self._names[at], "update_norm", *numbers)
+            )
         else:
-            out.append(_Out(step - 1, 14, "lr", "", "update_norm", *numbers))
+            out.append(_SeriesOutlier(step - 1, 14, "lr", "", "update_norm", *numbers))
 
 
 def _logarithm(values: Floats) -> Floats:

@@ -51,7 +51,7 @@ class GuardDetector(Detector):
         """Add one step and return the findings about it."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
-        findings = [*self._unmeasured_findings(record), *self._zero_gradient(record)]
+        findings = [*self._unmeasured_findings(record), *self._zero_gradient_findings(record)]
         return tuple(findings)
 
     def rebaseline(self, steps: int = 0) -> None:
@@ -86,7 +86,7 @@ class GuardDetector(Detector):
             )
         ]
 
-    def _zero_gradient(self, record: StepRecord) -> list[Finding]:
+    def _zero_gradient_findings(self, record: StepRecord) -> list[Finding]:
         if not record.no_gradient:
             if not record.failed_ranks:  # an unmeasured step neither counts nor ends the row
                 self._zero, self._zero_told = 0, False

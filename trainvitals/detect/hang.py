@@ -139,7 +139,7 @@ def decide(
     living = [rank for rank in ranks if rank.process not in ("gone", "ended")]
     if not living or all(rank.process == "stopped" for rank in living):
         return None  # the job is over, or an operator or a scheduler has stopped all of it
-    judge = _Judge(ranks, living, limits)
+    judge = _HangJudge(ranks, living, limits)
     return (
         judge.of_process("gone")
         or judge.of_process("stopped")
@@ -209,7 +209,7 @@ def _hang_finding(kind: str, verdict: HangVerdict) -> Finding:
     )
 
 
-class _Judge:
+class _HangJudge:
     """The checks of ``decide``, over one observation of the ranks."""
 
     def __init__(
@@ -246,10 +246,10 @@ class _Judge:
                 calls = {rank: of[number] for rank, of in of_ranks.items() if number in of}
                 odd = _odd_ones(calls)
                 if odd:
-                    return self._of_calls(group, number, calls, odd, seconds)
+                    return self._call_order_verdict(group, number, calls, odd, seconds)
         return None
 
-    def _of_calls(
+    def _call_order_verdict(
         self, group: str, number: int, calls: Mapping[int, str], odd: Sequence[int], seconds: float
     ) -> HangVerdict:
         by_call: dict[str, list[int]] = {}
@@ -329,10 +329,10 @@ class _Judge:
         if len(calls) == 1:
             text += f" in {calls.pop()}"
         return self._build_verdict(
-            culprits, reason, seconds, self._limit_seconds(culprits, reason), text
+            culprits, reason, seconds, self._page_limit_seconds(culprits, reason), text
         )
 
-    def _limit_seconds(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
+    def _page_limit_seconds(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
         phases = {rank.phase for rank in culprits}
         blocked = max(self._limits.page[phase] for phase in phases)
         if reason == "debugged":

@@ -143,7 +143,7 @@ class LevelDetector(Detector):
         if self._onset < 0:
             if level <= best + rise or noise == 0.0:
                 return ()
-            self._start_level(level, best)
+            self._start_rise(level, best)
         self._top = max(self._top, level - best)
         if level < best + 0.5 * rise:
             self._record_recovery()
@@ -179,7 +179,7 @@ class LevelDetector(Detector):
         )
         return latest < _RECOVERING * max(before, level - best)
 
-    def _start_level(self, level: float, best: float) -> None:
+    def _start_rise(self, level: float, best: float) -> None:
         self._top = 0.0
         self._onset = self._change_point(level, best)
         self._low, self._num_told, self._is_far = best, 0, False
@@ -388,7 +388,7 @@ class DriftDetector(Detector):
         if self._blocks:
             change = block - self._blocks[-1]
             if change < -max(_FALL, 8.0 * self._noise()):
-                self._begin_anew()
+                self._reset_blocks()
             else:
                 self._differences.append(abs(change))
         self._blocks.append(block)
@@ -469,7 +469,7 @@ class DriftDetector(Detector):
             cause="loss_drift",
         )
 
-    def _begin_anew(self) -> None:
+    def _reset_blocks(self) -> None:
         self._blocks.clear()
         self._begins.clear()
         self._reset_state()
@@ -477,7 +477,7 @@ class DriftDetector(Detector):
     def rebaseline(self, steps: int = 0) -> None:
         """Discard everything: a planned change."""
         self._block.clear()
-        self._begin_anew()
+        self._reset_blocks()
         self._differences.clear()
         for moves in self._moves:
             moves.clear()
@@ -600,7 +600,7 @@ class ProgressDetector(Detector):
         if self._first > 0.0 and len(losses) == _KEPT:
             findings += self._lost_progress_findings(record, losses, self._first)
         if self._learning >= self._config.learn_steps and self._seen % 64 == 0:
-            findings += self._never_learned(record, losses)
+            findings += self._not_learning_findings(record, losses)
         return findings
 
     def _track_warm_up(self, record: StepRecord, loss: float) -> None:
@@ -688,7 +688,9 @@ class ProgressDetector(Detector):
 
     # ---------------------------------------------------------------------- never learned
 
-    def _never_learned(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+    def _not_learning_findings(
+        self, record: StepRecord, losses: list[float]
+    ) -> tuple[Finding, ...]:
         start, ordered = self._start, sorted(losses)
         if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
             return ()

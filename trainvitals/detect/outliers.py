@@ -283,7 +283,7 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
 OUTLIER_DEFAULTS = OutlierConfig()
 
 
-class _Metric(Stateful):
+class _MetricReference(Stateful):
     """The reference of one metric."""
 
     STATE = ("window", "first", "_limit", "_age")
@@ -351,8 +351,8 @@ class OutlierRule(Detector):
     ) -> None:
         self._config = config or OUTLIER_DEFAULTS
         self._judges_loss = loss_kind == "minimize"
-        self._loss = _Metric("loss", self._config)
-        self._grad_norm = _Metric("grad_norm", self._config)
+        self._loss = _MetricReference("loss", self._config)
+        self._grad_norm = _MetricReference("grad_norm", self._config)
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:

@@ -146,7 +146,7 @@ class ScheduleFollower(Stateful):
 
     def is_declared(self, rate: float, band: Band) -> bool:
         """Return whether the first group's rate is as declared."""
-        return not self._is_off(rate, band.times(self._scales[0] if self._scales else 1.0))
+        return not self._is_outside_band(rate, band.times(self._scales[0] if self._scales else 1.0))
 
     def update(
         self, step: int, rates: Sequence[float | None], declared: Sequence[Band | None]
@@ -158,7 +158,7 @@ class ScheduleFollower(Stateful):
             self._left -= 1
             if not self._left:
                 self._scales = [
-                    self._scale(scale, rate, band)
+                    self._measure_group_scale(scale, rate, band)
                     for scale, rate, band in zip(self._scales, rates, declared, strict=True)
                 ]
             return None
@@ -169,7 +169,7 @@ class ScheduleFollower(Stateful):
             )
             if rate is not None
             and expected is not None
-            and self._is_off(rate, band := expected.times(scale))
+            and self._is_outside_band(rate, band := expected.times(scale))
         ]
         if off:
             return self._record_departure(step, off)
@@ -204,21 +204,21 @@ class ScheduleFollower(Stateful):
 
     def _departure_text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
         named = ", ".join(
-            f"{_of_group(group)}{rate:.4g} instead of {_format_band(band)}"
+            f"{_format_group(group)}{rate:.4g} instead of {_format_band(band)}"
             for group, rate, band in off[:_MOST_NAMED]
         )
         more = f" and {len(off) - _MOST_NAMED} more groups" if len(off) > _MOST_NAMED else ""
         since = f" (since step {self._since:,})" if self._since != step else ""
         return f"the learning rate left the declared {self._name}: {named}{more}{since}"
 
-    def _is_off(self, rate: float, band: Band) -> bool:
+    def _is_outside_band(self, rate: float, band: Band) -> bool:
         self._highest = max(self._highest, abs(band.high))
         low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
         return not low <= rate <= high
 
-    def _scale(self, scale: float, rate: float | None, band: Band | None) -> float:
+    def _measure_group_scale(self, scale: float, rate: float | None, band: Band | None) -> float:
         """Return the factor by which a group's rate differs from now on."""
-        if rate is None or band is None or not self._is_off(rate, band.times(scale)):
+        if rate is None or band is None or not self._is_outside_band(rate, band.times(scale)):
             return scale
         middle = (band.low + band.high) / 2
         return rate / middle if middle > 0.0 and rate >= 0.0 else scale
@@ -229,7 +229,7 @@ class ScheduleFollower(Stateful):
             super().load_state_dict(state)
 
 
-def _of_group(group: int) -> str:
+def _format_group(group: int) -> str:
     return f"group {group}: " if group else ""
 
 

@@ -228,10 +228,10 @@ class SpikeDetector(Detector):
         if clean is None:
             clean = is_clean(record)
         if self._far is None:
-            return self._unjudged(record, value, clean)
+            return self._add_warm_up_step(record, value, clean)
         course = self._course.median()
         if value <= 0.0 or self._course.smallest <= 0.0:
-            return self._around_zero(record, value, clean)
+            return self._judge_around_zero(record, value, clean)
         self._newest.append(value)
         logarithm = math.log(value)
         distance = logarithm - math.log(course)
@@ -244,7 +244,7 @@ class SpikeDetector(Detector):
             if clean:
                 self._push_deviation(value, logarithm, distance)
             return ()
-        return self._evidence(record, value, logarithm, distance, beyond, clean)
+        return self._judge_evidence(record, value, logarithm, distance, beyond, clean)
 
     def limit(self) -> float | None:
         """Return the value above which the next step is an outlier; None without a limit."""
@@ -257,7 +257,9 @@ class SpikeDetector(Detector):
 
     # ------------------------------------------------------------------------ the reference
 
-    def _unjudged(self, record: StepRecord, value: float, clean: bool) -> tuple[Finding, ...]:
+    def _add_warm_up_step(
+        self, record: StepRecord, value: float, clean: bool
+    ) -> tuple[Finding, ...]:
         """Add a step of the warm-up, or of an announced change."""
         if clean:
             course = self._course.median() if len(self._course) else value
@@ -265,7 +267,7 @@ class SpikeDetector(Detector):
                 logarithm = math.log(value)
                 self._push_deviation(value, logarithm, logarithm - math.log(course))
             else:
-                self._push_plain(value)
+                self._push_trend(value)
         if not self._suspended and len(self._course) >= min(
             self._config.warm_up, self._config.trend_window
         ):
@@ -281,9 +283,9 @@ class SpikeDetector(Detector):
         self._farthest = distance if distance > farthest else farthest
         self._wandered *= _FADES
         self._highest *= _FADES
-        self._push_plain(value)
+        self._push_trend(value)
 
-    def _push_plain(self, value: float) -> None:
+    def _push_trend(self, value: float) -> None:
         self._course.push(value)
         self._stale += 1
         if self._stale >= _REFRESH and self._far is not None:
@@ -330,18 +332,20 @@ class SpikeDetector(Detector):
         spread = max(max(values) - course, course - min(values))
         return min(course + _AROUND_ZERO * spread, _LARGEST) if spread > 0.0 else None
 
-    def _around_zero(self, record: StepRecord, value: float, clean: bool) -> tuple[Finding, ...]:
+    def _judge_around_zero(
+        self, record: StepRecord, value: float, clean: bool
+    ) -> tuple[Finding, ...]:
         limit = self._limit_around_zero()
         if limit is not None and value > limit:
             self._held.append(value)
             course = self._course.median()
             silent = self._recurs(math.log((value - course) / (limit - course)))
             if len(self._held) >= self._config.accept_after:
-                self._adopt(self._held)
+                self._adopt_level(self._held)
             return () if silent else (self._spike(record, value, limit, record.step),)
         self._held.clear()
         if clean:
-            self._push_plain(value)
+            self._push_trend(value)
         return ()
 
     # ------------------------------------------------------------------------- high steps
@@ -377,7 +381,7 @@ class SpikeDetector(Detector):
             self._take_for_noise()
             return ()
         silent = self._recurs(distance)
-        self._silent = silent = self._begin_told() or silent or self._is_known(logarithm)
+        self._silent = silent = self._record_report() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
         if silent:
             return shift
@@ -404,7 +408,7 @@ class SpikeDetector(Detector):
             cause=f"{self.metric}_outlier",
         )
 
-    def _evidence(
+    def _judge_evidence(
         self,
         record: StepRecord,
         value: float,
@@ -425,12 +429,12 @@ class SpikeDetector(Detector):
         if clean or beyond > 0.0:
             self._held.append(value)
         findings: tuple[Finding, ...] = ()
-        if self._is_enough(beyond):
-            self._silent = self._begin_told() or self._is_known(logarithm)
+        if self._is_burst(beyond):
+            self._silent = self._record_report() or self._is_known(logarithm)
             findings = () if self._silent else (self._burst_finding(record, value),)
         return findings + self._accept_if_steady(record)
 
-    def _is_enough(self, beyond: float) -> bool:
+    def _is_burst(self, beyond: float) -> bool:
         if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
             return False
         if self._sum < max(self._enough, _REMEMBERED * self._wandered):
@@ -467,7 +471,7 @@ class SpikeDetector(Detector):
 
     # --------------------------------------------------------------------- what is known
 
-    def _begin_told(self) -> bool:
+    def _record_report(self) -> bool:
         """Record the report of an episode; return whether episodes come at regular intervals."""
         begins = self._begins
         if not self._told:
@@ -547,7 +551,9 @@ class SpikeDetector(Detector):
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
-            self._adopt(outliers[-num:])  # it has come back: the trend is at its current values
+            self._adopt_level(
+                outliers[-num:]
+            )  # it has come back: the trend is at its current values
             self._accepted = []
             return ()
         # Values that still fall are returning, and not a level.
@@ -559,7 +565,7 @@ class SpikeDetector(Detector):
         was_told, course, onset = self._told, self._course.median(), self._onset
         was_told = was_told and not self._silent and low >= course * _TOGETHER
         level = newer.median()
-        self._adopt(outliers[-num:])
+        self._adopt_level(outliers[-num:])
         if not was_told:
             return ()
         shift = Finding(
@@ -575,7 +581,7 @@ class SpikeDetector(Detector):
         )
         return (shift,)
 
-    def _adopt(self, values: list[float]) -> None:
+    def _adopt_level(self, values: list[float]) -> None:
         """Make these values the trend from now on; the spread around it stays."""
         recent = values[-self._config.trend_window :]
         highest = max(values)

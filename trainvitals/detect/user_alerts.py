@@ -228,7 +228,7 @@ def load_rules(path: Path) -> tuple[Rule, ...]:
     rules: list[Rule] = []
     for number, table in enumerate(tables, start=1):
         try:
-            rules.append(_rule_of(table, number))
+            rules.append(_parse_rule(table, number))
         except ConfigError as error:
             raise ConfigError(f"{error.text} ({path})", hint=error.hint) from error
     names = [rule.name for rule in rules]
@@ -244,7 +244,7 @@ def load_rules(path: Path) -> tuple[Rule, ...]:
 _KEYS = ("name", "when", "for", "level")
 
 
-def _rule_of(table: Mapping[str, Any], number: int) -> Rule:
+def _parse_rule(table: Mapping[str, Any], number: int) -> Rule:
     what = f"rule {table.get('name', f'number {number}')!r}"
     for key in table:
         if key not in _KEYS:

@@ -20,19 +20,19 @@ Escape = Callable[[str], str]
 
 def write(blocks: Sequence[Block]) -> str:
     """Return the document as Markdown; external text is escaped."""
-    return "\n\n".join(_text(block, escape_markdown, "**") for block in blocks) + "\n"
+    return "\n\n".join(_format_block(block, escape_markdown, "**") for block in blocks) + "\n"
 
 
 def write_text(blocks: Sequence[Block]) -> str:
     """Return the document as text, without escapes."""
-    return "\n\n".join(_text(block, _plain, "") for block in blocks) + "\n"
+    return "\n\n".join(_format_block(block, _make_printable, "") for block in blocks) + "\n"
 
 
-def _plain(text: str) -> str:
+def _make_printable(text: str) -> str:
     return printable(text).strip()
 
 
-def _text(block: Block, escape: Escape, strong: str) -> str:
+def _format_block(block: Block, escape: Escape, strong: str) -> str:
     match block:
         case Heading():
             return f"{'#' * block.level} {escape(block.text)}"
@@ -52,6 +52,6 @@ def _text(block: Block, escape: Escape, strong: str) -> str:
             return "\n".join(["```text", *block.lines, "```"])
         case Fold():
             section = [Heading(block.level, block.title), *block.blocks]
-            return "\n\n".join(_text(part, escape, strong) for part in section)
+            return "\n\n".join(_format_block(part, escape, strong) for part in section)
         case _:
-            return "\n\n".join(_text(part, escape, strong) for part in block.to_blocks())
+            return "\n\n".join(_format_block(part, escape, strong) for part in block.to_blocks())

@@ -79,11 +79,11 @@ def _nodes(blocks: Sequence[Block], notes: set[str] | None = None) -> list[Node]
         if note not in notes:
             notes.add(note)
             nodes.append(node("p", note, class_="dim"))
-        nodes.append(_node(block))
+        nodes.append(_build_block_element(block))
     return nodes
 
 
-def _node(block: TextBlock | ChartBlock) -> Node:
+def _build_block_element(block: TextBlock | ChartBlock) -> Node:
     match block:
         case Heading():
             return node(f"h{block.level}", block.text)
@@ -97,12 +97,12 @@ def _node(block: TextBlock | ChartBlock) -> Node:
             pre.text = "\n".join(map(printable, block.lines))  # `node` makes a line break a space
             return pre
         case TableBlock():
-            return _table(block)
+            return _build_table_element(block)
         case _:
             return block.to_figure()
 
 
-def _table(block: TableBlock) -> Node:
+def _build_table_element(block: TableBlock) -> Node:
     numeric = [
         any(_is_number(row[at]) for row in block.rows)
         and all(row[at] in ("", None) or _is_number(row[at]) for row in block.rows)
@@ -116,7 +116,7 @@ def _table(block: TableBlock) -> Node:
         node(
             "tr",
             *(
-                node("td", text, class_="number" if numeric[at] else _class(text))
+                node("td", text, class_="number" if numeric[at] else _choose_cell_class(text))
                 for at, text in enumerate(map(cell_text, row))
             ),
         )
@@ -126,7 +126,7 @@ def _table(block: TableBlock) -> Node:
     return node("div", table, class_="table")
 
 
-def _class(text: str) -> str | None:
+def _choose_cell_class(text: str) -> str | None:
     return "long" if len(text) > _LONG else "short" if len(text) <= _SHORT else None
 
 

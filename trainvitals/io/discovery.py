@@ -44,7 +44,7 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
     folder = ensure_private_dir(base / check_run_id(run_id))
     pointer = msgspec.json.encode(_RunPointer(run_id, str(run_dir.absolute())))
     try:
-        _write_small(folder / "run.json", pointer)
+        _write_private_file(folder / "run.json", pointer)
     except OSError as error:
         raise StorageError(
             f"{folder}: cannot write to the journals' folder: {error.strerror}",
@@ -91,14 +91,14 @@ def discover(base: Path, run_id: str = "") -> list[JournalRef]:
             check_run_id(folder.name)
         except UsageError:
             continue  # not a run's directory: other files may exist here
-        run_dir = _run_dir_of(folder)
+        run_dir = _read_run_pointer(folder)
         journals += [JournalRef(folder.name, path, run_dir) for path in _subdirectories(folder)]
     return sorted(journals)
 
 
 def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
     """Create the closed marker: no row will be written. For a writer known to be dead."""
-    _write_small(
+    _write_private_file(
         directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
     )
 
@@ -111,7 +111,7 @@ def _subdirectories(path: Path) -> list[Path]:
         return []
 
 
-def _run_dir_of(folder: Path) -> Path | None:
+def _read_run_pointer(folder: Path) -> Path | None:
     with contextlib.suppress(OSError, VitalsError, *UNREADABLE):
         return Path(msgspec.json.decode(read_own(folder / "run.json"), type=_RunPointer).run_dir)
     return None
@@ -119,10 +119,10 @@ def _run_dir_of(folder: Path) -> Path | None:
 
 def write_notice(folder: Path, text: str) -> None:
     """Leave a report of the agent's for the rank's log. May raise OSError."""
-    _write_small(folder / NOTICE_FILE, text.encode())
+    _write_private_file(folder / NOTICE_FILE, text.encode())
 
 
-def _write_small(path: Path, raw: bytes) -> None:
+def _write_private_file(path: Path, raw: bytes) -> None:
     """Write the file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -141,7 +141,9 @@ class JournalWriter:
             hint="do not pass the monitor to DataLoader workers",
         )
 
-    def _new_segment(self, schema: Schema, first_seq: int, index: int, num_rows: int) -> "_Slots":
+    def _new_segment(
+        self, schema: Schema, first_seq: int, index: int, num_rows: int
+    ) -> "_OpenSegment":
         """Return a fresh segment with room for ``num_rows`` rows at least. May raise OSError."""
         header = encode_header(
             SegmentHeader(
@@ -154,12 +156,12 @@ class JournalWriter:
         # Room for two segments of each stream, so that a sealed one can always be deleted.
         share = bound // (2 * len(STREAMS)) // _PAGE * _PAGE
         size = -(-max(needed, min(preferred_bytes, share)) // _PAGE) * _PAGE
-        self._make_room(size, bound)
+        self._delete_old_segments(size, bound)
         path = self.directory / segment_name(schema.stream, index)
         kind = MappedSegment if self.in_memory else PlainSegment
         file: SegmentFile = kind(path, header, size)
         self._segments.append((schema.stream, path, size))
-        return _Slots(file, schema, len(header), first_seq)
+        return _OpenSegment(file, schema, len(header), first_seq)
 
     def _bound(self) -> int:
         """Current bound of all segments: free memory changes during training."""
@@ -169,7 +171,7 @@ class JournalWriter:
         free = status.f_bavail * status.f_frsize + self._used_bytes()
         return min(self.max_bytes, int(free * self.max_share))
 
-    def _make_room(self, size: int, bound: int) -> None:
+    def _delete_old_segments(self, size: int, bound: int) -> None:
         if size > bound // 2:
             text = f"{size} bytes are too much for a journal of {bound}, its share of what is free"
             raise OSError(errno.ENOSPC, text, str(self.directory))
@@ -198,7 +200,7 @@ class JournalWriter:
         return sealed[0] if sealed else None
 
 
-class _Slots:
+class _OpenSegment:
     """A segment file with the offset of its rows."""
 
     def __init__(self, file: SegmentFile, schema: Schema, offset: int, first_seq: int) -> None:
@@ -219,7 +221,7 @@ class StreamWriter:
         self.journal = journal
         self._lock = lock
         self._pid = os.getpid()
-        self._slots: _Slots | None = None
+        self._slots: _OpenSegment | None = None
         # Used for each row while the mapped segment has space.
         self._pack = schema.pack
         self._map: mmap.mmap | None = None
@@ -280,7 +282,7 @@ class StreamWriter:
         slots = self._slots
         try:
             if slots is None or seq + num_rows > slots.end_seq or slots.schema is not schema:
-                slots = self._roll(schema, seq, num_rows)
+                slots = self._start_segment(schema, seq, num_rows)
                 if slots is None:
                     self.dropped += num_rows
                     return
@@ -289,7 +291,7 @@ class StreamWriter:
             self.journal.last_error = error
             self.dropped += num_rows
 
-    def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
+    def _start_segment(self, schema: Schema, seq: int, num_rows: int) -> _OpenSegment | None:
         """Start a new segment; None if one was refused a few rows ago."""
         self._close_segment()
         if seq < self._retry_at:

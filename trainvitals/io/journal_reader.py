@@ -52,7 +52,7 @@ class JournalReader:
         """The writer; None until the first segment exists."""
         if self._identity is None:
             closed = self._is_closed()
-            self._read_headers(self._list(), closed=closed)
+            self._read_headers(self._list_segments(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
@@ -67,7 +67,7 @@ class JournalReader:
                 with the others.
         """
         closed = self._is_closed()  # before the listing, so that all sealed segments are in it
-        listing = self._list()
+        listing = self._list_segments()
         self._read_headers(listing, closed=closed)
         if self._unsaid is not None:
             error, self._unsaid = self._unsaid, None
@@ -84,11 +84,11 @@ class JournalReader:
         """
         if not self._is_closed():
             return False
-        marker = self._marker()
-        listing = self._list()
+        marker = self._read_closed_marker()
+        listing = self._list_segments()
         self._read_headers(listing, closed=True)
         for segments in listing.values():
-            if any(self._rest(path) for _, path in segments):
+            if any(self._has_unread_rows(path) for _, path in segments):
                 return False
         for stream, end in marker.next_seq.items():
             self.dropped += max(0, end - self._next.get(stream, 0))
@@ -100,7 +100,7 @@ class JournalReader:
         closed = self._is_closed()
         if not closed and len(self._listing.get(stream, ())) == 1:
             return  # it is the one that is written to
-        segments = self._list().get(stream, [])
+        segments = self._list_segments().get(stream, [])
         self._read_headers({stream: segments}, closed=closed)
         for i, (_, path) in enumerate(segments):
             later = self._known.get(segments[i + 1][1]) if i + 1 < len(segments) else None
@@ -108,7 +108,7 @@ class JournalReader:
                 done = later[0].first_seq - 1 <= seq
             else:
                 done = closed and i + 1 == len(segments) and self._next.get(stream, 0) - 1 <= seq
-                done = done and not self._rest(path)
+                done = done and not self._has_unread_rows(path)
             if not done:
                 return
             path.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class JournalReader:
                 path.unlink(missing_ok=True)
             self.directory.rmdir()
 
-    def _list(self) -> _Listing:
+    def _list_segments(self) -> _Listing:
         """Return the segments; drop the state of deleted ones."""
         names = list_names(self.directory)
         if names != self._names:
@@ -133,7 +133,7 @@ class JournalReader:
     def _is_closed(self) -> bool:
         return os.path.exists(self._closed_path)  # noqa: PTH110 - a reader asks often
 
-    def _marker(self) -> ClosedMarker:
+    def _read_closed_marker(self) -> ClosedMarker:
         """The writer's closed marker. An empty one counts: memory may have been full."""
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
@@ -199,7 +199,7 @@ class JournalReader:
         start = offset + (base - header.first_seq) * schema.row_size
         return header, base, read_bytes(path, start, max(0, path.stat().st_size - start))
 
-    def _rest(self, path: Path) -> bool:
+    def _has_unread_rows(self, path: Path) -> bool:
         """Whether complete rows of this segment are still to be read."""
         if path not in self._known:
             return False

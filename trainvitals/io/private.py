@@ -159,7 +159,7 @@ class Owner:
     def is_writable_by_others(self, status: os.stat_result) -> bool:
         """Return whether other users may write there, according to its mode."""
         mode = status.st_mode & _WRITABLE & ~self.writable
-        if mode == stat.S_IWGRP and _is_of_one(status.st_gid, status.st_uid):
+        if mode == stat.S_IWGRP and _is_private_group(status.st_gid, status.st_uid):
             return False
         return bool(mode)
 
@@ -190,7 +190,7 @@ class Owner:
 
 
 @functools.cache
-def _is_of_one(gid: int, uid: int) -> bool:
+def _is_private_group(gid: int, uid: int) -> bool:
     """Return whether a group is a user's private one: with umask 002, all their files are 0775."""
     try:
         user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
@@ -381,7 +381,7 @@ def _open_checked(
     try:
         fd = os.open(path, flags & ~os.O_TRUNC | quiet, mode)
     except OSError as error:
-        _explain(path, owner, error, private=private)
+        _raise_if_insecure(path, owner, error, private=private)
         raise
     try:
         status = os.fstat(fd)
@@ -402,7 +402,7 @@ def _open_checked(
     return fd
 
 
-def _explain(path: Path, owner: Owner, error: OSError, *, private: bool) -> None:
+def _raise_if_insecure(path: Path, owner: Owner, error: OSError, *, private: bool) -> None:
     """Raise an error for a file that cannot be opened because it is insecure."""
     try:
         status = path.lstat()

@@ -31,7 +31,7 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
     """Return the ``nth`` run of this launch's first start; None if this is the first."""
     for key, is_restart in _launches(environ, sys.argv, nth):
         for path in (
-            (_key_path(_user_directory(base), key), _key_path(base / _FOLDER, key))
+            (_launch_path(_user_directory(base), key), _launch_path(base / _FOLDER, key))
             if is_restart
             else ()
         ):
@@ -56,7 +56,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
     for key, _ in _launches(environ, sys.argv, nth):
         base.mkdir(parents=True, exist_ok=True)
         folder = ensure_own_dir(_user_directory(base), read=0)
-        replace_file(_key_path(folder, key), run_id.encode() + b"\n", mode=0o600)
+        replace_file(_launch_path(folder, key), run_id.encode() + b"\n", mode=0o600)
         _forget_oldest(folder)
 
 
@@ -105,7 +105,7 @@ def _user_directory(base: Path) -> Path:
     return base / f"{_FOLDER}-{os.geteuid()}"
 
 
-def _key_path(folder: Path, key: str) -> Path:
+def _launch_path(folder: Path, key: str) -> Path:
     return folder / hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -401,7 +401,9 @@ class RunDir:
                     hint="restore the file from a backup, or start a new run",
                 ) from error
             mac = entry.pop(_MAC, None)
-            genuine = mac is None or not key or _is_same(mac, self._line_mac(key, offset, entry))
+            genuine = (
+                mac is None or not key or _is_same_mac(mac, self._line_mac(key, offset, entry))
+            )
             if not genuine:
                 raise InsecurePathError(
                     f"{path}:{number} is not signed with this run's key, and other users could "
@@ -430,7 +432,7 @@ class RunDir:
         return ensure_own_dir(self.path / name)
 
 
-def _is_same(mac: object, expected: str) -> bool:
+def _is_same_mac(mac: object, expected: str) -> bool:
     return isinstance(mac, str) and hmac.compare_digest(mac.encode(), expected.encode())
 
 

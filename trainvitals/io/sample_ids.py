@@ -61,7 +61,7 @@ class SampleFile:
             self._size = os.fstat(self._fd).st_size
         raw = msgspec.json.encode(line) + b"\n"
         if self._size and self._size + len(raw) > self._max_bytes // _PARTS:
-            self._begin_another()
+            self._rotate_file()
             self.append(line)
             return
         make_room(self._folder, f"rank-{self._rank}.*.jsonl", self._max_bytes - len(raw))
@@ -69,7 +69,7 @@ class SampleFile:
             written = os.write(self._fd, raw)
             raw, self._size = raw[written:], self._size + written
 
-    def _begin_another(self) -> None:
+    def _rotate_file(self) -> None:
         self.close()
         now = self._folder / f"{self._name}.jsonl"
         now.rename(self._folder / f"{self._name}.{self._number:06d}.jsonl")

@@ -44,12 +44,12 @@ from trainvitals.io.spool_files import (
     STATE_FILE,
     Headers,
     SpoolPosition,
+    encode_state,
     load_state,
     own_files,
     read_batches,
     scan_file,
     scan_folder,
-    sealed_state,
     spool_files,
 )
 from trainvitals.wire import BatchHeader, decode_batch
@@ -130,7 +130,7 @@ class Spool:
             self._num_bytes = sum(self._sizes.values())
             self._recover()
         except OSError as error:
-            self._leave()
+            self._close_file()
             raise StorageError(f"{directory}: the spool cannot be created: {error}") from error
 
     @property
@@ -187,13 +187,13 @@ class Spool:
                 try: it reports whether earlier ones have to be added again first.
         """
         header = decode_batch(raw).header
-        with self._lock, self._disk("nothing was added"):
+        with self._lock, self._translate_disk_errors("nothing was added"):
             if self._gave_up:
                 raise OSError("rows added earlier were lost before they reached the disk")
             key = (header.identity.run_id, header.identity.incarnation, header.stream)
             if header.last_seq <= self._last.get(key, -1):
                 return True
-            has_room = key not in self._refused and self._make_room(len(raw))
+            has_room = key not in self._refused and self._drop_until_fits(len(raw))
             if has_room:
                 self._write_if_retained_must_go(raw)
             else:
@@ -209,19 +209,19 @@ class Spool:
             StorageError: the disk refused; batches since the last sync are dropped, and can be
                 appended again.
         """
-        with self._lock, self._disk("cannot be made durable"):
+        with self._lock, self._translate_disk_errors("cannot be made durable"):
             try:
-                self._flush()
+                self._sync_file()
             finally:
                 gave_up, self._gave_up = self._gave_up, False
             if gave_up:
                 raise OSError("a leftover file could not be synced to disk")
             if self._state.dropped_rows != self._saved.dropped_rows:
-                self._save_count()
+                self._save_dropped_count()
 
     def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
         """Yield the batches after ``start``, each with the position after it; counts damage."""
-        with self._disk("cannot be read"):
+        with self._translate_disk_errors("cannot be read"):
             for position, raw in scan_folder(self.directory, start):
                 if raw is None:
                     with self._lock:
@@ -235,7 +235,7 @@ class Spool:
 
     def ack(self, position: SpoolPosition) -> None:
         """Record that everything before ``position`` is stored; free whole files."""
-        with self._lock, self._disk("the acknowledged position cannot be saved"):
+        with self._lock, self._translate_disk_errors("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
                 return
             self._update_state(acked=position)
@@ -245,7 +245,7 @@ class Spool:
                 try:
                     self._save_state()
                 finally:
-                    self._prune()
+                    self._delete_expired_files()
 
     def last_acked(self) -> bytes | None:
         """Return the last acknowledged batch; None if it was deleted."""
@@ -260,7 +260,7 @@ class Spool:
 
     def may_be_asked_for(self) -> bool:
         """Return whether a restored collector may still request spooled batches."""
-        with self._lock, self._disk("cannot be read"):
+        with self._lock, self._translate_disk_errors("cannot be read"):
             if self._retained or not self._sizes:
                 return bool(self._retained)
             age = self._now() - self._file_path(max(self._sizes)).stat().st_mtime
@@ -268,12 +268,12 @@ class Spool:
 
     def close(self) -> None:
         """Sync, save the state, close the file."""
-        with self._lock, self._disk("the spool's last state was not saved"):
+        with self._lock, self._translate_disk_errors("the spool's last state was not saved"):
             try:
                 if self._fd >= 0 or self._unsynced or self._state != self._saved:
                     self._save_state()
             finally:
-                self._leave()
+                self._close_file()
 
     # ---------------------------------------------------------- acknowledged and still there
 
@@ -285,7 +285,7 @@ class Spool:
         self._retained |= dict.fromkeys(done, self._now())
         return done
 
-    def _prune(self) -> None:
+    def _delete_expired_files(self) -> None:
         oldest = self._now() - self._retain_seconds
         for number in sorted(self._retained):
             if self._retained[number] > oldest and self.retained_bytes <= self._retain_bytes:
@@ -308,7 +308,7 @@ class Spool:
         """Append a batch to the current spool file, or to a new one."""
         if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
             self._save_state()
-            self._leave()
+            self._close_file()
         if self._fd < 0:
             self._start_file()
         fd, size = self._fd, self._sizes[self._number]
@@ -340,13 +340,13 @@ class Spool:
         for number in empty:
             self._remove_file(number)
 
-    def _leave(self) -> None:
+    def _close_file(self) -> None:
         """Stop appending to the current file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def _flush(self) -> None:
+    def _sync_file(self) -> None:
         size = self._sizes[self._number] if self._fd >= 0 else 0
         if self._fd >= 0 and size != self._synced_size:
             try:
@@ -356,7 +356,7 @@ class Spool:
                 raise
             self._synced_size = size
         for key, seq in self._unsynced.items():
-            _note(self._last, key, seq)
+            _record_last_seq(self._last, key, seq)
         self._unsynced.clear()
 
     def _give_up_unsynced(self) -> None:
@@ -366,22 +366,22 @@ class Spool:
         reader may have seen the bytes, so they must never be replaced.
         """
         self._unsynced.clear()
-        self._take_refusals_back()
+        self._clear_refused()
         self._gave_up = True
         fd, number, size = self._fd, self._number, self._synced_size
         with contextlib.suppress(OSError):  # otherwise they stay: duplicate rows count once
             os.ftruncate(fd, size)
             self._record_file_size(number, size)
-        self._leave()
+        self._close_file()
 
-    def _make_room(self, size: int) -> bool:
+    def _drop_until_fits(self, size: int) -> bool:
         if self.keep or size > self.max_bytes:
             return self._num_bytes + size <= self.max_bytes
         while self._sizes and self._num_bytes + size > self.max_bytes:
-            self._drop_oldest()
+            self._drop_oldest_file()
         return True
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest_file(self) -> None:
         oldest = min(self._sizes)
         acked, num_dropped = self._state.acked, self._state.dropped_rows
         num_rows = self._num_unacked_rows(oldest)
@@ -415,7 +415,7 @@ class Spool:
             return
         self._file_path(number).unlink(missing_ok=True)
         if number == self._number:
-            self._leave()
+            self._close_file()
         self._record_file_size(number, 0)
         del self._sizes[number]
         self._retained.pop(number, None)
@@ -453,28 +453,28 @@ class Spool:
 
     def _save_state(self) -> None:
         """Sync the spool file, then replace ``state.json``."""
-        self._flush()  # the state must not contain bytes that a crash could lose
+        self._sync_file()  # the state must not contain bytes that a crash could lose
         newest = max(self._sizes, default=-1)
         scanned = SpoolPosition(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
         last = dict(self._last)
         for key, seq in self._refused.items():
-            _note(last, key, seq)
+            _record_last_seq(last, key, seq)
         last_seqs = [(*key, seq) for key, seq in last.items()]
         retained = sorted(self._retained.items())
         self._update_state(scanned=scanned, last_seqs=last_seqs, retained=retained)
-        with self._disk("cannot be written", self.directory / STATE_FILE):
-            replace_file(self.directory / STATE_FILE, sealed_state(self._state))
+        with self._translate_disk_errors("cannot be written", self.directory / STATE_FILE):
+            replace_file(self.directory / STATE_FILE, encode_state(self._state))
         self._saved, self._last = self._state, last
         self._refused.clear()
 
-    def _save_count(self) -> None:
+    def _save_dropped_count(self) -> None:
         try:
             self._save_state()
         except StorageError:
-            self._take_refusals_back()
+            self._clear_refused()
             raise
 
-    def _take_refusals_back(self) -> None:
+    def _clear_refused(self) -> None:
         """A refused batch is sent again, refused again, and counted then."""
         self._refused.clear()
         if self.keep:
@@ -502,7 +502,7 @@ class Spool:
         if newest >= 0:
             self._rewrite(newest, scanned.offset if newest == scanned.file else 0)
         self._retain()
-        self._prune()
+        self._delete_expired_files()
 
     def _rescan(self, number: int, start: int, *, complete: bool) -> int:
         """Record the file's batches after ``start``; return the end of its last batch.
@@ -521,7 +521,7 @@ class Spool:
                 if header is not None and is_noted:
                     identity = header.identity
                     key = (identity.run_id, identity.incarnation, header.stream)
-                    _note(self._last, key, header.last_seq)
+                    _record_last_seq(self._last, key, header.last_seq)
         return end
 
     def _rewrite(self, number: int, start: int) -> None:
@@ -540,7 +540,7 @@ class Spool:
             os.close(fd)
 
     @contextlib.contextmanager
-    def _disk(self, outcome: str, path: Path | None = None) -> Iterator[None]:
+    def _translate_disk_errors(self, outcome: str, path: Path | None = None) -> Iterator[None]:
         """Translate errors of the system to ours."""
         try:
             yield
@@ -562,7 +562,7 @@ def unacknowledged(directory: Path) -> Iterator[BatchHeader]:
             yield header
 
 
-def _note(last: dict[Key, int], key: Key, seq: int) -> None:
+def _record_last_seq(last: dict[Key, int], key: Key, seq: int) -> None:
     """Note a stream's last number, and forget the stream that wrote longest ago."""
     last[key] = max(seq, last.pop(key, -1))
     while len(last) > MAX_WRITERS:

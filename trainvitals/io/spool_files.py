@@ -166,7 +166,7 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
     A tail without a valid batch is damage in a ``complete`` file; otherwise it is torn or still
     growing, and is not reported.
     """
-    scan = _Scan(file)
+    scan = _SpoolFileScan(file)
     while offset < scan.end:
         batch = scan.batch_at(offset)
         if batch is not None:
@@ -182,7 +182,7 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
         yield offset, None
 
 
-class _Scan:
+class _SpoolFileScan:
     """Search for batches in one file, with bounded cost.
 
     A damaged batch costs its own size once. A forged file of batch headers, each of which claims
@@ -289,7 +289,7 @@ def read_state(path: Path) -> State | None:
         return None
 
 
-def sealed_state(state: State) -> bytes:
+def encode_state(state: State) -> bytes:
     """Return the file's bytes."""
     raw = msgspec.json.encode(state)
     return msgspec.json.encode(_Sealed(zlib.crc32(raw), msgspec.Raw(raw)))

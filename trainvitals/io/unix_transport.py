@@ -18,22 +18,22 @@ class UnixTransport(httpx.HTTPTransport):
     def __init__(self, path: Path) -> None:
         super().__init__(uds=str(path), trust_env=False)
         # httpx has no argument for it: with the path above it never falls back to a host.
-        self._pool = httpcore.ConnectionPool(uds=str(path), network_backend=_Backend())
+        self._pool = httpcore.ConnectionPool(uds=str(path), network_backend=_UnixBackend())
 
 
-class _Backend(httpcore.SyncBackend):
+class _UnixBackend(httpcore.SyncBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
     ) -> httpcore.NetworkStream:
         try:
-            return _Stream(connect_unix(Path(path), timeout))
+            return _UnixStream(connect_unix(Path(path), timeout))
         except TimeoutError as error:
             raise httpcore.ConnectTimeout(str(error)) from error
         except OSError as error:
             raise httpcore.ConnectError(str(error)) from error
 
 
-class _Stream(httpcore.NetworkStream):
+class _UnixStream(httpcore.NetworkStream):
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
 

@@ -303,7 +303,7 @@ def _leave_out_margin(config: PolicyConfig, tries: int) -> int:
 
 def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:
     """Return the latest healthy checkpoint; None if there is none."""
-    usable = _healthy(checkpoints, FOREVER)
+    usable = _list_healthy_checkpoints(checkpoints, FOREVER)
     return usable[-1] if usable else None
 
 
@@ -316,7 +316,7 @@ def choose_checkpoint(
     none, it takes the oldest suitable checkpoint again.
     """
     latest = max(0, onset - margin)
-    usable = _healthy(checkpoints, latest)
+    usable = _list_healthy_checkpoints(checkpoints, latest)
     if not usable:
         num = len(checkpoints)
         none_is = "the only checkpoint is not" if num == 1 else f"none of {num} checkpoints is"
@@ -343,7 +343,9 @@ def commanded_checkpoint(
     return newest_healthy([ref for ref in checkpoints if ref.step == command.argument])
 
 
-def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[CheckpointRef]:
+def _list_healthy_checkpoints(
+    checkpoints: Sequence[CheckpointRef], at_most: float
+) -> list[CheckpointRef]:
     """Return the healthy ones, oldest first; ties by place, then id, never by the list's order."""
     return sorted(
         (ref for ref in checkpoints if ref.state == "healthy" and ref.step <= at_most),

@@ -40,7 +40,7 @@ def respond(
     decision = result.decision
     refusal = _refusal_reason(result, command, context)
     if refusal:
-        return _acknowledge(result, command, "refused", refusal, context)
+        return _acknowledge_command(result, command, "refused", refusal, context)
     if command.action == "accept":
         return _accept(result, command, context)
     if command.action not in ("approve", "halt", "rollback"):
@@ -51,14 +51,14 @@ def respond(
         done = on_approved(state, context, command.number)
         status: Literal["done", "refused"] = "done" if done.decision is not None else "refused"
         reason = done.decision.reason if done.decision else done.findings[0].reason
-        return _acknowledge(done, command, status, reason, context)
+        return _acknowledge_command(done, command, status, reason, context)
     suffix = f"; this step: {decision.reason}" if decision else ""
     if command.action == "halt":
         done = halt(
             state, context, None, reason=f"manual command{suffix}", rule="command",
             command_number=command.number,
         )  # fmt: skip
-        return _acknowledge(done, command, "done", "the run was halted", context)
+        return _acknowledge_command(done, command, "done", "the run was halted", context)
     target = commanded_checkpoint(command, context.inputs.checkpoints)
     assert target is not None, "refused above"
     reason = f"rollback to step {target.step} ({target.id})"
@@ -67,7 +67,7 @@ def respond(
         command_number=command.number,
     )  # fmt: skip
     done = roll_back(state, context, rollback)
-    return _acknowledge(done, command, "done", reason, context)
+    return _acknowledge_command(done, command, "done", reason, context)
 
 
 def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) -> PolicyResult:
@@ -110,7 +110,7 @@ def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) ->
         until = max(state.announced_until, first + context.config.lr_jump_steps)
         state = replace(state, announced_until=until, lr_jump=None)
     result = result._replace(state=replace(state, facts=facts))
-    return _acknowledge(result, command, "done", detail, context)
+    return _acknowledge_command(result, command, "done", detail, context)
 
 
 def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -> PolicyResult:
@@ -132,7 +132,7 @@ def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -
     if decision is not None:
         text += f"; this step: {decision.reason}"
         if decision.action == "rollback":
-            return _acknowledge(
+            return _acknowledge_command(
                 result, command, "refused", f"rolled back in this step: {decision.reason}", context
             )
     state = without_entry(result)
@@ -152,7 +152,7 @@ def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -
         evidence={**evidence_of(context.record, state), "accepted_step": float(step)},
     )  # fmt: skip
     done = done._replace(findings=result.findings, readings=result.readings)
-    return _acknowledge(done, command, "done", detail, context)
+    return _acknowledge_command(done, command, "done", detail, context)
 
 
 def _with_level(
@@ -189,7 +189,7 @@ def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionCo
     if command.action == "skip":
         return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"
     if command.action in ("approve", "veto"):
-        return _refusal_of_approval(result.state.facts.waiting, command)
+        return _approval_refusal_reason(result.state.facts.waiting, command)
     if command.action in ("lr", "lr_factor"):
         return "" if 0 < command.argument < FOREVER else "it takes a number above 0"
     if command.action != "rollback":
@@ -204,7 +204,7 @@ def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionCo
     return ""
 
 
-def _refusal_of_approval(waiting: RollbackPlan | None, command: Proposal) -> str:
+def _approval_refusal_reason(waiting: RollbackPlan | None, command: Proposal) -> str:
     if waiting is None or waiting.vetoed:
         return "no decision waits for approval"
     if command.argument in (0.0, NEWEST, float(waiting.number)):
@@ -212,7 +212,7 @@ def _refusal_of_approval(waiting: RollbackPlan | None, command: Proposal) -> str
     return f"decision {command.argument:.0f} does not wait for approval; {waiting.number} does"
 
 
-def _acknowledge(
+def _acknowledge_command(
     result: PolicyResult,
     command: Proposal,
     status: Literal["done", "refused"],

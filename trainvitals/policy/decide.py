@@ -48,8 +48,8 @@ from trainvitals.policy.state import (
     PolicyConfig,
     PolicyState,
     RollbackPlan,
-    ask_from,
     is_outlier,
+    next_probe_clock,
     note_outlier,
     note_reported,
     outliers_around,
@@ -91,7 +91,7 @@ def decide(
     if state.rolling_back or (state.facts.halted and context.mode != "observe"):
         return PolicyResult(state)
     before = state
-    state, is_approved = _tick(state, context), False
+    state, is_approved = _advance_clock(state, context), False
     if state.facts.waiting is not None:
         state, is_approved = on_timeout(state, context.config)
     result = _judge_step(state, findings, context)
@@ -104,13 +104,13 @@ def decide(
     if record.replicas_differ or record.settings_differ:
         result = _check_replicas(result, context)
     if is_approved and not _ends_attempt(result):
-        result = _on_top(result, on_approved(without_entry(result), context))
+        result = _add_rule_result(result, on_approved(without_entry(result), context))
     if command is None or command.number <= state.facts.last_command:
         return result
     return respond(result, state, command, context)
 
 
-def _tick(state: PolicyState, context: DecisionContext) -> PolicyState:
+def _advance_clock(state: PolicyState, context: DecisionContext) -> PolicyState:
     """Advance the clock, and end a hold of the learning rate when its cause has ended."""
     record, facts = context.record, state.facts
     facts = replace(facts, clock=facts.clock + 1)
@@ -198,7 +198,7 @@ def _act_on_nonfinite_params(
             rule="nonfinite_params", kind="nonfinite_params", onset_step=onset, reason=bad.reason,
             finding=bad, replay_all_batches=True,
         )  # fmt: skip
-        return _act_on_certain(state, context, plan)
+        return _act_on_certain_evidence(state, context, plan)
     reason = (
         f"{bad.reason}: all further steps would be lost, and mode {context.mode!r} has no "
         "checkpoint to roll back to; use mode 'heal' with checkpoints"
@@ -248,7 +248,7 @@ def _act_on_damaged_state(
         plan = RollbackPlan(
             rule="state_damaged", kind="nonfinite", onset_step=onset, reason=reason, finding=bad
         )
-        return _act_on_certain(state, context, plan)
+        return _act_on_certain_evidence(state, context, plan)
     result = skip(state, context, bad, reason=bad.reason, rule=bad.detector)
     return result._replace(findings=(finding,))
 
@@ -270,7 +270,7 @@ def _act_on_nonfinite_row(
         plan = RollbackPlan(
             rule="nonfinite_streak", kind="nonfinite", onset_step=onset, reason=reason, finding=bad
         )
-        return _act_on_certain(state, context, plan)
+        return _act_on_certain_evidence(state, context, plan)
     elif not state.sound and num >= config.max_skips_in_a_row:
         reason = (
             f"{num} non-finite steps in a row, up to step {context.record.step}: the run is making "
@@ -326,7 +326,7 @@ def _probe_findings(
             since = -1  # one unclipped update on new data can be enough to forget the old data
     times = within_window(state.asked, clock, config)
     is_near = is_near_jump(state, onset, context)
-    if clock < (times[-1] + _LEVEL_STEPS if is_near and times else ask_from(state, config)):
+    if clock < (times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)):
         return result
     read = run_probe(state, trigger, onset, context)
     if read is None:
@@ -343,7 +343,7 @@ def _probe_findings(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
         reason=f"{what}; {describe_damage(read)}",
     )  # fmt: skip
-    return _on_top(result, _act_on_finite(without_entry(result), context, plan))
+    return _add_rule_result(result, _act_on_finite_evidence(without_entry(result), context, plan))
 
 
 # ------------------------------------------------------------------------- learning-rate jumps
@@ -417,7 +417,7 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
     """Add the ranks' reports about a state that they checked, or could not copy."""
     record = context.record
     if record.snapshots_missed:
-        result = _report_missed(result, context)
+        result = _report_missed_snapshots(result, context)
     if not record.nonfinite_state or _ends_attempt(result):
         return result
     rank = record.nonfinite_state_rank
@@ -426,7 +426,9 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
     value = float(record.nonfinite_state)
     finding = _make_finding(record, "nonfinite_state", "snapshots", reason, rank=rank, value=value)
     result = _mark_unhealthy(result, record.step)
-    return _on_top(result, _act_on_nonfinite_state(without_entry(result), context, finding))
+    return _add_rule_result(
+        result, _act_on_nonfinite_state(without_entry(result), context, finding)
+    )
 
 
 def _make_finding(
@@ -449,7 +451,7 @@ def _ends_attempt(result: PolicyResult) -> bool:
     return result.decision is not None and result.decision.action in ("rollback", "halt")
 
 
-def _on_top(result: PolicyResult, done: PolicyResult) -> PolicyResult:
+def _add_rule_result(result: PolicyResult, done: PolicyResult) -> PolicyResult:
     """Return ``result`` with a rule's result about the state: at most one entry per step.
 
     ``done`` is the result of that rule for ``without_entry(result)``.
@@ -481,14 +483,16 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
     reason += f": rank {rank} is wrong" if rank >= 0 else ""
     finding = _make_finding(record, "replica_corrupted", "replicas", reason, rank=rank)
     result = _mark_unhealthy(result, record.step)
-    return _on_top(result, _act_on_differing_replicas(without_entry(result), context, finding))
+    return _add_rule_result(
+        result, _act_on_differing_replicas(without_entry(result), context, finding)
+    )
 
 
 def _mark_unhealthy(result: PolicyResult, step: int) -> PolicyResult:
     return result._replace(state=replace(result.state, last_unhealthy_step=step))
 
 
-def _report_missed(result: PolicyResult, context: DecisionContext) -> PolicyResult:
+def _report_missed_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyResult:
     """Report snapshots that could not be taken: the first, the second, the fourth, ..."""
     num = result.state.num_missed + 1
     result = result._replace(state=replace(result.state, num_missed=num))
@@ -537,13 +541,13 @@ def _check_evaluation(
         rule="evaluation", kind="state", onset_step=onset, reason=reason, finding=finding,
         is_finite=True,
     )  # fmt: skip
-    return _on_top(result, _act_on_finite(without_entry(result), context, plan))
+    return _add_rule_result(result, _act_on_finite_evidence(without_entry(result), context, plan))
 
 
 # ------------------------------------------------------------------------------------- rollbacks
 
 
-def _act_on_certain(
+def _act_on_certain_evidence(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan
 ) -> PolicyResult:
     """Roll back on certain evidence, or halt if no budget or no checkpoint is left."""
@@ -657,7 +661,7 @@ def _replay_all(
     return PolicyResult(replace(state, **{lasting: report}), findings=(finding,))
 
 
-def _act_on_finite(
+def _act_on_finite_evidence(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan
 ) -> PolicyResult:
     """Roll back on finite evidence about the state; if not allowed, report it and continue.

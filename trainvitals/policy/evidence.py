@@ -125,7 +125,7 @@ _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
 _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
-def of_reading(event: StateRead) -> str:
+def describe_reading(event: StateRead) -> str:
     """Return a sentence about the result of the probe or an evaluation, with its numbers."""
     is_probe = event.trigger != "evaluation"
     who = "Probe" if is_probe else "Evaluation"
@@ -140,14 +140,14 @@ def of_reading(event: StateRead) -> str:
         numbers.append("a share of the initial loss added to both")
     shown = f" ({', '.join(numbers)})" if numbers else ""
     if event.detail.startswith(NONFINITE_GRADIENT):
-        return f"{who}: {event.detail}{shown}: {meaning_of(event)}"
+        return f"{who}: {event.detail}{shown}: {describe_verdict(event)}"
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, against"
     what = "loss on kept batches is" if is_probe else "the loss is"
     earlier = "its earlier value" if is_probe else "that of the previous evaluation"
-    return f"{who}: {what} {times} {earlier}{shown}: {meaning_of(event)}"
+    return f"{who}: {what} {times} {earlier}{shown}: {describe_verdict(event)}"
 
 
-def meaning_of(event: StateRead) -> str:
+def describe_verdict(event: StateRead) -> str:
     """Return the meaning of a verdict about the state for the run."""
     return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
 

@@ -31,7 +31,7 @@ from trainvitals.policy.state import (
     PolicyState,
     Proposal,
     after_rollback,
-    in_turn,
+    carry_run_state,
     limits_in_force,
     lr_factor_at,
     max_row,
@@ -102,7 +102,7 @@ class Judgement(NamedTuple):
     """A command to carry out."""
 
 
-class _Optimizer:
+class _OptimizerJudge:
     """Detectors and policy state of one optimizer that is stepped alone, or of all together."""
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -144,10 +144,10 @@ class Judge:
     ) -> None:
         self.config = config or JudgeConfig()
         self.mode: Mode = mode
-        self._current = _Optimizer(self.config)
+        self._current = _OptimizerJudge(self.config)
         self._current.policy = PolicyState(facts=facts or DurablePolicyState())
         self._turn = 0
-        self._waiting: dict[int, _Optimizer] = {}
+        self._waiting: dict[int, _OptimizerJudge] = {}
         """State of the optimizers other than the current one."""
         self._last_step = -1
 
@@ -156,16 +156,16 @@ class Judge:
         before = self._current
         self._waiting[self._turn] = before
         waiting = self._waiting.pop(turn, None)
-        self._current = _Optimizer(self.config) if waiting is None else waiting
-        self._current.policy = in_turn(self._current.policy, before.policy)
+        self._current = _OptimizerJudge(self.config) if waiting is None else waiting
+        self._current.policy = carry_run_state(self._current.policy, before.policy)
         self._turn = turn
 
-    def _next_state(self, turn: int | None) -> tuple[_Optimizer, PolicyState]:
+    def _next_state(self, turn: int | None) -> tuple[_OptimizerJudge, PolicyState]:
         """Return the references for the next step of one optimizer, without changing anything."""
         if turn is None or turn == self._turn:
             return self._current, self._current.policy
-        optimizer = self._waiting.get(turn) or _Optimizer(self.config)
-        return optimizer, in_turn(optimizer.policy, self._current.policy)
+        optimizer = self._waiting.get(turn) or _OptimizerJudge(self.config)
+        return optimizer, carry_run_state(optimizer.policy, self._current.policy)
 
     def judge(self, record: StepRecord, inputs: StepInputs) -> Judgement:
         """Judge one step and return the findings and the action.
@@ -250,7 +250,7 @@ class Judge:
             self._switch(turn)
         states = {turn: saved, **{int(k): v for k, v in saved.get("others", {}).items()}}
         policies = {turn: self._current.policy, **{k: v.policy for k, v in self._waiting.items()}}
-        self._waiting = {t: _Optimizer(self.config) for t in {*states, *policies}}
+        self._waiting = {t: _OptimizerJudge(self.config) for t in {*states, *policies}}
         for t, optimizer in self._waiting.items():
             state = states.get(t)
             if state:
@@ -380,12 +380,12 @@ class Judge:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the judge that returned ``state``, spent budgets included."""
-        self._current, self._waiting = _Optimizer(self.config), {}
+        self._current, self._waiting = _OptimizerJudge(self.config), {}
         self._current.load_state_dict(state["detectors"])
         self._current.policy = msgspec.convert(state["ladder"], PolicyState)
         self._turn = int(state["detectors"].get("turn", 0))
         for turn, policy in state.get("waiting", {}).items():
-            optimizer = self._waiting[int(turn)] = _Optimizer(self.config)
+            optimizer = self._waiting[int(turn)] = _OptimizerJudge(self.config)
             optimizer.load_state_dict(state["detectors"]["others"][turn])
             optimizer.policy = msgspec.convert(policy, PolicyState)
         self._last_step = int(state["last_step"])

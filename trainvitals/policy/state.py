@@ -355,7 +355,7 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
-def in_turn(state: PolicyState, before: PolicyState) -> PolicyState:
+def carry_run_state(state: PolicyState, before: PolicyState) -> PolicyState:
     """Return the state of one optimizer, updated from ``before``, the state of another one.
 
     Fields about the run are taken from ``before``; rows and the count of withheld updates stay with
@@ -404,7 +404,7 @@ def lr_factor_at(
         rate: rate that the schedule requests; if it is above a hold, the factor lowers it.
         jump: multiple of the held rate from which it is held.
     """
-    factor = _cut_at(facts, step) * facts.lr_scale
+    factor = _compute_lr_cut(facts, step) * facts.lr_scale
     if facts.lr_held and rate:
         return facts.lr_held / rate  # the rate that the operator set applies exactly
     if facts.lr_cap and rate is not None and rate >= jump * facts.lr_cap:
@@ -412,7 +412,7 @@ def lr_factor_at(
     return factor
 
 
-def _cut_at(facts: DurablePolicyState, step: int) -> float:
+def _compute_lr_cut(facts: DurablePolicyState, step: int) -> float:
     if step >= facts.lr_full_from:
         return 1.0
     if step < facts.lr_hold_until:
@@ -552,7 +552,7 @@ def outliers_around(state: PolicyState, step: int) -> tuple[Outlier, ...]:
     return ()
 
 
-def ask_from(state: PolicyState, config: PolicyConfig) -> int:
+def next_probe_clock(state: PolicyState, config: PolicyConfig) -> int:
     """Return the time on the clock from which the probe may run again for finite values.
 
     The pause doubles with each query in the window: 16, 32, 64 ... steps. That is at most six

@@ -12,7 +12,7 @@ import msgspec
 
 from trainvitals.views import IncidentView, MoversQuestion, StepQuestion
 from vitals_collector.queries.open import Reader, open_folder
-from vitals_collector.report.postmortem.report_data import gather
+from vitals_collector.report.postmortem.report_data import gather_report_data
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ def read_statements(folder: Path) -> list[Statement]:
     """Return the incidents of the one run in a directory, by step."""
     with open_folder(folder) as opened:
         reader = opened.reader
-        report = gather(reader, folder.name, now_unix_ns=time.time_ns())
+        report = gather_report_data(reader, folder.name, now_unix_ns=time.time_ns())
         statements = [_statement(reader, incident) for incident in report.all_incidents]
     return sorted(statements, key=lambda each: (each.onset, each.incident_id))
 

@@ -30,7 +30,7 @@ from trainvitals.views import AlertView
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
 from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.live.engine import AlertService, EngineConfig, build_alert_service
 from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store, open_data_store
@@ -135,7 +135,7 @@ def replay_commit(store: Store, num_ranks: int, num_steps: int, *, slow_from: in
         slow_from: the step from which all wait for rank 1; -1: never.
     """
     clock, heard = ManualClock(), _Heard()
-    acting = assemble(store, [heard], clock=clock, config=EngineConfig())
+    acting = build_alert_service(store, [heard], clock=clock, config=EngineConfig())
     ranks = new_ranks(num_ranks, clock.time_ns())
     raws = list(ranks.step())
     for first in range(0, num_ranks, _BATCHES_A_COMMIT):
@@ -180,7 +180,7 @@ def delivery_seconds(store: Store, num_alerts: int) -> list[float]:
     """
     clock, told_at = SystemClock(), dict[str, float]()
     heard = _Heard(lambda alert: told_at.setdefault(alert.run_id, time.monotonic()))
-    acting = assemble(store, [heard], clock=clock, config=EngineConfig())
+    acting = build_alert_service(store, [heard], clock=clock, config=EngineConfig())
     acting.start()
     committed: dict[str, float] = {}
     pauses = np.random.default_rng(0).uniform(0.0, 0.4, num_alerts)
@@ -201,7 +201,12 @@ def delivery_seconds(store: Store, num_alerts: int) -> list[float]:
 
 
 def _one_step(
-    store: Store, acting: Acting, clock: ManualClock, batches: Sequence[Batch], *, is_due: bool
+    store: Store,
+    acting: AlertService,
+    clock: ManualClock,
+    batches: Sequence[Batch],
+    *,
+    is_due: bool,
 ) -> tuple[float, list[float]]:
     """Commit one step of all ranks in the course of a second; return CPU of hooks and polls."""
     hook, polls = 0.0, []

@@ -308,7 +308,7 @@ def _seconds_a_step(times: int, *, is_placed: bool) -> float:
             sections.start_step(time.monotonic_ns())
         model(x).sum().backward()
         if is_placed:
-            sections.enter(time.monotonic_ns())
+            sections.end_loop_part(time.monotonic_ns())
             timeline = sections.pop_timeline()
             assert timeline is not None
             timeline.seconds()

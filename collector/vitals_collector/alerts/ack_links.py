@@ -14,7 +14,7 @@ from sqlalchemy import select
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import AckRequest, AlertView
-from vitals_collector.alerts.inbox import Inbox, entry_of
+from vitals_collector.alerts.inbox import Inbox, alert_from_row
 from vitals_collector.storage.schema import alerts, engine_state
 from vitals_collector.storage.store import UNKNOWN, Store, insert
 
@@ -57,7 +57,7 @@ class AckLinks:
             row = connection.execute(query).first()
         if row is None or row.started_unix_ns != int(started):
             raise UsageError("this link belongs to an earlier firing of the alert", code=UNKNOWN)
-        return entry_of(row).view
+        return alert_from_row(row).view
 
     def acknowledge(self, token: str, by: str, inbox: Inbox) -> AlertView:
         """Acknowledge the link's alert, unless it was acknowledged or is resolved.

@@ -31,7 +31,10 @@ def annotate(
     Raises:
         UsageError: unknown run, a value out of bounds, or too many lines.
     """
-    text, by = _checked("text", request.text, MAX_TEXT), _checked("by", request.by, MAX_BY)
+    text, by = (
+        _clean_note_text("text", request.text, MAX_TEXT),
+        _clean_note_text("by", request.by, MAX_BY),
+    )
     if not text:
         raise UsageError("text is empty; write what is to be seen at the step")
     if not 0 <= request.step <= _MAX_STEP:
@@ -63,7 +66,7 @@ def annotate(
     return view
 
 
-def _checked(name: str, text: str, most: int) -> str:
+def _clean_note_text(name: str, text: str, most: int) -> str:
     """Return the text as it can be stored, without secrets and the white space around it."""
     text = redact_text(clean(text).encode(errors="replace").decode().strip())
     if len(text) > most:

@@ -71,7 +71,7 @@ def issue(
         check_checkpoint(request.checkpoint_id, _load_checkpoint_states(connection, run_id))
         check_step(request, _last_step(connection, run_id))
         _check_number(connection, command)
-        connection.execute(insert(commands).values(_row_of(command)))
+        connection.execute(insert(commands).values(_command_row(command)))
         who = f"{command.issued_by} (control key)"
         # Signed by then: only the copy for the audit can be redacted. Ours are before they are.
         reason = redact_text(command.reason)
@@ -79,7 +79,7 @@ def issue(
             connection, now_unix_ns, who, f"command {command.action}", command, reason
         )
     view = CommandView(command=command, status="pending")
-    if _leave_in_folder(command, folders):
+    if _deliver_to_run_dir(command, folders):
         return mark_delivered(
             store, run_id, command.number, by="this collector", now_unix_ns=now_unix_ns
         )
@@ -102,7 +102,7 @@ def check_step(request: CommandRequest, last_step: int) -> None:
     )
 
 
-def listed(
+def list_commands(
     store: Store, run_id: str, *, now_unix_ns: int, status: str = ""
 ) -> tuple[CommandView, ...]:
     """Return the run's commands, latest first; pending ones may be shown as expired."""
@@ -186,7 +186,7 @@ def expire(store: Store, now_unix_ns: int) -> int:
     return len(rows)
 
 
-def counts(store: Store) -> dict[str, int]:
+def count_commands(store: Store) -> dict[str, int]:
     """Return the number of commands by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
     with store.read_transaction() as connection:
@@ -287,7 +287,7 @@ def _rank0(connection: Connection, run_id: str) -> str | None:
     return connection.execute(query).scalar()
 
 
-def _row_of(command: Command) -> dict[str, object]:
+def _command_row(command: Command) -> dict[str, object]:
     return {
         "run_id": command.run_id,
         "number": command.number,
@@ -311,7 +311,7 @@ def _command_view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView
     )
 
 
-def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
+def _deliver_to_run_dir(command: Command, folders: Iterable[Path]) -> bool:
     """Sign the command and deliver it to the run's own directory, if that is watched.
 
     It was verified, and this is the run's owner: the run need not know this collector's key.
@@ -350,9 +350,9 @@ def _insert_audit_row(
 __all__ = [
     "check_checkpoint",
     "check_step",
-    "counts",
+    "count_commands",
     "expire",
     "issue",
-    "listed",
+    "list_commands",
     "mark_delivered",
 ]

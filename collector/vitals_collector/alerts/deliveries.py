@@ -7,9 +7,9 @@ from sqlalchemy import select
 
 from trainvitals.clock import Clock
 from trainvitals.views import AlertView
-from vitals_collector.alerts.delivery import Checked
+from vitals_collector.alerts.delivery import DeliveryCheck
 from vitals_collector.alerts.notifiers import delivery_id
-from vitals_collector.alerts.silences import silences_now
+from vitals_collector.alerts.silences import load_active_silences
 from vitals_collector.storage.schema import alerts, deliveries
 from vitals_collector.storage.store import Store, insert
 
@@ -23,7 +23,7 @@ class SqlLedger:
 
     def check(
         self, receiver: str, checked_alerts: Sequence[AlertView], *, reposts: bool
-    ) -> Checked:
+    ) -> DeliveryCheck:
         """Return which of the alerts the receiver still needs.
 
         Not if it was delivered already, was acknowledged or silenced, or has changed; nor the end
@@ -37,7 +37,7 @@ class SqlLedger:
                 deliveries.c.receiver == receiver, deliveries.c.fingerprint.in_(prints)
             )
             had_ids = {row.fingerprint: row.delivery_id for row in connection.execute(query)}
-            quiet = silences_now(connection, self._clock.time_ns())
+            quiet = load_active_silences(connection, self._clock.time_ns())
         due: set[str] = set()
         had: set[str] = set()
         for view in checked_alerts:
@@ -51,7 +51,7 @@ class SqlLedger:
                 had.add(view.fingerprint)
             elif reposts or view.state != "firing" or not row.acknowledged_by:
                 due.add(view.fingerprint)
-        return Checked(frozenset(due), frozenset(had))
+        return DeliveryCheck(frozenset(due), frozenset(had))
 
     def record(self, receiver: str, delivered: Sequence[AlertView]) -> None:
         """Note, durably, that the receiver has had the alerts' states."""

@@ -56,7 +56,7 @@ class DispatchConfig:
     """Interval of reposts of a firing alert to a receiver that wants them."""
 
 
-class Checked(NamedTuple):
+class DeliveryCheck(NamedTuple):
     """Due alerts that still have to be delivered."""
 
     due: frozenset[str]
@@ -68,7 +68,7 @@ class Checked(NamedTuple):
 class Ledger(Protocol):
     """Records deliveries, and checks alerts for changes since they were queued."""
 
-    def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> Checked:
+    def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> DeliveryCheck:
         """Return which of the alerts the receiver still needs."""
         ...
 
@@ -84,6 +84,7 @@ class Ledger(Protocol):
 @dataclass(slots=True)
 class _PendingAlert:
     """An alert that waits in a receiver's queue."""
+
     alert: AlertView
     due_ns: int
     tries: int = 0
@@ -124,7 +125,7 @@ class _ReceiverQueue:
         """How long a page waits for an acknowledgment before it is escalated to this receiver."""
         return float(getattr(self.notifier, "after_seconds", 0.0))
 
-    def takes(self, alert: AlertView) -> bool:
+    def accepts_alert(self, alert: AlertView) -> bool:
         if alert.name == _FAILING and alert.labels["receiver"] == self.notifier.name:
             return False  # about itself
         if alert.severity == "log":
@@ -231,7 +232,7 @@ class Dispatcher:
             return
         with self._lock:
             for line in lines:
-                if line.takes(alert):
+                if line.accepts_alert(alert):
                     due_ns = self._due_ns(line, alert, active_since)
                     self._add_to_queue(line, _PendingAlert(alert, due_ns, settled=settled))
                     line.wake.set()
@@ -366,8 +367,8 @@ class Dispatcher:
             self._record_deliveries(
                 line, []
             )  # otherwise the end of a delivered alert would not be delivered
-        fresh = [w for w in due if w.settled or not self._has_had(line, w.alert)]
-        checked = Checked(frozenset(w.alert.fingerprint for w in fresh), frozenset())
+        fresh = [w for w in due if w.settled or not self._has_delivered(line, w.alert)]
+        checked = DeliveryCheck(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         alerts = [w.alert for w in fresh]
         if self._ledger is not None and alerts:
             try:
@@ -384,7 +385,7 @@ class Dispatcher:
                 self._settle(item.alert)
         return [w for w in fresh if w.alert.fingerprint in checked.due]
 
-    def _has_had(self, line: _ReceiverQueue, alert: AlertView) -> bool:
+    def _has_delivered(self, line: _ReceiverQueue, alert: AlertView) -> bool:
         had = line.delivered.get(alert.fingerprint) == delivery_id(alert, line.notifier.name)
         return had and not line.notifier.reposts
 
@@ -407,7 +408,7 @@ class Dispatcher:
         for alert in alerts:
             self._settle(alert)
         if recovered is not None:
-            self._tell_others(ended(recovered, self._clock.time_ns()))
+            self._report_receiver_alert(resolve_alert(recovered, self._clock.time_ns()))
 
     def _after_failure(
         self, line: _ReceiverQueue, due: list[_PendingAlert], result: DeliveryResult
@@ -439,9 +440,9 @@ class Dispatcher:
             is_failing = self._is_late(line) or line.refusals >= self._config.failing_after_refusals
             if line.failing is not None or not is_failing:
                 return
-            alert = _failing_alert(line.notifier.name, line.error, self._clock.time_ns())
+            alert = _receiver_failing_alert(line.notifier.name, line.error, self._clock.time_ns())
             line.failing = alert
-        self._tell_others(alert)
+        self._report_receiver_alert(alert)
 
     @property
     def _failing_after_ns(self) -> int:
@@ -452,7 +453,7 @@ class Dispatcher:
         since, now = line.late_ns, self._clock.monotonic_ns()
         return since is not None and now - since >= self._failing_after_ns
 
-    def _tell_others(self, alert: AlertView) -> None:
+    def _report_receiver_alert(self, alert: AlertView) -> None:
         try:
             self._report(alert)
         except StorageError as error:  # deliver without a record rather than not at all
@@ -492,7 +493,7 @@ class Dispatcher:
             open_lines = {
                 name
                 for name, line in self._lines.items()
-                if line.takes(alert)
+                if line.accepts_alert(alert)
                 and line.delivered.get(alert.fingerprint) != delivery_id(alert, name)
             }
         try:
@@ -504,7 +505,7 @@ class Dispatcher:
             _LOG.warning("alert %s stays open: %s", alert.fingerprint, error)
 
 
-def _failing_alert(receiver: str, error: str, now: int) -> AlertView:
+def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
     labels = {"receiver": receiver}
     return AlertView(
         fingerprint=fingerprint(_FAILING, labels),
@@ -520,9 +521,9 @@ def _failing_alert(receiver: str, error: str, now: int) -> AlertView:
     )
 
 
-def ended(alert: AlertView, now: int) -> AlertView:
+def resolve_alert(alert: AlertView, now: int) -> AlertView:
     """Return the alert as it is once it is over."""
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
 
 
-__all__ = ["Checked", "DispatchConfig", "Dispatcher", "Ledger", "ended"]
+__all__ = ["DeliveryCheck", "DispatchConfig", "Dispatcher", "Ledger", "resolve_alert"]

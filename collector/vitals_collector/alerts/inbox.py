@@ -35,9 +35,9 @@ from vitals_collector.alerts.silences import (
     add_silence,
     end_silence,
     listed_silences,
+    load_active_silences,
     names_run,
     parse_matchers,
-    silences_now,
     unknown_silence,
 )
 from vitals_collector.storage.schema import alerts, audit, engine_state
@@ -51,7 +51,7 @@ MAX_SILENCE_SECONDS = 30 * 86_400.0
 Tell = Callable[[AlertView], None]
 
 
-class Hush(Protocol):
+class WithdrawCallback(Protocol):
     """Called when an alert was silenced or acknowledged: reposts may continue."""
 
     def __call__(self, fingerprint: str, *, keep_posting: bool = False) -> None: ...
@@ -60,7 +60,7 @@ class Hush(Protocol):
 NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True):
+class StoredAlertState(msgspec.Struct, frozen=True, kw_only=True):
     """Stored state of an alert in addition to its view."""
 
     point: bool
@@ -76,7 +76,7 @@ class InboxAlert(NamedTuple):
     """An alert's view, with the inbox's own state."""
 
     view: AlertView
-    life: Life
+    life: StoredAlertState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class InboxConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunNow:
+class CurrentRunState:
     """Current state of a run, as the inbox needs it."""
 
     run_id: str
@@ -107,7 +107,7 @@ class RunNow:
     """Fingerprints of alerts that do not resolve yet: their condition lasts, or is unknown."""
 
 
-class Occurrence(NamedTuple):
+class AlertOccurrence(NamedTuple):
     """A point alert and its time, by the run's own clock."""
 
     run_id: str
@@ -115,7 +115,7 @@ class Occurrence(NamedTuple):
     alert: Alert
 
 
-def listed(
+def list_alerts(
     store: Store,
     *,
     now_unix_ns: int,
@@ -131,11 +131,11 @@ def listed(
     if state:
         query = query.where(alerts.c.state == state)
     with store.read_transaction() as connection:
-        quiet = silences_now(connection, now_unix_ns)
+        quiet = load_active_silences(connection, now_unix_ns)
         if reach is None:
             query = query.limit(MAX_LISTED)
         rows = [row for row in connection.execute(query) if reach is None or row.run_id in reach]
-    return tuple(_silenced(entry_of(row).view, quiet) for row in rows[:MAX_LISTED])
+    return tuple(_apply_silence(alert_from_row(row).view, quiet) for row in rows[:MAX_LISTED])
 
 
 def silences_listed(
@@ -147,7 +147,7 @@ def silences_listed(
     """
     with store.read_transaction() as connection:
         views = listed_silences(connection, _open_views(connection), now_unix_ns)
-        return tuple(view for view in views if _is_within(connection, view, reach))
+        return tuple(view for view in views if _is_silence_in_reach(connection, view, reach))
 
 
 def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
@@ -157,7 +157,7 @@ def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) ->
         UsageError: there is no such alert.
     """
     with store.read_transaction() as connection:
-        if reach is not None and not _is_of(connection, fingerprint, reach):
+        if reach is not None and not _is_alert_in_reach(connection, fingerprint, reach):
             raise unknown_alert(fingerprint)
 
 
@@ -172,16 +172,18 @@ def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -
         raise unknown_silence(silence_id)
 
 
-def _is_within(connection: Connection, view: SilenceView, reach: frozenset[str] | None) -> bool:
+def _is_silence_in_reach(
+    connection: Connection, view: SilenceView, reach: frozenset[str] | None
+) -> bool:
     if reach is None:
         return True
     if view.fingerprint:
-        return _is_of(connection, view.fingerprint, reach)
+        return _is_alert_in_reach(connection, view.fingerprint, reach)
     return names_run(view.matchers, reach)
 
 
-def _is_of(connection: Connection, fingerprint: str, reach: frozenset[str]) -> bool:
-    entry = _load(connection, fingerprint)
+def _is_alert_in_reach(connection: Connection, fingerprint: str, reach: frozenset[str]) -> bool:
+    entry = _load_alert(connection, fingerprint)
     return entry is not None and entry.view.run_id in reach
 
 
@@ -194,13 +196,13 @@ class Inbox:
         *,
         clock: Clock,
         tell: Tell | None = None,
-        hush: Hush | None = None,
+        hush: WithdrawCallback | None = None,
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
         self._clock, self._steady = clock, SteadyClock(clock)
-        self._tell = tell or _nobody
-        self._hush = hush or _nobody_at_all
+        self._tell = tell or _deliver_nothing
+        self._hush = hush or _withdraw_nothing
         self._config = config or InboxConfig()
         self._lock = threading.Lock()
         self._fired: Counter[tuple[str, str]] = Counter()
@@ -208,7 +210,7 @@ class Inbox:
     # --------------------------------------------------------------------------- from the engine
 
     def raise_alerts(
-        self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]
+        self, occurrences: Sequence[AlertOccurrence], *, cursors: Mapping[str, int]
     ) -> frozenset[str]:
         """Raise point alerts and move the events' cursors, in one transaction.
 
@@ -218,22 +220,22 @@ class Inbox:
         newly_firing: dict[str, AlertView] = {}
         with self._store.write() as connection:
             for occurrence in occurrences:
-                entry = _load(connection, occurrence.alert.fingerprint)
+                entry = _load_alert(connection, occurrence.alert.fingerprint)
                 raised = _raised(entry, occurrence, now)
-                _save(connection, raised)
+                _save_alert(connection, raised)
                 fingerprint = raised.view.fingerprint
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
                     newly_firing[fingerprint] = raised.view
             for name, seq in cursors.items():
                 _move_cursor(connection, name, seq, now_unix_ns=now)
-        self._tell_all(newly_firing.values())
+        self._submit_alerts(newly_firing.values())
         return frozenset(newly_firing)
 
-    def update(self, runs: Iterable[RunNow]) -> None:
+    def update(self, runs: Iterable[CurrentRunState]) -> None:
         """Update every alert from its run's current state."""
         now = self._clock.time_ns()
         with self._store.read_transaction() as connection:
-            open_alerts = _load_open(connection)
+            open_alerts = _load_open_alerts(connection)
         changed = [
             (before, after)
             for run in runs
@@ -245,14 +247,14 @@ class Inbox:
         with self._store.write() as connection:
             for before, after in changed:
                 # Delivered or acknowledged in between: that part of the row is not ours.
-                entry = _merged(_load(connection, after.view.fingerprint), after)
-                _save(connection, entry)
-                if _is_news(before, after):
+                entry = _merge_stored_alert(_load_alert(connection, after.view.fingerprint), after)
+                _save_alert(connection, entry)
+                if _is_deliverable_change(before, after):
                     news[entry.view.fingerprint] = entry.view
-        self._tell_all(news.values())
+        self._submit_alerts(news.values())
 
     def _alert_changes(
-        self, run: RunNow, open_entries: dict[str, InboxAlert], now: int
+        self, run: CurrentRunState, open_entries: dict[str, InboxAlert], now: int
     ) -> list[tuple[InboxAlert | None, InboxAlert]]:
         """Return the alerts of a run that change, each before and after the change."""
         holding = {alert.fingerprint: alert for alert in run.conditions}
@@ -265,15 +267,15 @@ class Inbox:
                     (entry, _resolved_alert(entry, now, min(now, run.last_seen_unix_ns)))
                 )
             elif not entry.life.point and entry.view.fingerprint not in holding:
-                changes.append((entry, self._advanced(entry, None, run, now)))
+                changes.append((entry, self._advance_condition_alert(entry, None, run, now)))
         for fingerprint, alert in holding.items():
             before = open_entries.get(fingerprint)
-            after = self._advanced(before, alert, run, now)
+            after = self._advance_condition_alert(before, alert, run, now)
             if before is None or before.view.state != after.view.state:
                 changes.append((before, after))
         return changes
 
-    def _is_over(self, entry: InboxAlert, run: RunNow) -> bool:
+    def _is_over(self, entry: InboxAlert, run: CurrentRunState) -> bool:
         """Return whether a point alert resolves: the run was healthy for long enough."""
         return run.state == "finished" or point_is_over(
             raised_step=entry.view.step,
@@ -282,8 +284,8 @@ class Inbox:
             healthy_steps=self._config.healthy_steps,
         )
 
-    def _advanced(
-        self, entry: InboxAlert | None, alert: Alert | None, run: RunNow, now: int
+    def _advance_condition_alert(
+        self, entry: InboxAlert | None, alert: Alert | None, run: CurrentRunState, now: int
     ) -> InboxAlert:
         """Return a condition alert's next state; ``alert`` is None if the condition ended."""
         status = AlertStatus()
@@ -302,7 +304,7 @@ class Inbox:
             assert entry is not None, "only a known alert ends"
             return _resolved_alert(entry, now, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
-        life = Life(point=False, active_since=moved.active_since)
+        life = StoredAlertState(point=False, active_since=moved.active_since)
         # A condition found in a directory months later also started months ago.
         started = min(now, run.since.get(alert.fingerprint) or now)
         return InboxAlert(_alert_view(alert, run.run_id, state, started, now), life)
@@ -312,17 +314,17 @@ class Inbox:
     def report(self, view: AlertView) -> None:
         """Store and deliver an alert about Vitals itself, which concerns no run."""
         with self._store.write() as connection:
-            present = _load(connection, view.fingerprint)
-            life = Life(point=False, active_since=view.updated_unix_ns / 1e9)
-            entry = _merged(present, InboxAlert(view, life))
-            _save(connection, entry)
-        self._tell_all([entry.view])
+            present = _load_alert(connection, view.fingerprint)
+            life = StoredAlertState(point=False, active_since=view.updated_unix_ns / 1e9)
+            entry = _merge_stored_alert(present, InboxAlert(view, life))
+            _save_alert(connection, entry)
+        self._submit_alerts([entry.view])
 
     def reported(self) -> tuple[AlertView, ...]:
         """Return the alerts about Vitals itself that fire."""
         query = select(alerts).where(alerts.c.run_id.is_(None), alerts.c.state == "firing")
         with self._store.read_transaction() as connection:
-            return tuple(entry_of(row).view for row in connection.execute(query))
+            return tuple(alert_from_row(row).view for row in connection.execute(query))
 
     # ------------------------------------------------------------------------------ for people
 
@@ -337,25 +339,25 @@ class Inbox:
         Raises:
             UsageError: no such alert, no valid name, or a silence without reason or end.
         """
-        request = self._checked(request)
+        request = self._check_request(request)
         now = self._clock.time_ns()
         with self._store.write() as connection:
-            entry = _load(connection, fingerprint)
+            entry = _load_alert(connection, fingerprint)
             if entry is None:
                 raise unknown_alert(fingerprint)
             if request.silence_seconds:
                 add_silence(connection, request, starts=now, fingerprint=fingerprint)
             else:
                 entry = InboxAlert(replace(entry.view, acknowledged_by=request.by), entry.life)
-                _save(connection, entry)
+                _save_alert(connection, entry)
             action = "silence" if request.silence_seconds else "acknowledge"
             _write_audit(connection, action, f"alert/{fingerprint}", request, now, caller)
-            quiet = silences_now(connection, now)
+            quiet = load_active_silences(connection, now)
         if quiet.of(entry.view) is not None:
             self._hush(fingerprint)
         elif entry.view.acknowledged_by and entry.view.state == "firing":
             self._hush(fingerprint, keep_posting=True)
-        return _silenced(entry.view, quiet)
+        return _apply_silence(entry.view, quiet)
 
     def silence(self, request: SilenceRequest, *, caller: str = "") -> SilenceView:
         """Silence all alerts that match the matchers, from now or a later time.
@@ -364,7 +366,7 @@ class Inbox:
             UsageError: no matcher or an invalid one, no valid name, no reason, or no end.
         """
         matchers = parse_matchers(request.matchers)
-        as_ack = self._checked(
+        as_ack = self._check_request(
             AckRequest(by=request.by, reason=request.reason, silence_seconds=request.seconds)
         )
         now = self._clock.time_ns()
@@ -403,7 +405,7 @@ class Inbox:
         Raises:
             UsageError: there is no such active silence, or no valid name.
         """
-        as_ack = self._checked(AckRequest(by=request.by, reason=request.reason))
+        as_ack = self._check_request(AckRequest(by=request.by, reason=request.reason))
         now = self._clock.time_ns()
         with self._store.write() as connection:
             view = end_silence(connection, silence_id, now)
@@ -411,7 +413,7 @@ class Inbox:
             _write_audit(connection, "end silence", subject, as_ack, now, caller)
         return view
 
-    def _checked(self, request: AckRequest) -> AckRequest:
+    def _check_request(self, request: AckRequest) -> AckRequest:
         """Return the request to store: its reason without secrets."""
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
             if not least <= len(text.strip()) <= MAX_WORDS or not text.isprintable():
@@ -434,12 +436,12 @@ class Inbox:
     def undelivered(self) -> tuple[list[InboxAlert], list[AlertView]]:
         """Return undelivered alerts, and delivered ones that fire; neither silenced."""
         with self._store.read_transaction() as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
+            quiet = load_active_silences(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
                 | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
             )
-            entries = [entry_of(row) for row in connection.execute(query)]
+            entries = [alert_from_row(row) for row in connection.execute(query)]
         loud = [e for e in entries if quiet.of(e.view) is None and e.view.state != "pending"]
         new = [
             e
@@ -454,33 +456,33 @@ class Inbox:
         with self._lock:
             return dict(self._fired)
 
-    def _tell_all(self, views: Iterable[AlertView]) -> None:
+    def _submit_alerts(self, views: Iterable[AlertView]) -> None:
         views = list(views)
         if not views:
             return
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
         with self._store.read_transaction() as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
+            quiet = load_active_silences(connection, self._clock.time_ns())
         for view in views:
             if view.state != "pending" and quiet.of(view) is None:
                 self._tell(view)
 
 
-def _nobody(_what: object) -> None:
+def _deliver_nothing(_what: object) -> None:
     """Deliver nothing: for a read-only inbox."""
 
 
-def _nobody_at_all(fingerprint: str, *, keep_posting: bool = False) -> None:
+def _withdraw_nothing(fingerprint: str, *, keep_posting: bool = False) -> None:
     """Withdraw nothing: for a read-only inbox."""
 
 
-def settle(store: Store, view: AlertView) -> None:
+def settle_alert(store: Store, view: AlertView) -> None:
     """Note that every notifier has had this state, unless the alert has moved on since."""
     with store.write() as connection:
-        entry = _load(connection, view.fingerprint)
+        entry = _load_alert(connection, view.fingerprint)
         if entry is not None and entry.view.state == view.state:
-            _save(connection, InboxAlert(entry.view, replace(entry.life, settled=view.state)))
+            _save_alert(connection, InboxAlert(entry.view, replace(entry.life, settled=view.state)))
 
 
 # ----------------------------------------------------------------------------------- life cycle
@@ -512,7 +514,7 @@ def _one_line(text: str) -> str:
     return " ".join(printable.split())[:MAX_WORDS]
 
 
-def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> InboxAlert:
+def _raised(entry: InboxAlert | None, occurrence: AlertOccurrence, now: int) -> InboxAlert:
     """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
     alert = occurrence.alert
     is_new = entry is None or entry.view.state != "firing"
@@ -523,8 +525,9 @@ def _raised(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> Inbox
         alert = replace(alert, summary=f"{alert.summary} (on {name_ranks(ranks)})")
     view = _alert_view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or is_new:
-        return _begun(
-            entry, InboxAlert(view, Life(point=True, active_since=now / 1e9, ranks=ranks))
+        return _start_firing(
+            entry,
+            InboxAlert(view, StoredAlertState(point=True, active_since=now / 1e9, ranks=ranks)),
         )
     updated_view = replace(
         view,
@@ -542,10 +545,10 @@ def _resolved_alert(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
     return InboxAlert(view, replace(entry.life, active_since=None, settled=settled))
 
 
-def _merged(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
+def _merge_stored_alert(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
     """Return ``after`` with the acknowledgement, and the start of a lasting condition."""
     if present is None or present.view.state == "resolved":
-        return after if after.view.state == "resolved" else _begun(present, after)
+        return after if after.view.state == "resolved" else _start_firing(present, after)
     view = replace(
         after.view,
         started_unix_ns=present.view.started_unix_ns,
@@ -554,7 +557,7 @@ def _merged(present: InboxAlert | None, after: InboxAlert) -> InboxAlert:
     return InboxAlert(view, after.life)
 
 
-def _begun(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
+def _start_firing(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
     """Return the new firing, begun after the last one of this alert was over.
 
     The start identifies deliveries: with an equal one, receivers would drop it as a duplicate. A
@@ -567,17 +570,17 @@ def _begun(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
     return InboxAlert(replace(entry.view, started_unix_ns=started), entry.life)
 
 
-def _is_news(before: InboxAlert | None, after: InboxAlert) -> bool:
+def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
 # ------------------------------------------------------------------------------- the rows of alerts
 
 
-_LIFE = msgspec.msgpack.Decoder(Life)
+_LIFE = msgspec.msgpack.Decoder(StoredAlertState)
 
 
-def entry_of(row: Row[Any]) -> InboxAlert:
+def alert_from_row(row: Row[Any]) -> InboxAlert:
     """Return the alert of a row of ``alerts``."""
     view = AlertView(
         fingerprint=row.fingerprint,
@@ -596,30 +599,30 @@ def entry_of(row: Row[Any]) -> InboxAlert:
     return InboxAlert(view, _LIFE.decode(row.body))
 
 
-def _load(connection: Connection, fingerprint: str) -> InboxAlert | None:
+def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
     """Return one alert, or None."""
     query = select(alerts).where(alerts.c.fingerprint == fingerprint)
     if connection.get_execution_options().get("vitals_write"):  # it is written back whole
         query = query.with_for_update()
     row = connection.execute(query).first()
-    return None if row is None else entry_of(row)
+    return None if row is None else alert_from_row(row)
 
 
-def _load_open(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
+def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
     """Return pending and firing alerts, by run and fingerprint."""
     open_entries: dict[str, dict[str, InboxAlert]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
-        open_entries[row.run_id or ""][row.fingerprint] = entry_of(row)
+        open_entries[row.run_id or ""][row.fingerprint] = alert_from_row(row)
     return open_entries
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
-    open_entries = _load_open(connection)
+    open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
-def _save(connection: Connection, entry: InboxAlert) -> None:
+def _save_alert(connection: Connection, entry: InboxAlert) -> None:
     """Write the alert over its current row."""
     view = entry.view
     key = {"fingerprint": view.fingerprint}
@@ -649,7 +652,7 @@ def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: in
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 
-def _silenced(view: AlertView, quiet: Silences) -> AlertView:
+def _apply_silence(view: AlertView, quiet: Silences) -> AlertView:
     """Return the view with the silence that is in force on it."""
     silence = quiet.of(view)
     if silence is None:
@@ -687,17 +690,17 @@ def _write_audit(
 
 
 __all__ = [
+    "AlertOccurrence",
+    "CurrentRunState",
     "Inbox",
     "InboxAlert",
     "InboxConfig",
-    "Life",
     "NewestBy",
-    "Occurrence",
-    "RunNow",
+    "StoredAlertState",
+    "alert_from_row",
     "check_alert",
     "check_silence",
-    "entry_of",
-    "listed",
-    "settle",
+    "list_alerts",
+    "settle_alert",
     "silences_listed",
 ]

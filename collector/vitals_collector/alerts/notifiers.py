@@ -130,15 +130,15 @@ class WebhookNotifier:
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """POST ``{"version": 1, "alerts": [...]}``."""
         ids = [delivery_id(alert, self.name) for alert in alerts]
-        views = [self._body_of(a, i) for a, i in zip(alerts, ids, strict=True)]
+        views = [self._webhook_body(a, i) for a, i in zip(alerts, ids, strict=True)]
         body = msgspec.json.encode({"version": WEBHOOK_VERSION, "alerts": views})
         headers = {"Vitals-Delivery-Id": ",".join(ids)}
         if self._secret:
             time = str(self._clock.time_ns() // 10**9)
-            headers["Vitals-Signature"] = f"t={time},v1={sign(self._secret, time, body)}"
+            headers["Vitals-Signature"] = f"t={time},v1={sign_webhook(self._secret, time, body)}"
         return _post(self._client, self._url, body, headers)
 
-    def _body_of(self, alert: AlertView, delivery: str) -> dict[str, object]:
+    def _webhook_body(self, alert: AlertView, delivery: str) -> dict[str, object]:
         link = self.ack_links.get(alert.fingerprint, "")
         extra = {"delivery_id": delivery} | ({"ack_url": link} if link else {})
         return {**msgspec.to_builtins(alert), **details_of(alert, self._links), **extra}
@@ -148,7 +148,7 @@ class WebhookNotifier:
         self._client.close()
 
 
-def sign(secret: str, time: str, body: bytes) -> str:
+def sign_webhook(secret: str, time: str, body: bytes) -> str:
     """Return the signature of a webhook's body, sent at ``time``."""
     return hmac.new(secret.encode(), time.encode() + b"." + body, hashlib.sha256).hexdigest()
 
@@ -207,13 +207,13 @@ def _alertmanager_alert(
     return {
         "labels": {k: v for k, v in {**alert.labels, **labels}.items() if v},
         "annotations": {"summary": alert.summary, **details, **step},
-        "startsAt": _rfc3339(alert.started_unix_ns),
-        "endsAt": _rfc3339(until_unix_ns if ended is None else ended),
+        "startsAt": _alertmanager_time(alert.started_unix_ns),
+        "endsAt": _alertmanager_time(until_unix_ns if ended is None else ended),
         **source,
     }
 
 
-def _rfc3339(unix_ns: int) -> str:
+def _alertmanager_time(unix_ns: int) -> str:
     return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
 
 
@@ -277,7 +277,7 @@ def refuse_address(text: str) -> None:
         raise ConfigError(f"the address leads to {text}: link-local and metadata are refused")
 
 
-def _pinned(request: httpx.Request) -> list[str]:
+def _resolve_allowed_addresses(request: httpx.Request) -> list[str]:
     """Resolve the request's host and return its addresses, without forbidden ones.
 
     Raises:
@@ -301,7 +301,7 @@ class _PinnedTransport(httpx.HTTPTransport):
     """Connects to the very address that was checked, so that a name cannot change in between."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        *others, last = _pinned(request)
+        *others, last = _resolve_allowed_addresses(request)
         for address in others:
             request.url = request.url.copy_with(host=address)
             with contextlib.suppress(httpx.ConnectError):
@@ -315,7 +315,7 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request to the first of its host's addresses that accepts it."""
-        *others, last = await asyncio.to_thread(_pinned, request)
+        *others, last = await asyncio.to_thread(_resolve_allowed_addresses, request)
         for address in others:
             request.url = request.url.copy_with(host=address)
             with contextlib.suppress(httpx.ConnectError):
@@ -347,11 +347,11 @@ def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) 
     return DeliveryResult(
         recoverable=status >= 500 or status in (408, 429),
         error=f"{redacted(url)} answered {status}",
-        retry_after=_seconds_of(retry_after),
+        retry_after=_parse_retry_after(retry_after),
     )
 
 
-def _seconds_of(retry_after: str) -> float:
+def _parse_retry_after(retry_after: str) -> float:
     """Return the seconds of a ``Retry-After``, which may be a date; 0 without one."""
     try:
         if retry_after.isascii() and retry_after.isdigit():

@@ -84,7 +84,7 @@ class _RemoteWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     env: str = ""
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NotifierFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     public_url: str = ""
     collector_url: str = ""
     runbook_url: str = RUNBOOK
@@ -118,7 +118,7 @@ def notifier_settings(
     Raises:
         ConfigError: an address, a name or the file is wrong, or others may read the file.
     """
-    content = _File() if file is None else _read_settings_file(file)
+    content = _NotifierFile() if file is None else _read_settings_file(file)
     receivers = [
         ReceiverSettings(name="webhook" if i == 0 else f"webhook-{i + 1}", kind="webhook", url=url)
         for i, url in enumerate(webhooks)
@@ -129,7 +129,7 @@ def notifier_settings(
         receivers.append(ReceiverSettings(name="alertmanager", kind="alertmanager", url=url))
     names = [receiver.name for receiver in receivers]
     for receiver in receivers:
-        _check(receiver, names)
+        _check_receiver(receiver, names)
     for url in filter(None, (content.public_url, content.collector_url)):
         check_url(url)
     links = Links(
@@ -142,7 +142,7 @@ def notifier_settings(
     return NotifierSettings(receivers=tuple(receivers), links=links, remote_write=pushed_to)
 
 
-def _read_settings_file(file: Path) -> _File:
+def _read_settings_file(file: Path) -> _NotifierFile:
     """Read the TOML file of receivers, which others must not be able to read."""
     try:
         mode = file.stat().st_mode
@@ -155,7 +155,7 @@ def _read_settings_file(file: Path) -> _File:
             hint=f"chmod 600 {file}",
         )
     try:
-        return msgspec.convert(tomllib.loads(content.decode()), _File)
+        return msgspec.convert(tomllib.loads(content.decode()), _NotifierFile)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}") from None
     except msgspec.ValidationError as error:
@@ -180,7 +180,7 @@ def _resolve_url(owner: str, url: str, env: str) -> str:
     return os.environ[env]
 
 
-def _check(receiver: ReceiverSettings, names: list[str]) -> None:
+def _check_receiver(receiver: ReceiverSettings, names: list[str]) -> None:
     name = receiver.name
     if not 0 < len(name) <= 64 or not name.isprintable() or name == "log" or names.count(name) > 1:
         raise ConfigError(

@@ -69,12 +69,12 @@ def _parse_matcher(word: str) -> Matcher:
             hint=f"give alternatives (a|b) and at most {_MOST_REPEATED} of * + ? {{ (",
         )
     try:
-        return _compiled(word)
+        return _compile_matcher(word)
     except re.error as error:
         raise UsageError(f"matcher {word[:80]!r} has no valid pattern: {error}") from error
 
 
-def _compiled(word: str) -> Matcher:
+def _compile_matcher(word: str) -> Matcher:
     """Return the matcher of a stored term, which was validated when it was received."""
     field, _, value = word.partition("=")
     is_pattern = value.startswith("~")
@@ -92,7 +92,7 @@ class Silences:
                 self._by_fingerprint[row.fingerprint] = row
             else:
                 matchers = msgspec.json.decode(row.matchers, type=tuple[str, ...])
-                self._by_matchers.append((tuple(map(_compiled, matchers)), row))
+                self._by_matchers.append((tuple(map(_compile_matcher, matchers)), row))
 
     def of(self, view: AlertView) -> Row[Any] | None:
         """Return the active silence of an alert that ends last, or None."""
@@ -102,7 +102,7 @@ class Silences:
         return max(rows, key=lambda row: int(row.ends_unix_ns), default=None)
 
 
-def silences_now(connection: Connection, now: int) -> Silences:
+def load_active_silences(connection: Connection, now: int) -> Silences:
     """Return the silences in force."""
     query = (
         select(silences)
@@ -193,8 +193,8 @@ __all__ = [
     "add_silence",
     "end_silence",
     "listed_silences",
+    "load_active_silences",
     "names_run",
     "parse_matchers",
-    "silences_now",
     "unknown_silence",
 ]

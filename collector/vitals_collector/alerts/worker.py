@@ -37,7 +37,7 @@ _IDLE_SECONDS = 600.0
 _LOG = logging.getLogger("vitals.collector.notify")
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True):
+class _DeliveryRequest(msgspec.Struct, frozen=True, kw_only=True):
     receiver: ReceiverSettings
     links: Links
     ack_links: dict[str, str]
@@ -88,7 +88,7 @@ class WorkerNotifier:
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
         """Have the alerts delivered; returns within the deadline."""
         ack_links = self._ack_links(alerts)
-        request = _Request(
+        request = _DeliveryRequest(
             receiver=self.receiver, links=self._links, ack_links=ack_links, alerts=tuple(alerts)
         )
         line = msgspec.json.encode(request) + b"\n"
@@ -96,9 +96,9 @@ class WorkerNotifier:
             if self._is_closed:
                 return DeliveryResult(recoverable=True, error="the collector is stopping")
             was_there = self._process is not None and self._process.poll() is None
-            answer = self._ask(line)
+            answer = self._send_request(line)
             if not answer and was_there and not self._is_late and not self._is_closed:
-                answer = self._ask(line)  # it ended for being idle just then
+                answer = self._send_request(line)  # it ended for being idle just then
         if answer:
             return msgspec.json.decode(answer, type=DeliveryResult)
         if self._is_late:
@@ -107,7 +107,7 @@ class WorkerNotifier:
             )
         return DeliveryResult(recoverable=True, error="its process ended without an answer")
 
-    def _ask(self, line: bytes) -> bytes:
+    def _send_request(self, line: bytes) -> bytes:
         """Return the response, or nothing if the process has ended."""
         process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
@@ -229,7 +229,9 @@ def main() -> None:
     notifier: Notifier | None = None
     while True:
         try:
-            request = msgspec.json.decode(requests.get(timeout=_IDLE_SECONDS), type=_Request)
+            request = msgspec.json.decode(
+                requests.get(timeout=_IDLE_SECONDS), type=_DeliveryRequest
+            )
         except queue.Empty:
             return
         if notifier is None:

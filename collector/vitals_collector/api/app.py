@@ -50,7 +50,7 @@ from vitals_collector.api.questions import answers, document, question_router, t
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.live.engine import AlertService, EngineConfig, build_alert_service
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
@@ -125,7 +125,7 @@ def create_app(
     try:
         folder = FolderIngest(store, settings.folders)
         links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
-        acting = _build_acting(store, settings, clock, links, host_port)
+        acting = _build_alert_engine(store, settings, clock, links, host_port)
         lease = Lease(
             store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port
         )
@@ -142,7 +142,7 @@ def create_app(
                 clock=clock,
                 leads=lambda: acting.lease.epoch() is not None,
             )
-        owners = _owners(store, settings, clock, host_port)
+        owners = _run_owner_managers(store, settings, clock, host_port)
         known_tokens = KnownTokens(store, clock=clock)
         # Active parts stop while the runs are still owned, so that their pending work is stored.
         parts: list[_BackgroundService] = [
@@ -170,7 +170,7 @@ def create_app(
             _otlp_router(store, ingest_app, clock),
             ack_router(links, acting.inbox),
         )
-        _answer_errors(app, store)
+        _add_error_handlers(app, store)
         document(app)
         access = access_config(
             tokens,
@@ -198,7 +198,7 @@ class _BackgroundService(Protocol):
         """Stop, after finishing the current work."""
 
 
-def _owners(
+def _run_owner_managers(
     store: Store, settings: CollectorSettings, clock: Clock, host_port: str
 ) -> list[RunOwners]:
     """Return the manager of run owners; none if there can be no other collector."""
@@ -225,10 +225,10 @@ def _maintenance_jobs(
     return [upkeep]
 
 
-def _build_acting(
+def _build_alert_engine(
     store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, host_port: str
-) -> Acting:
-    return assemble(
+) -> AlertService:
+    return build_alert_service(
         store,
         build_notifiers(settings.notifiers, ack_link=links.link_of),
         clock=clock,
@@ -247,7 +247,7 @@ def _is_shared(store: Store) -> bool:
 def _add_routes(
     app: FastAPI,
     store: Store,
-    acting: Acting,
+    acting: AlertService,
     clock: Clock,
     settings: CollectorSettings,
     goodput: GoodputCache,
@@ -282,7 +282,7 @@ def _add_routers(app: FastAPI, *routers: APIRouter) -> None:
 
 def _build_store_collector(
     store: Store,
-    acting: Acting,
+    acting: AlertService,
     clock: Clock,
     settings: CollectorSettings,
     goodput: GoodputReader,
@@ -305,6 +305,7 @@ def _lifespan(
     settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Return the app's lifespan: it starts and stops the background services."""
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         stop = threading.Event()
@@ -383,7 +384,7 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
     return router
 
 
-def _answer_errors(app: FastAPI, store: Store) -> None:
+def _add_error_handlers(app: FastAPI, store: Store) -> None:
     """Return every error as a Problem: ours, FastAPI's, and unexpected ones."""
 
     async def ours(_request: Request, error: Exception) -> Response:

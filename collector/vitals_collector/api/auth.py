@@ -389,10 +389,10 @@ def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope
     with store.read_transaction() as connection:
         reach = principal.reach(connection, scope)
     if reach is not None and run_id not in reach:
-        raise beyond(store, run_id)
+        raise unreachable_run_error(store, run_id)
 
 
-def beyond(store: Store, run_id: str) -> UsageError:
+def unreachable_run_error(store: Store, run_id: str) -> UsageError:
     """Count the use of a token beyond its reach; return the error for an unknown run."""
     with store.read_transaction() as connection:
         is_there = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
@@ -401,7 +401,7 @@ def beyond(store: Store, run_id: str) -> UsageError:
     return unknown_run(run_id)
 
 
-def unlimited(request: Request) -> None:
+def require_unlimited_token(request: Request) -> None:
     """A FastAPI dependency: refuse a token that is limited to a project or run."""
     principal = principal_of(request)
     if principal.is_limited:
@@ -455,7 +455,7 @@ def announced_bytes(scope: Scope, limit: int) -> int:
     length_headers = {name: value for name, value in scope["headers"] if name in _ABOUT_LENGTH}
     length = length_headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length) > limit:
-        raise _too_large(limit)
+        raise _body_too_large(limit)
     return limit if b"transfer-encoding" in length_headers else int(length)
 
 
@@ -477,7 +477,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
                     raise ClientDisconnect
                 body += message.get("body", b"")
                 if len(body) > limit:
-                    raise _too_large(limit)
+                    raise _body_too_large(limit)
                 if not message.get("more_body", False):
                     return bytes(body)
                 patience.reschedule(min(give_up, loop.time() + STALL_SECONDS))
@@ -486,7 +486,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
         raise Refused(408, UsageError(text)) from None
 
 
-def _too_large(limit: int) -> Refused:
+def _body_too_large(limit: int) -> Refused:
     return Refused(413, UsageError(f"the body is larger than {limit} bytes"))
 
 
@@ -631,14 +631,14 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._patience is None:
-            self._patience = self.loop.call_later(self.head_seconds, self._give_up)
+            self._patience = self.loop.call_later(self.head_seconds, self._close_slow_connection)
 
     def _cancel_head_timer(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
 
-    def _give_up(self) -> None:
+    def _close_slow_connection(self) -> None:
         self._patience = None
         if not self.transport.is_closing():
             self.transport.close()

@@ -99,13 +99,13 @@ def _updated_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
     """Return the trust of clients, with this collector's certificate or its CA."""
     certificates: tuple[str, ...] = ()
     if not ca:
-        pem = _certificate_in(certificate)
+        pem = _read_certificate(certificate)
         certificates = tuple(dict.fromkeys([*before.certificates, pem]))
-    ca_pem = "" if ca in ("", SYSTEM_CA) else _certificate_in(Path(ca), whole=True)
+    ca_pem = "" if ca in ("", SYSTEM_CA) else _read_certificate(Path(ca), whole=True)
     return msgspec.structs.replace(before, certificates=certificates, ca=ca_pem)
 
 
-def _certificate_in(path: Path, *, whole: bool = False) -> str:
+def _read_certificate(path: Path, *, whole: bool = False) -> str:
     text = path.read_text(encoding="ascii", errors="replace")
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     first = text.find(begin)

@@ -26,7 +26,13 @@ from vitals_collector.alerts import commands
 from vitals_collector.alerts.annotations import annotate
 from vitals_collector.alerts.inbox import Inbox, check_alert, check_silence
 from vitals_collector.alerts.silences import names_run
-from vitals_collector.api.auth import check_run, principal_of, reply, require, unlimited
+from vitals_collector.api.auth import (
+    check_run,
+    principal_of,
+    reply,
+    require,
+    require_unlimited_token,
+)
 from vitals_collector.api.questions import answers, body_of, takes
 from vitals_collector.storage.store import Store
 
@@ -50,20 +56,20 @@ def control_router(
             for a run there is signed and delivered in place.
     """
     router = APIRouter(prefix="/v1")
-    _add_commands(router, store, clock, keys, tuple(folders))
-    _add_delivery(router, store, clock)
-    _add_alerts(router, store, inbox)
-    _add_annotations(router, store, clock)
+    _add_command_routes(router, store, clock, keys, tuple(folders))
+    _add_delivery_route(router, store, clock)
+    _add_alert_routes(router, store, inbox)
+    _add_annotation_routes(router, store, clock)
     return router
 
 
-def _add_commands(
+def _add_command_routes(
     router: APIRouter, store: Store, clock: Clock, keys: FilePath, folders: tuple[FilePath, ...]
 ) -> None:
     @router.post(
         "/runs/{run_id}/commands",
         tags=["commands"],
-        dependencies=[Depends(require("control")), Depends(reaches(store, "control"))],
+        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
         responses=answers(CommandView),
         openapi_extra=takes(Command),
     )
@@ -75,11 +81,11 @@ def _add_commands(
         return reply(view)
 
 
-def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
+def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/commands/{number}/delivered",
         tags=["commands"],
-        dependencies=[Depends(require("ingest")), Depends(reaches(store, "ingest"))],
+        dependencies=[Depends(require("ingest")), Depends(require_run_reach(store, "ingest"))],
         responses=answers(CommandView),
         openapi_extra=takes(DeliveredRequest),
     )
@@ -101,7 +107,7 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
         return reply(view)
 
 
-def _add_alerts(router: APIRouter, store: Store, inbox: Inbox) -> None:
+def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
     @router.post(
         "/alerts/{fingerprint}/ack",
         tags=["alerts"],
@@ -115,7 +121,7 @@ def _add_alerts(router: APIRouter, store: Store, inbox: Inbox) -> None:
         body: Annotated[AckRequest, Depends(body_of(AckRequest))],
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
-        check_alert(store, fingerprint, _reach(store, request))
+        check_alert(store, fingerprint, _reachable_runs(store, request))
         return reply(inbox.acknowledge(fingerprint, body, caller=caller(request)))
 
     @router.post(
@@ -129,9 +135,9 @@ def _add_alerts(router: APIRouter, store: Store, inbox: Inbox) -> None:
         request: Request, body: Annotated[SilenceRequest, Depends(body_of(SilenceRequest))]
     ) -> Response:
         """Silence all alerts that fit the matchers, now or in a maintenance window."""
-        reach = _reach(store, request)
+        reach = _reachable_runs(store, request)
         if reach is not None and not names_run(body.matchers, reach):
-            unlimited(request)
+            require_unlimited_token(request)
         return reply(inbox.silence(body, caller=caller(request)))
 
     @router.post(
@@ -147,15 +153,15 @@ def _add_alerts(router: APIRouter, store: Store, inbox: Inbox) -> None:
         body: Annotated[EndSilenceRequest, Depends(body_of(EndSilenceRequest))],
     ) -> Response:
         """End a silence that is in force or to come."""
-        check_silence(store, silence_id, _reach(store, request))
+        check_silence(store, silence_id, _reachable_runs(store, request))
         return reply(inbox.end_silence(silence_id, body, caller=caller(request)))
 
 
-def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:
+def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/annotations",
         tags=["look back"],
-        dependencies=[Depends(require("control")), Depends(reaches(store, "control"))],
+        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
         responses=answers(AnnotationView),
         openapi_extra=takes(AnnotationRequest),
     )
@@ -173,7 +179,7 @@ def caller(request: Request) -> str:
     return f"{getattr(request.state, 'token_name', '') or 'no'} token"
 
 
-def reaches(store: Store, scope: TokenScope) -> Callable[[str, Request], None]:
+def require_run_reach(store: Store, scope: TokenScope) -> Callable[[str, Request], None]:
     """Return a FastAPI dependency: the token reaches the run that the path names."""
 
     def check(run_id: str, request: Request) -> None:
@@ -182,7 +188,7 @@ def reaches(store: Store, scope: TokenScope) -> Callable[[str, Request], None]:
     return check
 
 
-def _reach(store: Store, request: Request) -> frozenset[str] | None:
+def _reachable_runs(store: Store, request: Request) -> frozenset[str] | None:
     """Return the runs that a token with the scope ``control`` reaches; None: all."""
     with store.read_transaction() as connection:
         return principal_of(request).reach(connection, "control")

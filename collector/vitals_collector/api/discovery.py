@@ -24,7 +24,7 @@ from starlette.responses import Response
 from trainvitals.errors import ConfigError
 from trainvitals.identity import safe_node_id
 from vitals_collector.alerts.notifiers import refuse_address
-from vitals_collector.api.auth import reply, require, unlimited
+from vitals_collector.api.auth import reply, require, require_unlimited_token
 from vitals_collector.api.questions import answers
 from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
 from vitals_collector.storage.schema import sources
@@ -65,7 +65,7 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
         store: source of the agents and their addresses.
         liveness: distinguishes a running run from a lost one.
     """
-    permitted = [Depends(require("read")), Depends(unlimited)]
+    permitted = [Depends(require("read")), Depends(require_unlimited_token)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/v1/sd/agents", responses=answers(tuple[TargetGroup, ...]))
@@ -117,10 +117,10 @@ def scrapable(connection: Connection, when: Liveness) -> list[AgentAddress]:
         query.where(sources.c.run_id.in_(select(sources.c.run_id).where(of_agents)))
     ):
         of_run[row.run_id].append(row)
-    return [agent for rows in of_run.values() for agent in _agents_of(rows, when)]
+    return [agent for rows in of_run.values() for agent in _scrapable_agents_of(rows, when)]
 
 
-def _agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddress]:
+def _scrapable_agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddress]:
     parts = [SourceState._make(row[2:]) for row in rows]
     if run_state(parts, when) != "running":
         return
@@ -151,14 +151,14 @@ def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the addresses of hosts; those that are not resolved in time are omitted."""
     with_names = ThreadPoolExecutor(_LOOKUPS)
     try:
-        lookups = {host: with_names.submit(_lookup, host) for host in sorted(hosts)}
+        lookups = {host: with_names.submit(_resolve_host, host) for host in sorted(hosts)}
         done = wait(lookups.values(), _LOOKUP_SECONDS).done
         return {host: future.result() for host, future in lookups.items() if future in done}
     finally:
         with_names.shutdown(wait=False, cancel_futures=True)
 
 
-def _lookup(host: str) -> tuple[str, ...]:
+def _resolve_host(host: str) -> tuple[str, ...]:
     try:
         every = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -24,12 +24,12 @@ from trainvitals.detect.registry import ACTED_CAUSES, acted_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.inbox import entry_of
-from vitals_collector.alerts.silences import silences_now
-from vitals_collector.api.auth import FOREIGN_NAME, NO_SCOPE, require, unlimited
+from vitals_collector.alerts.inbox import alert_from_row
+from vitals_collector.alerts.silences import load_active_silences
+from vitals_collector.api.auth import FOREIGN_NAME, NO_SCOPE, require, require_unlimited_token
 from vitals_collector.api.ingest_route import BUSY
 from vitals_collector.live import overview
-from vitals_collector.live.engine import Acting
+from vitals_collector.live.engine import AlertService
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, RowSpan
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
@@ -81,7 +81,7 @@ class StoreCollector(Collector):
         store: Store,
         *,
         clock: Clock,
-        acting: Acting,
+        acting: AlertService,
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         goodput: GoodputReader | None = None,
@@ -115,19 +115,20 @@ class StoreCollector(Collector):
             moment = self._store.snapshot_on(connection)
             families = _run_families(moment, shown)
             families["train_goodput_seconds_total"] = self._buckets(shown)
-            families |= _own_families(self._store)
-        families["collector_commands_total"] = _born(
-            product(get_args(CommandStatus)), _by_one(commands.counts(self._store))
+            families |= _collector_families(self._store)
+        families["collector_commands_total"] = _with_zero_counts(
+            product(get_args(CommandStatus)),
+            _single_label_counts(commands.count_commands(self._store)),
         )
         watching = self._acting.engine.watching
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
         families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
         families["collector_rows_left_to_store_total"] = {(): float(watching.num_left_to_store)}
         families["collector_alert_firing"] = self._firing(now)
-        families["collector_alerts_total"] = _born(
+        families["collector_alerts_total"] = _with_zero_counts(
             ((alert.name, alert.severity) for alert in ALERTS), self._acting.inbox.fired().items()
         )
-        families["collector_notifications_total"] = _born(
+        families["collector_notifications_total"] = _with_zero_counts(
             product(self._acting.receivers, OUTCOMES), self._acting.dispatcher.outcomes().items()
         )
         for name, samples in families.items():
@@ -153,9 +154,9 @@ class StoreCollector(Collector):
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
         with self._store.read_transaction() as connection:
-            silences = silences_now(connection, now_unix_ns)
+            silences = load_active_silences(connection, now_unix_ns)
             for row in connection.execute(_recent_alerts(horizon)):
-                view = entry_of(row).view
+                view = alert_from_row(row).view
                 is_loud = row.state == "firing" and silences.of(view) is None
                 about: Labels = (row.run_id or "", row.name, row.severity)
                 by_alert.setdefault(about, []).append(
@@ -177,7 +178,7 @@ class StoreCollector(Collector):
 def _cause_of(alert: AlertView) -> str:
     """Return the label that distinguishes it in its run: a rule, a node, a receiver."""
     about = {name: value for name, value in alert.labels.items() if name != "run"}
-    return _label(about.get("cause", ",".join(about[name] for name in sorted(about))))
+    return _clean_label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 
 
 def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
@@ -200,11 +201,11 @@ def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
     )
 
 
-def _by_one(counts: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
+def _single_label_counts(counts: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
     return (((label,), num) for label, num in dict(counts).items())
 
 
-def _born(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
+def _with_zero_counts(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
     """Return the counts, and 0 for what did not happen yet: so that its first time is an increase.
 
     A counter that appears with its first event has none.
@@ -217,7 +218,7 @@ def metrics_router(collector: Collector) -> APIRouter:
     """Return the ``/metrics`` route over a separate registry."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    permitted = [Depends(require("read")), Depends(unlimited)]
+    permitted = [Depends(require("read")), Depends(require_unlimited_token)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/metrics", response_class=PlainTextResponse)
@@ -237,11 +238,11 @@ def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
     }
     family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
     for labels, value in sorted(samples.items()):
-        family.add_metric([_label(text) for text in labels], value)
+        family.add_metric([_clean_label(text) for text in labels], value)
     return family
 
 
-def _label(text: str) -> str:
+def _clean_label(text: str) -> str:
     """Return the text shortened and printable: a label is shown, joined on, and stored forever."""
     cut = text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
     return "".join(c if c.isprintable() else "?" for c in cut)
@@ -271,8 +272,8 @@ def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Sa
     families["train_step"] = {(r.run_id,): float(r.last_step) for r in shown if r.last_step >= 0}
     families["train_steps_total"] = _step_counts(connection, ids)
     skips = overview.skips_by_cause(connection)
-    families["train_skipped_steps_total"] = _reasons(ids, skips)
-    families["train_rollbacks_total"] = _reasons(ids, _count_rollbacks(connection, ids))
+    families["train_skipped_steps_total"] = _counts_by_cause(ids, skips)
+    families["train_rollbacks_total"] = _counts_by_cause(ids, _count_rollbacks(connection, ids))
     lost = overview.lost_work(connection, ids)
     families["train_lost_steps_total"] = {(of,): float(steps) for of, (steps, _) in lost.items()}
     families["train_dropped_batches_total"] = {(of,): float(num) for of, (_, num) in lost.items()}
@@ -341,7 +342,7 @@ def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, 
     return {(run_id, cause): num for run_id, cause, num in connection.execute(query)}
 
 
-def _reasons(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
+def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
     """Return counts by run and cause, each of which starts at 0."""
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     for (run_id, cause), num in counts.items():
@@ -363,7 +364,7 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
 # ---------------------------------------------------------------------------------- collector
 
 
-def _own_families(store: Store) -> dict[str, Samples]:
+def _collector_families(store: Store) -> dict[str, Samples]:
     counters = store.counters
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},
@@ -371,19 +372,27 @@ def _own_families(store: Store) -> dict[str, Samples]:
         "collector_lost_rows_total": {(): float(counters.num_lost)},
         "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
         "collector_damaged_batches_total": {(): float(store.damage.num)},
-        "collector_rejected_batches_total": _born(_REJECTIONS, _by_one(counters.rejected)),
-        "collector_refused_requests_total": _born(_REFUSALS, _by_one(counters.refused)),
-        "collector_thinned_rows_total": _born(
+        "collector_rejected_batches_total": _with_zero_counts(
+            _REJECTIONS, _single_label_counts(counters.rejected)
+        ),
+        "collector_refused_requests_total": _with_zero_counts(
+            _REFUSALS, _single_label_counts(counters.refused)
+        ),
+        "collector_thinned_rows_total": _with_zero_counts(
             product(STORED_STREAMS, get_args(Reason)), counters.thinned.items()
         ),
-        "collector_removed_runs_total": _born(
-            product(REMOVAL_REASONS), _by_one(counters.removed_runs)
+        "collector_removed_runs_total": _with_zero_counts(
+            product(REMOVAL_REASONS), _single_label_counts(counters.removed_runs)
         ),
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
         "collector_runs_over_cap": {(): float(len(counters.over_cap or ()))},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
-        "collector_remote_writes_total": _born(product(OUTCOMES), _by_one(counters.remote_writes)),
-        "collector_part_failures_total": _born(product(PARTS), _by_one(counters.failures)),
+        "collector_remote_writes_total": _with_zero_counts(
+            product(OUTCOMES), _single_label_counts(counters.remote_writes)
+        ),
+        "collector_part_failures_total": _with_zero_counts(
+            product(PARTS), _single_label_counts(counters.failures)
+        ),
     }
 
 

@@ -41,13 +41,13 @@ class HealthCheck:
 
     def _run(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[str]") -> None:
         """Check the store on a thread; hand the status to the event loop."""
-        status = self._check()
+        status = self._check_store()
         try:
-            loop.call_soon_threadsafe(_resolve, future, status)
+            loop.call_soon_threadsafe(_set_status, future, status)
         except RuntimeError:  # the loop was closed in the meantime
             _LOG.debug("health_not_reported status=%s", status)
 
-    def _check(self) -> str:
+    def _check_store(self) -> str:
         try:
             with self._store.read_transaction() as connection:
                 connection.exec_driver_sql("SELECT 1")
@@ -62,6 +62,6 @@ class HealthCheck:
         return ""
 
 
-def _resolve(future: "asyncio.Future[str]", status: str) -> None:
+def _set_status(future: "asyncio.Future[str]", status: str) -> None:
     if not future.done():
         future.set_result(status)

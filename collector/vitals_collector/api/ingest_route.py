@@ -350,7 +350,7 @@ class ByteBudget:
             if turn.done() and not turn.cancelled():
                 self.release(num_bytes)
             turn.cancel()
-            self._hand_out()
+            self._grant_waiting()
             if isinstance(error, TimeoutError):
                 raise _busy_error() from None
             raise
@@ -358,9 +358,9 @@ class ByteBudget:
     def release(self, num_bytes: int) -> None:
         """Return bytes, to the request that has waited longest."""
         self._free += num_bytes
-        self._hand_out()
+        self._grant_waiting()
 
-    def _hand_out(self) -> None:
+    def _grant_waiting(self) -> None:
         while self._queue:
             num_bytes, turn = self._queue[0]
             if not turn.done():
@@ -387,7 +387,7 @@ class IngestApp:
         self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
         # A body that got memory here always finds space there.
         limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
-        self.commits = CommitQueue(store, clock=clock, on_done=_tell, limits=limits)
+        self.commits = CommitQueue(store, clock=clock, on_done=_deliver_outcomes, limits=limits)
 
     def start(self) -> None:
         """Start to store."""
@@ -495,13 +495,13 @@ class IngestApp:
             raise Refused(415, error)
 
 
-def _tell(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
+def _deliver_outcomes(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
     """Hand the outcomes of a group to the event loop, all by one call."""
     turns = [(waiting.turn, outcome) for waiting, outcome in outcomes]
-    turns[0][0].get_loop().call_soon_threadsafe(_resolve, turns)
+    turns[0][0].get_loop().call_soon_threadsafe(_set_outcomes, turns)
 
 
-def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
+def _set_outcomes(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
     for turn, outcome in turns:
         if not turn.done():  # otherwise its client has disconnected
             turn.set_result(outcome)

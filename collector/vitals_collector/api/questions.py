@@ -24,7 +24,7 @@ from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.question import ROUTES, Question, Route
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
-from vitals_collector.api.auth import beyond, principal_of, reply, require
+from vitals_collector.api.auth import principal_of, reply, require, unreachable_run_error
 from vitals_collector.queries.query import Query, within
 from vitals_collector.storage.tokens import Principal
 
@@ -72,7 +72,7 @@ def _add_route(router: APIRouter, route: Route) -> None:
         route.path,
         endpoint,
         methods=[route.method],
-        name=_name(route.kind),
+        name=_route_name(route.kind),
         description=route.kind.__doc__,
         tags=[route.tag],
         dependencies=[Depends(require(*route.scopes))],
@@ -95,7 +95,7 @@ def ask_as(query: Query, principal: Principal, route: Route, question: Question[
     for name in ("run_id", "other"):
         run_id = getattr(question, name, "")
         if reach is not None and run_id and run_id not in reach:
-            raise beyond(query.store, run_id)
+            raise unreachable_run_error(query.store, run_id)
     return within(query, reach).ask(question)
 
 
@@ -149,7 +149,7 @@ def _without_meta(kind: Any) -> tuple[Any, dict[str, Any]]:
     return kind, {}
 
 
-def _name(kind: type[Question[Any]]) -> str:
+def _route_name(kind: type[Question[Any]]) -> str:
     """Return the route's name in the document: ``many_series`` of ``ManySeriesQuestion``."""
     name_words = re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Question"))
     return "_".join(name_words).lower()
@@ -199,7 +199,7 @@ def document(app: FastAPI) -> None:
             schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
             _, components = msgspec.json.schema_components(_TYPES.values(), ref_template=_REF)
             for kind in (RunSummary, Finding, Decision):
-                _allow_words(components[kind.__name__]["properties"])
+                _allow_nonfinite_strings(components[kind.__name__]["properties"])
             schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
             app.openapi_schema = schema
         return app.openapi_schema
@@ -207,7 +207,7 @@ def document(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _allow_words(properties: dict[str, Any]) -> None:
+def _allow_nonfinite_strings(properties: dict[str, Any]) -> None:
     """Allow a string for each number, for non-finite values."""
     for name, of in properties.items():
         kinds = of.get("anyOf", [of])

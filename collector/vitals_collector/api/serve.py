@@ -96,13 +96,13 @@ def only_one(data: Path) -> Iterator[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StorageError(
-                f"another collector runs on {data}{_address_of(data)}",
+                f"another collector runs on {data}{_describe_running_collector(data)}",
                 hint="use that one, stop it, or give another directory with --data",
             ) from error
-        yield _name_of(file.fileno())
+        yield _lock_identity(file.fileno())
 
 
-def _name_of(lock: int) -> str:
+def _lock_identity(lock: int) -> str:
     try:
         boot = _BOOT_ID.read_text()
     except OSError:  # not Linux
@@ -319,6 +319,6 @@ class _Server(uvicorn.Server):
         self._is_told = True
 
 
-def _address_of(data: Path) -> str:
+def _describe_running_collector(data: Path) -> str:
     file = read_collector_file(data)
     return "" if file is None else f": {file.url}, process {file.pid}"

@@ -38,7 +38,7 @@ from vitals_collector.cli.opening import Server, as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.cli.store import user
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
-from vitals_collector.queries.stacks import standing
+from vitals_collector.queries.stacks import grouped_stacks_text
 
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, name, or the run's folder.")]
 By = Annotated[str, typer.Option("--by", help="Your name [default: this user].")]
@@ -130,7 +130,7 @@ def command(
     if folder is None and action != "list":
         folder = _default_folder(server)
     if action == "list":
-        with _control(server, needs="read") as client:
+        with _control_client(server, needs="read") as client:
             command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
@@ -147,10 +147,10 @@ def command(
     )
     request.check()
     if folder is not None:
-        view = _leave(folder, run, request)
+        view = _write_signed_command(folder, run, request)
     else:
         keys = control_folder(os.environ, server.token_file, server.collector)
-        with _control(server, needs="control") as client:
+        with _control_client(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
             _check_rank(rank, summary.world_size)
@@ -179,7 +179,7 @@ def stacks(
     folder = folder or _default_folder(server)
     request = CommandRequest(action="stacks", reason=f"asked for by {user()}", ttl_seconds=wait)
     if folder is not None:
-        sent = _leave(folder, run, request)
+        sent = _write_signed_command(folder, run, request)
 
         def look() -> tuple[tuple[StacksView, ...], int]:
             with open_reader(folder) as opened:
@@ -188,7 +188,7 @@ def stacks(
         views, world_size = _until_all(look, wait, pause=1.0)
     else:
         keys = control_folder(os.environ, server.token_file, server.collector)
-        with _control(server, needs="control") as client:
+        with _control_client(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
             sent = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
@@ -200,7 +200,7 @@ def stacks(
         rows = [(v.rank, v.step, v.stacks, "; ".join(v.collectives), v.detail) for v in views]
         write_rows(header, rows, Format.CSV)
     else:
-        typer.echo(standing(views, world_size))
+        typer.echo(grouped_stacks_text(views, world_size))
     if not any(view.stacks for view in views):
         raise typer.Exit(1)
 
@@ -248,7 +248,7 @@ def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandV
     return view
 
 
-def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
+def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> CommandView:
     """Sign the command with the run's key and write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
@@ -327,7 +327,7 @@ def list_alerts(
         with open_folder(folder) as opened:
             alert_views = _alerts_of(opened.reader, run, state)
     else:
-        with _control(server, needs="read") as client:
+        with _control_client(server, needs="read") as client:
             alert_views = _alerts_of(client, run, state)
     _write_alerts(alert_views, form)
 
@@ -348,7 +348,7 @@ def ack(
 ) -> None:
     """Acknowledge an alert: show that you are working on it."""
     request = AckRequest(by=by or user(), reason=reason)
-    with _control(server, needs="control") as client:
+    with _control_client(server, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
         _write_alerts((client.ack_alert(fingerprint, request),), form)
 
@@ -376,7 +376,7 @@ def silence(
     """
     if bool(alert) == bool(match) or (starts_in and not match):
         raise UsageError("give one ALERT, or --match for several; --starts-in goes with --match")
-    with _control(server, needs="control") as client:
+    with _control_client(server, needs="control") as client:
         if not match:
             request = AckRequest(by=by or user(), reason=reason, silence_seconds=hours * 3600.0)
             fingerprint = _fingerprint(client, alert, run)
@@ -397,7 +397,7 @@ def silence(
 
 def list_silences(*, server: Server, form: Form = Format.TABLE) -> None:
     """List current and future silences."""
-    with _control(server, needs="read") as client:
+    with _control_client(server, needs="read") as client:
         _write_silences(client.ask(SilencesQuestion()), form)
 
 
@@ -411,7 +411,7 @@ def unsilence(
 ) -> None:
     """End a silence now. Alerts it hid that still fire are sent within a minute."""
     request = EndSilenceRequest(by=by or user(), reason=reason)
-    with _control(server, needs="control") as client:
+    with _control_client(server, needs="control") as client:
         _write_silences((client.end_silence(number, request),), form)
 
 
@@ -522,7 +522,7 @@ def _default_folder(server: Server) -> Path | None:
 
 
 @contextlib.contextmanager
-def _control(server: Server, *, needs: str) -> Iterator[CollectorClient]:
+def _control_client(server: Server, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
     address = known_collector(server.collector, server.token_file)
     if address is None:

@@ -55,12 +55,15 @@ def export(
     with server.open(choice) as (opened, summary):
         stretches = _iter_column_chunks(opened.reader, summary, stream)
         if form == "parquet":
-            with replaced(_free(parquet_file(output), force=force)) as part:
+            with replaced(_check_output_path(parquet_file(output), force=force)) as part:
                 write_parquet(stretches, part, _arrow_type)
         elif output is None:
             _write_csv(stretches, sys.stdout)
         else:
-            with replaced(_free(output, force=force)) as part, part.open("w", newline="") as to:
+            with (
+                replaced(_check_output_path(output, force=force)) as part,
+                part.open("w", newline="") as to,
+            ):
                 _write_csv(stretches, to)
 
 
@@ -68,15 +71,15 @@ def _iter_column_chunks(
     reader: Reader, summary: RunSummary, stream: ExportStream
 ) -> Iterator[Columns]:
     if stream == "steps" or stream == "ranks":
-        yield from _of_table(reader, summary, stream)
+        yield from _iter_table_chunks(reader, summary, stream)
         return
     metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
     for metric in metrics:
         if metric.startswith(f"{stream}."):
-            yield from _of_series(reader, summary, metric)
+            yield from _iter_series_chunks(reader, summary, metric)
 
 
-def _of_table(
+def _iter_table_chunks(
     reader: Reader, summary: RunSummary, table: Literal["steps", "ranks"]
 ) -> Iterator[Columns]:
     names: tuple[str, ...] = ()
@@ -99,7 +102,7 @@ def _of_table(
     yield from _query_in_parts(ask, summary.last_step)
 
 
-def _of_series(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
+def _iter_series_chunks(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
     stream, _, name = metric.partition(".")
 
     def ask(first: int, last: int) -> Columns | None:
@@ -167,7 +170,7 @@ def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
     return arrow.string() if any(isinstance(v, str) for v in values) else arrow.float64()
 
 
-def _free(path: Path, *, force: bool) -> Path:
+def _check_output_path(path: Path, *, force: bool) -> Path:
     """Return the path of a file that does not exist, or may be overwritten."""
     if path.exists() and not force:
         raise UsageError(

@@ -80,7 +80,7 @@ def _follow_run(
         progress = reader.poll()
         summary = progress.summary
         if not is_titled:
-            display.say(_title(summary))
+            display.say(_panel_title(summary))
             is_titled = True
         for line in progress.happened:
             display.say(line)
@@ -238,13 +238,13 @@ class Lines:
 
 def _status_texts(progress: Progress) -> list[str]:
     """Return the latest step's values and the run's health, for one line."""
-    values = _values(progress)
+    values = _value_texts(progress)
     speed = values.pop("speed", "")
     named = [f"{name} {text}" for name, text in values.items()]
     return [*named, *([speed] if speed else []), progress.summary.health]
 
 
-def _values(progress: Progress) -> dict[str, str]:
+def _value_texts(progress: Progress) -> dict[str, str]:
     """Return the values of the latest step as text, without those that were not measured."""
     values = progress.values
     texts = {"step": f"{progress.step:,}"}
@@ -291,7 +291,7 @@ class LivePanel:
         grid.add_column(no_wrap=True, style="dim", min_width=len("grad norm"))
         grid.add_column(no_wrap=True, overflow="ellipsis")
         attempt = f" (attempt {progress.attempt})" if progress.attempt > 1 else ""
-        rows = {"state": summary.state, "health": summary.health, **_values(progress)}
+        rows = {"state": summary.state, "health": summary.health, **_value_texts(progress)}
         rows["step"] += attempt
         rows |= {"action": progress.last_action or "none", "alert": progress.last_alert or "none"}
         for name, text in rows.items():
@@ -317,7 +317,7 @@ class LivePanel:
 _STYLES = {"healthy": "green", "critical": "red", "unguarded": "red", "acting": "yellow"}
 
 
-def _title(summary: RunSummary) -> str:
+def _panel_title(summary: RunSummary) -> str:
     ranks = humanize_count(summary.world_size, "rank")
     named = f"{summary.name} ({summary.run_id})" if summary.name else summary.run_id
     return (

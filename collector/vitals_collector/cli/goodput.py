@@ -69,7 +69,7 @@ def show_goodput(
             step=step, time=time, step_seconds=step_seconds, data_seconds=data_seconds
         )
         history = importers.read_history(Path(run), choice)
-        _write_goodput(_of_log(history.source, importers.log_goodput(history)), form)
+        _write_goodput(_log_goodput_view(history.source, importers.log_goodput(history)), form)
         return
     if run and folder is None and Path(run).name != run and not Path(run).exists():
         raise UsageError(
@@ -95,7 +95,7 @@ def _is_log(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and not holds_runs(path))
 
 
-def _of_log(source: str, sums: Goodput) -> GoodputView:
+def _log_goodput_view(source: str, sums: Goodput) -> GoodputView:
     return GoodputView(
         run_id="",
         name=source,

@@ -42,13 +42,13 @@ def postmortem(
     The page is self-contained: no scripts, no other files, no network.
     """
     from trainvitals.document import markdown, page
-    from vitals_collector.report.postmortem.report_data import gather
+    from vitals_collector.report.postmortem.report_data import gather_report_data
     from vitals_collector.report.postmortem.story import report_blocks
 
     if html is not None and html == md:
         raise UsageError(f"--html and --md are both {html}; give two different files")
     with server.open(RunChoice(run, folder)) as (opened, summary):
-        facts = gather(
+        facts = gather_report_data(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
     blocks = report_blocks(facts)

@@ -83,11 +83,11 @@ def query(
             warn_of_unreadable(opened.unreadable)
         reply = opened.reader.ask(request)
     out.write(dict(zip(reply.columns, reply.data, strict=True)))
-    for line in _said(reply, table):
+    for line in _table_notes(reply, table):
         sys.stderr.write(f"{line}\n")
 
 
-def _said(reply: TableReply, table: str) -> Iterator[str]:
+def _table_notes(reply: TableReply, table: str) -> Iterator[str]:
     """Yield notes on the rows: those left out, and those that look the same."""
     num = len(reply.data[0]) if reply.data else 0
     if num < reply.num_total:

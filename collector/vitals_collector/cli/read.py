@@ -39,7 +39,7 @@ def list_runs(
     """List the runs of a collector, or of a folder without any server."""
     with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())
-        others = _without_rows(opened, {run.run_id for run in runs})
+        others = _runs_without_rows(opened, {run.run_id for run in runs})
         warn_of_unreadable(opened.unreadable)
         if not runs and not others and opened.folder is not None:
             typer.echo(f"there are no runs in {opened.folder}", err=True)
@@ -57,7 +57,7 @@ def list_runs(
         raise typer.Exit(1)
 
 
-def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
+def _runs_without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
     """Return the directory's runs without any rows to show, with a message for each."""
     folder = opened.folder
     if folder is None:

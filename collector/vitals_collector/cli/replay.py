@@ -106,7 +106,7 @@ class LogSettings:
         assumed = importers.Assumed(
             mode=self.mode or "heal",
             config=msgspec.structs.replace(
-                _settings(self.config), loss_kind=self.loss_kind or "minimize"
+                _load_judge_settings(self.config), loss_kind=self.loss_kind or "minimize"
             ),
             clips=not self.no_clip,
             expected=tuple(self.expect or ()),
@@ -139,13 +139,13 @@ def replay(
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
         _replay_history(*settings.read(Path(run)), plot, form)
         return
-    _refuse_for_runs(settings.given_options())
+    _reject_log_options(settings.given_options())
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, settings.config, plot, form)
 
 
-def _refuse_for_runs(named: Sequence[str]) -> None:
+def _reject_log_options(named: Sequence[str]) -> None:
     if named:
         raise UsageError(
             f"{', '.join(named)} apply only to a log; a run has these recorded",
@@ -166,7 +166,7 @@ def _is_path(path: Path) -> bool:
     return False
 
 
-def _settings(config: Path | None) -> "JudgeConfig":
+def _load_judge_settings(config: Path | None) -> "JudgeConfig":
     """Return the settings of a run started here, with ``config`` instead of its settings file."""
     from trainvitals.policy import load_judge_config
 
@@ -194,7 +194,7 @@ def _replay_run(
     from vitals_collector.report.replay import replay as judge_again
     from vitals_collector.storage.store import open_data_store, open_store
 
-    settings = None if config is None else _settings(config)
+    settings = None if config is None else _load_judge_settings(config)
     if folder is None and data is None:
         folder = folder_here()
     where = data or default_data_dir(os.environ)
@@ -292,12 +292,12 @@ def _write_judged_steps(
     if form == "json":
         write_json(body)
         return
-    rows = _lines(judged_steps)
+    rows = _replay_table_rows(judged_steps)
     if rows:
         write_rows(("row", "step", "what", "probe", "reason"), rows, Format.TABLE)
 
 
-def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
+def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     """Return the table's lines: repeated entries are one line with their count."""
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
@@ -305,7 +305,7 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
         decision = judged.judgement.decision
         entries = [(f"finding {f.kind}", f.step, "", f.reason) for f in judged.judgement.findings]
         entries += [
-            (f"question {read.trigger}", judged.record.step, *_answer(read))
+            (f"question {read.trigger}", judged.record.step, *_reading_cells(read))
             for read in judged.judgement.readings
         ]
         if decision is not None:
@@ -331,13 +331,17 @@ def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     ]
 
 
-def _answer(read: "StateRead") -> tuple[str, str]:
+def _reading_cells(read: "StateRead") -> tuple[str, str]:
     """Return a query's result, or what a replayed log would have queried."""
     from trainvitals.judged_log import describe_query
-    from trainvitals.policy.evidence import of_reading
+    from trainvitals.policy.evidence import describe_reading
 
     is_answered = read.ratio is not None
-    return ("asked", of_reading(read)) if is_answered else ("would be asked", describe_query(read))
+    return (
+        ("asked", describe_reading(read))
+        if is_answered
+        else ("would be asked", describe_query(read))
+    )
 
 
 def _probe_cell(decision: "Decision") -> str:

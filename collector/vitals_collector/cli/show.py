@@ -117,7 +117,7 @@ def write_run(
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
-    to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
+    to.write("\n" + "".join(f"{line}\n" for line in _curve_plots(reader, detail, ledger, to)))
     attempts = [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts]
     decided = decision_table(ledger)
     width = decided.header.index("reason") + 1  # the last column, which is never cut
@@ -125,7 +125,7 @@ def write_run(
         TableBlock(("attempt", "from step", "to step", "reason"), attempts),
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
         *_waited(findings),
-        *_profiled(events),
+        *_trace_table(events),
         *_user_alert_table(episodes(view.finding for view in findings)),
         checkpoint_table(saved),
         event_table(events[-MAX_EVENTS:]),
@@ -162,7 +162,7 @@ def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
     return [TableBlock(("time", "step", "paged", "blocking rank"), rows)] if rows else []
 
 
-def _profiled(events: Sequence[EventView]) -> list[TableBlock]:
+def _trace_table(events: Sequence[EventView]) -> list[TableBlock]:
     """Return the table of traces; empty without any."""
     rows = [(e.source, e.step, e.profile) for e in events if e.profile]
     return [TableBlock(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
@@ -178,13 +178,13 @@ def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
     return [TableBlock(header, rows)] if rows else []
 
 
-def _pictures(
+def _curve_plots(
     reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
 ) -> list[str]:
     """Return the plots of loss and gradient norm, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
 
-    marks = curves.marks(ledger)
+    marks = curves.decision_marks(ledger)
     width = min(max(shutil.get_terminal_size((100, 24)).columns, MIN_WIDTH), MAX_WIDTH)
     has_braille = can_encode(to, text_plot.BRAILLE)
     lines: list[str] = []
@@ -193,7 +193,7 @@ def _pictures(
     if not lines:
         return ["no loss and no gradient norm recorded"]
     if to.isatty() and not os.environ.get("NO_COLOR"):
-        lines = [_colored(line) for line in lines]
+        lines = [_color_marks(line) for line in lines]
     return [*lines, text_plot.legend(marks)]
 
 
@@ -206,7 +206,7 @@ def can_encode(to: TextIO, text: str) -> bool:
     return True
 
 
-def _colored(line: str) -> str:
+def _color_marks(line: str) -> str:
     """Color the rows below an axis: orange and blue are safe for most color-blind users."""
     name, bar, marks = line.partition("|")
     color = _COLORS.get(name.strip())

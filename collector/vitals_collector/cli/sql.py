@@ -43,7 +43,7 @@ def sql(
     findings, alerts, checkpoints, events, annotations. The guide "Query with SQL" has examples.
     """
     from vitals_collector.numbers.lake_sql import LakeReader, too_late
-    from vitals_collector.storage.store import DATABASE_FILE, libpq
+    from vitals_collector.storage.store import DATABASE_FILE, libpq_conninfo
 
     folder = data_dir(choice.data)
     lake, bucket = _lake_and_bucket(folder, choice.database)
@@ -54,7 +54,7 @@ def sql(
     with (
         LakeReader(
             lake,
-            libpq(choice.database) if choice.database else "",
+            libpq_conninfo(choice.database) if choice.database else "",
             bucket=bucket,
             database=None if choice.database or not file.is_file() else file,
             memory_limit=f"{memory}MB",

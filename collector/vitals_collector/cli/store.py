@@ -97,10 +97,10 @@ def size(
     """Show the size of every run, what was rolled up, and which runs are above the cap."""
     from vitals_collector.retention.checkup import store_size
     from vitals_collector.retention.settings import VolumeSettings
-    from vitals_collector.retention.sizes import measure
+    from vitals_collector.retention.sizes import measure_runs
 
     with choice.open() as store:
-        volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
+        volumes = measure_runs(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
         whole = store_size(store)
         names = _run_names(store)
     rows = [
@@ -132,7 +132,7 @@ def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     resend the rows that they still have.
     """
     from vitals_collector.retention.checkup import Damaged
-    from vitals_collector.retention.checkup import check as check_all
+    from vitals_collector.retention.checkup import check_store as check_all
 
     with choice.open() as store:
         damaged = check_all(store)
@@ -211,7 +211,7 @@ def delete(
             name = _run_names(store)[run_id]
             typer.confirm(f"Permanently remove run {run_id} ({name or 'no name'})?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
-        with _room_told():
+        with _disk_space_hint():
             deleted = removal.delete_run(store, run_id, by=user(), when=when)
     _print_to_stderr(
         f"run {deleted.run_id} removed: {deleted.num_bytes} bytes, which the collector gives back "
@@ -237,7 +237,7 @@ def pin(
 
 
 @contextmanager
-def _room_told() -> Iterator[None]:
+def _disk_space_hint() -> Iterator[None]:
     """Add a hint to the error if there is not enough disk space even to delete the run."""
     from vitals_collector.numbers.interface import FULL
 

@@ -96,7 +96,7 @@ def create(
                 now_unix_ns=now,
             )
             if output is not None:
-                _write(output, secret, scopes, data_dir(choice.data), is_new=True)
+                _write_token_file(output, secret, scopes, data_dir(choice.data), is_new=True)
     _print_token(token_id, owner, secret, output)
 
 
@@ -123,7 +123,7 @@ def list_tokens(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
 
     now = time.time_ns()
     with choice.open(with_rows=False) as store, store.read_transaction() as connection:
-        listed = tokens.listed(connection)
+        listed = tokens.list_tokens(connection)
     header = ("id", "owner", "scopes", "runs", "created", "ends", "state")
     rows = [
         (
@@ -171,7 +171,9 @@ def rotate(
             now_unix_ns=now,
         )
         if output is not None:
-            _write(output, secret, row.scopes.split(), data_dir(choice.data), is_new=False)
+            _write_token_file(
+                output, secret, row.scopes.split(), data_dir(choice.data), is_new=False
+            )
     _print_token(token, row.owner, secret, output)
 
 
@@ -188,7 +190,7 @@ def _expiry_unix_ns(days: float, now_unix_ns: int) -> int:
     return now_unix_ns + int(days * _DAY_NS) if days else 0
 
 
-def _write(
+def _write_token_file(
     output: Path, secret: str, scopes: "list[str] | tuple[str, ...]", data: Path, *, is_new: bool
 ) -> None:
     """Write a token file as clients read it, only for this user; never overwrite one."""

@@ -23,7 +23,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, 
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from vitals_collector.numbers.interface import TAKEN
-from vitals_collector.storage.migrate import take_turns
+from vitals_collector.storage.migrate import lock_migrations
 from vitals_collector.storage.schema import leases
 from vitals_collector.storage.store import LOCKED, Store, insert
 
@@ -122,7 +122,7 @@ class Lease:
         """Try to acquire the lease once, then renew it in a thread."""
         if not self.is_shared:
             return
-        self._look_and_tell()
+        self._renew_and_log()
         self._thread = threading.Thread(target=self._run, name="vitals-lease", daemon=True)
         self._thread.start()
 
@@ -142,9 +142,9 @@ class Lease:
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_SECONDS):
-            self._look_and_tell()
+            self._renew_and_log()
 
-    def _look_and_tell(self) -> None:
+    def _renew_and_log(self) -> None:
         before = self.epoch()
         try:
             self.renew_or_acquire()
@@ -199,7 +199,7 @@ def acquire(
     return {row.name: row.epoch for row in taken_rows}
 
 
-def ended(connection: Connection, prefix: str, seconds: float) -> list[str]:
+def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> list[str]:
     """Return leases that expired in the last seconds: their holder died, or was offline.
 
     Not all, but this collector's share among all current holders.
@@ -318,7 +318,7 @@ def fence(connection: Connection) -> None:
     Args:
         connection: to the database with leases and catalog, inside a transaction.
     """
-    take_turns(connection)
+    lock_migrations(connection)
     connection.execute(text(_REFUSE))
     if connection.execute(_FENCED).first() is None:
         connection.execute(text(_TRIGGER))
@@ -347,12 +347,12 @@ __all__ = [
     "UPKEEP",
     "Lease",
     "acquire",
-    "ended",
     "fence",
     "fence_off",
     "held_names",
     "hold",
     "holders_of",
+    "load_expired_leases",
     "release",
     "renew",
 ]

@@ -20,11 +20,11 @@ from vitals_collector.cluster.leases import (
     MARGIN_SECONDS,
     RUN,
     acquire,
-    ended,
     fence,
     fence_off,
     held_names,
     holders_of,
+    load_expired_leases,
     release,
     renew,
 )
@@ -123,7 +123,7 @@ class RunOwners:
         now_ns = self._clock.monotonic_ns()
         with self._store.write() as connection:
             # Rows of a dead owner's other runs arrive soon too, and each takeover costs time.
-            more = ended(connection, RUN, _ENDED_SECONDS)
+            more = load_expired_leases(connection, RUN, _ENDED_SECONDS)
             lease_names = {RUN + run_id for run_id in run_ids}
             names = {name: name.removeprefix(RUN) for name in (*lease_names, *more)}
             taken = acquire(connection, names, self._holder, is_held=False)

@@ -66,9 +66,11 @@ class FolderIngest:
         """Poll until told to stop; log an error once and retry, because a disk may come back."""
         while not stop.is_set():
             try:
-                self._poll(stop, lambda run_dir, where, error: self._report(error, f"{where}: "))
+                self._poll(
+                    stop, lambda run_dir, where, error: self._log_failure(error, f"{where}: ")
+                )
             except Exception as error:  # noqa: BLE001 - only ``stop`` ends this thread
-                self._report(error)
+                self._log_failure(error)
             stop.wait(interval_seconds)
 
     def _poll(self, stop: threading.Event, refused: Refused) -> int:
@@ -99,7 +101,7 @@ class FolderIngest:
         why = f"{error.filename or where}: {error.strerror}" if isinstance(error, OSError) else ""
         self.unreadable[run_dir.run_id] = why or f"{where}: {error}"
 
-    def _report(self, error: Exception, where: str = "") -> None:
+    def _log_failure(self, error: Exception, where: str = "") -> None:
         self._store.counters.fail("folder")
         is_ours = isinstance(error, (VitalsError, OSError))
         self._log_once(f"{where}{error}", None if is_ours else error)
@@ -118,7 +120,7 @@ class FolderIngest:
         # Left to the end, so that a file that grows faster than we read cannot block us here.
         positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
         num_new = 0
-        while not stop.is_set() and (group := _next_of(positioned_batches)):
+        while not stop.is_set() and (group := _next_batch_group(positioned_batches)):
             stored, is_blocked = self._store_some(spool, group)
             announce(self._store, stored)
             num_new += sum(outcome.reply.num_new for outcome in stored)
@@ -192,7 +194,7 @@ class FolderIngest:
         return True
 
 
-def _next_of(
+def _next_batch_group(
     positioned_batches: Iterator[tuple[SpoolPosition, bytes]],
 ) -> list[tuple[SpoolPosition, bytes]]:
     """Return the batches of one transaction, bounded by number and size; none at the end."""

@@ -338,7 +338,7 @@ def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]
             text = f"the batch holds a value that no database stores: {error}"
             return [_refused_result(FormatError(text))]
     except Exception as error:
-        if not _is_of_a_batch(error):
+        if not _is_batch_error(error):
             raise
         if len(batches) == 1:
             _LOG.exception("batch_not_stored key=%s", key_of(batches[0]))
@@ -351,7 +351,7 @@ def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]
     ]
 
 
-def _is_of_a_batch(error: Exception) -> bool:
+def _is_batch_error(error: Exception) -> bool:
     """Return whether the same batch would always fail; otherwise a later attempt can succeed."""
     if isinstance(error, DBAPIError):
         # If another process is removing a run, its row is missing (foreign key): when the batch is
@@ -371,7 +371,7 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
     unknown = _without_forgotten(unknown, removed)
-    foreign = _foreign(connection, unknown, named)
+    foreign = _find_foreign_batches(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
     _register_streams(connection, store, offsets, unknown, named)
     run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
@@ -380,7 +380,7 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     accepted: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):
         if removed and is_forgotten(batch, removed):
-            stored.append(_pass_over(batch))
+            stored.append(_acknowledge_removed(batch))
             continue
         if id(batch) in foreign:
             stored.append(_refused_result(foreign[id(batch)]))
@@ -397,11 +397,11 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
         if missing and isinstance(batch, ResendableBatch):
             wanted = numbers.wanted(key, batch.header.first_seq)
             if wanted >= 0:
-                stored.append(_ask_for(offset, wanted))
+                stored.append(_request_missing_rows(offset, wanted))
                 continue
         outcome = cut_off_known(batch, offset)
         if missing and outcome.batch is None:
-            outcome = _up_to_hole(outcome, batch, missing)
+            outcome = _acknowledge_up_to_hole(outcome, batch, missing)
         stored.append(outcome)
         if outcome.reply.from_seq >= 0:
             continue
@@ -412,19 +412,19 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             rows += [batch] if is_again else [outcome.batch] if outcome.batch else []
     if accepted:
         # Includes rows stored before: their collector may have died before it recorded them.
-        _note(connection, accepted, received_unix_ns)
+        _record_batches(connection, accepted, received_unix_ns)
         stored_events = [
             (o.batch.header.identity, o.events) for o in stored if o.batch and o.events
         ]
         if stored_events:
-            projections.apply(connection, stored_events)
+            projections.apply_events(connection, stored_events)
     if rows:
         numbers.append(rows)  # last, after every check that may refuse a batch
     _remember(store, [offset for _, offset in accepted])
     return stored
 
 
-def _pass_over(batch: Batch) -> Stored:
+def _acknowledge_removed(batch: Batch) -> Stored:
     """Acknowledge rows of a removed run, so that they are not resent."""
     header = batch.header
     reply = IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=0)
@@ -441,7 +441,7 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
         return Stored(reply, expected_seq=offset.expected_seq, batch=batch)
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
     if isinstance(batch, ResendableBatch) and num_lost > header.dropped:
-        return _ask_for(offset, offset.last_seq + 1)
+        return _request_missing_rows(offset, offset.last_seq + 1)
     num_told = max(0, min(offset.expected_seq, header.first_seq - 1) - offset.last_seq)
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=offset.last_seq, num_new=0, num_duplicate=num_known)
@@ -466,7 +466,7 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     )
 
 
-def _ask_for(offset: StreamOffset, first_seq: int) -> Stored:
+def _request_missing_rows(offset: StreamOffset, first_seq: int) -> Stored:
     """Request the missing rows instead of storing later ones.
 
     A collector that was restored from a backup, or whose disk has damaged a file, lacks rows that
@@ -476,7 +476,9 @@ def _ask_for(offset: StreamOffset, first_seq: int) -> Stored:
     return Stored(reply, expected_seq=offset.expected_seq)
 
 
-def _up_to_hole(known: Stored, batch: Batch, missing: Sequence[tuple[int, int]]) -> Stored:
+def _acknowledge_up_to_hole(
+    known: Stored, batch: Batch, missing: Sequence[tuple[int, int]]
+) -> Stored:
     """Return the response to known rows before missing ones: the missing rows must be resent."""
     last = batch.header.last_seq
     first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
@@ -699,7 +701,7 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
     }
 
 
-def _of_keys(sql: str) -> dict[str, TextClause]:
+def _build_keyed_query(sql: str) -> dict[str, TextClause]:
     """Return a statement about ``:keys``, a JSON list of lists, by dialect.
 
     All in one parameter: a statement with one parameter per key costs more than the rows.
@@ -713,13 +715,13 @@ def _of_keys(sql: str) -> dict[str, TextClause]:
     }
 
 
-_OFFSETS = _of_keys("""
+_OFFSETS = _build_keyed_query("""
 SELECT s.run_id, s.incarnation, s.stream, s.last_seq, s.expected_seq, s.last_unix_ns,
 w.source, w.started_unix_ns, w.token_id, w.writer_key_hash
 FROM {listed} JOIN streams s ON s.run_id = {k0} AND s.incarnation = {k1} AND s.stream = {k2}
 JOIN sources w ON w.run_id = s.run_id AND w.incarnation = s.incarnation
 """)
-_BEGUN_BY = _of_keys("""
+_BEGUN_BY = _build_keyed_query("""
 SELECT w.run_id, w.incarnation, w.token_id, w.writer_key_hash
 FROM {listed} JOIN sources w ON w.run_id = {k0} AND w.incarnation = {k1}
 """)
@@ -791,7 +793,7 @@ def _within_limits(batch: Checked, principal: Principal) -> Checked:
     return batch
 
 
-def _foreign(
+def _find_foreign_batches(
     connection: Connection, new: Sequence[Batch], named: Named
 ) -> dict[int, ForeignBatchError]:
     """Return the errors, by ``id``, of batches that would start what belongs to other tokens."""
@@ -819,7 +821,7 @@ def _foreign(
         # An unknown run belongs to its first sender, in this order.
         of_run = known.setdefault(identity.run_id, (principal.owner, principal.project))
         if not principal.may_write(identity.run_id, *of_run):
-            foreign[id(batch)] = _foreign_run(identity, principal)
+            foreign[id(batch)] = _foreign_run_error(identity, principal)
             continue
         begun_with = begun_by.setdefault(start, (principal.token_id, principal.writer_key_hash))
         if error := _foreign_start(identity, principal, begun_with):
@@ -827,7 +829,7 @@ def _foreign(
     return foreign
 
 
-def _foreign_run(identity: Identity, principal: Principal) -> ForeignBatchError:
+def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatchError:
     limit = f" for project {principal.project!r}" if principal.project else ""
     return ForeignBatchError(
         f"run {identity.run_id} is not one of token {principal.name}{limit}",
@@ -906,18 +908,23 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
 
 
 def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
-    rows, starts, counts = _joined(schema, batches)
+    rows, starts, counts = _join_rows(schema, batches)
     validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
     times = column_of(schema, rows, "time_unix_ns")[0]
     newest = np.maximum.reduceat(times, starts).tolist()
     is_steps = schema.stream == "steps"
-    last = _last_of(schema, rows[starts + counts - 1]) if is_steps else repeat(None, len(batches))
+    last = (
+        _last_step_values(schema, rows[starts + counts - 1])
+        if is_steps
+        else repeat(None, len(batches))
+    )
     return [
-        Summary(*fields) for fields in zip(_as_numbers(validity_bits), newest, last, strict=True)
+        Summary(*fields)
+        for fields in zip(_validity_as_ints(validity_bits), newest, last, strict=True)
     ]
 
 
-def _last_of(
+def _last_step_values(
     schema: Schema, rows: npt.NDArray[np.void]
 ) -> Iterator[tuple[int | float | str | None, ...]]:
     """Yield the numbers of each row for the list of runs; NaN as text, which SQLite can store."""
@@ -936,7 +943,7 @@ def _last_of(
     return zip(*columns, strict=True)
 
 
-def _joined(
+def _join_rows(
     schema: Schema, batches: Sequence[Batch]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return all rows, and the start and the number of each batch's rows."""
@@ -945,7 +952,7 @@ def _joined(
     return rows, np.cumsum(counts) - counts, counts
 
 
-def _as_numbers(bit_words: npt.NDArray[np.uint64]) -> list[int]:
+def _validity_as_ints(bit_words: npt.NDArray[np.uint64]) -> list[int]:
     if bit_words.shape[1] == 1:
         numbers: list[int] = bit_words[:, 0].tolist()
         return numbers
@@ -964,7 +971,7 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     if text:
         yield from ((i, FormatError(text)) for i in range(len(batches)))
         return
-    rows, starts, counts = _joined(schema, batches)
+    rows, starts, counts = _join_rows(schema, batches)
     firsts = np.array([batch.header.first_seq for batch in batches], np.int64)
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
@@ -975,7 +982,7 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
                 FormatError("the rows' sequence numbers are not those the header gives"),
             )
     for i, batch in enumerate(batches) if is_events else ():
-        if not _has_whole_rows(schema, batch.rows):
+        if not _has_valid_checksums(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")
 
 
@@ -996,7 +1003,7 @@ def _misfit_of(schema: Schema) -> str:
     return ""
 
 
-def _has_whole_rows(schema: Schema, rows: bytes) -> bool:
+def _has_valid_checksums(schema: Schema, rows: bytes) -> bool:
     size = schema.row_size
     return all(
         schema.seq_of(rows[start : start + size]) is not None for start in range(0, len(rows), size)
@@ -1006,7 +1013,7 @@ def _has_whole_rows(schema: Schema, rows: bytes) -> bool:
 # ------------------------------------------------------------------ records in the database
 
 
-def _note(
+def _record_batches(
     connection: Connection, accepted: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
 ) -> None:
     """Record the streams' offsets, their columns, and the activity of sources."""

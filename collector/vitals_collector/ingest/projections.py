@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
 
 from trainvitals.identity import Identity
-from trainvitals.policy.evidence import of_reading
+from trainvitals.policy.evidence import describe_reading
 from trainvitals.records import (
     AttemptStarted,
     BatchNoted,
@@ -58,7 +58,7 @@ MAX_SAMPLES = 64
 """Maximum number of sample ids in a display line."""
 
 
-def apply(
+def apply_events(
     connection: Connection, events_by_writer: Sequence[tuple[Identity, Sequence[EventRow]]]
 ) -> None:
     """Store each writer's events, and apply them in order."""
@@ -100,7 +100,7 @@ def loss_kind_of(connection: Connection, run_id: str) -> str:
     return kind if isinstance(kind, str) else "minimize"
 
 
-def describe(event: Event | None) -> str:
+def describe_event(event: Event | None) -> str:
     """Return a display line for the event."""
     match event:
         case None:
@@ -121,7 +121,7 @@ def describe(event: Event | None) -> str:
         case DecisionMade(decision=decision):
             return f"{decision.action}: {decision.reason}"
         case StateRead():
-            return of_reading(event)
+            return describe_reading(event)
         case CommandAcknowledged(ack=ack):
             return f"command {ack.number} {ack.status}: {ack.detail}"
         case TrainingPaused():
@@ -134,7 +134,7 @@ def describe(event: Event | None) -> str:
             return f"{window} of epoch {event.epoch} skipped: {event.reason}"
         case BatchNoted():
             first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"
-            return f"fed by {first}: {samples(event)}"
+            return f"fed by {first}: {describe_samples(event)}"
         case ChangeExpected():
             return f"a change is expected for {humanize_count(event.steps, 'step')}: {event.reason}"
         case RanksStill(ranks=()):
@@ -153,7 +153,7 @@ def describe(event: Event | None) -> str:
             return f"{event.state}: {event.reason}" if event.reason else event.state
 
 
-def samples(batch: BatchNoted) -> str:
+def describe_samples(batch: BatchNoted) -> str:
     """Return a sentence about the samples; the first of them, if there are many."""
     if not batch.sample_ids:
         return "samples not known"
@@ -173,7 +173,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
         "step": row.step,
         "attempt": row.attempt,
         "kind": "Unknown" if event is None else type(event).__name__,
-        "summary": clean(describe(event)),
+        "summary": clean(describe_event(event)),
         "body": b"" if event is None else _encode(event),
     }
 
@@ -239,7 +239,7 @@ def _finding_raised(
 ) -> None:
     """Store a rank's finding."""
     finding = event.finding
-    values = _key_of(identity, row) | {
+    values = _event_key(identity, row) | {
         "step": finding.step,
         "attempt": row.attempt,
         "rank": finding.rank,
@@ -256,7 +256,7 @@ def _decision_made(
 ) -> None:
     """Store a decision of the policy."""
     decision = event.decision
-    values = _key_of(identity, row) | {
+    values = _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
         "action": decision.action,
         "step": decision.step,
@@ -327,7 +327,7 @@ def _run_ended(connection: Connection, identity: Identity, row: EventRow, event:
     )
 
 
-def _key_of(identity: Identity, row: EventRow) -> dict[str, Any]:
+def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:
     return {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -373,4 +373,11 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunEnded: _run_ended,
 }
 
-__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "samples"]
+__all__ = [
+    "apply_events",
+    "clean",
+    "describe_event",
+    "describe_samples",
+    "loss_kind_of",
+    "note_processes",
+]

@@ -79,11 +79,13 @@ class LostRowCounter:
         Raises:
             StorageError: the store refused; it is retried.
         """
-        if position < state.scanned and not _is_all_there(spool, now):
+        if position < state.scanned and not _is_spool_complete(spool, now):
             return
-        promised = {} if _was_removed(spool, state) else _checked(state, spool.parents[2].name)
+        promised = (
+            {} if _was_removed(spool, state) else _promised_seqs(state, spool.parents[2].name)
+        )
         with self._store.read_transaction() as connection:
-            lost = _lost(connection, promised)
+            lost = _count_lost_rows(connection, promised)
         if lost is None:
             return  # maybe another node's spool has introduced the run
         if lost:
@@ -92,7 +94,7 @@ class LostRowCounter:
 
     def _record_lost_rows(self, spool: Path, promised: dict[StreamKey, int]) -> None:
         with self._store.write() as connection:
-            lost = _lost(connection, promised) or {}
+            lost = _count_lost_rows(connection, promised) or {}
             rows = [
                 {"run_id": run, "incarnation": start, "stream": stream, "expected_seq": seq}
                 for (run, start, stream), seq in promised.items()
@@ -111,7 +113,7 @@ class LostRowCounter:
         _LOG.warning(text, spool, num_rows, len(lost))
 
 
-def _is_all_there(spool: Path, now: float) -> bool:
+def _is_spool_complete(spool: Path, now: float) -> bool:
     newest = max((number for number, _ in spool_files(spool)), default=-1)
     return is_unchanged(spool / STATE_FILE, now) and is_settled(spool, newest, now)
 
@@ -122,7 +124,7 @@ def _was_removed(spool: Path, state: State) -> bool:
     return 0 < first <= state.acked.file
 
 
-def _checked(state: State, run_id: str) -> dict[StreamKey, int]:
+def _promised_seqs(state: State, run_id: str) -> dict[StreamKey, int]:
     """Return the numbers for the directory's run, without invalid stream names."""
     return {
         (run, incarnation, stream): seq
@@ -143,7 +145,9 @@ def _is_incarnation(text: str) -> bool:
     return True
 
 
-def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[StreamKey, int] | None:
+def _count_lost_rows(
+    connection: Connection, promised: dict[StreamKey, int]
+) -> dict[StreamKey, int] | None:
     """Return unreported missing rows by stream; None if the run is unknown."""
     run_ids = {run_id for run_id, _, _ in promised}
     if not run_ids:

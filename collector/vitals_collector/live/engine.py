@@ -51,8 +51,14 @@ from trainvitals.units import name_ranks
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.deliveries import SqlLedger
-from vitals_collector.alerts.delivery import Dispatcher, ended
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
+from vitals_collector.alerts.delivery import Dispatcher, resolve_alert
+from vitals_collector.alerts.inbox import (
+    AlertOccurrence,
+    CurrentRunState,
+    Inbox,
+    InboxConfig,
+    settle_alert,
+)
 from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.cluster.leases import PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
@@ -287,7 +293,7 @@ class AlertEngine:
         """Load the state of receivers from their stored alerts; a removed receiver has no alert."""
         if self._dispatcher is not None:
             for alert in self._dispatcher.adopt(self._inbox.reported()):
-                self._inbox.report(ended(alert, self._clock.time_ns()))
+                self._inbox.report(resolve_alert(alert, self._clock.time_ns()))
 
     # ------------------------------------------------------------------ runs that others own
 
@@ -361,7 +367,7 @@ class AlertEngine:
     ) -> None:
         """Report owned runs to the pager."""
         with_words = [run_id for run_id, _ in dirty]
-        runs = [self._run_now(run) for run in present if self._is_own(run.run_id)]
+        runs = [self._current_run_state(run) for run in present if self._is_own(run.run_id)]
         self._reporter.report(self._owned or {}, with_words, runs, only_new=only_new)
 
     # ----------------------------------------------------------------------------------- one look
@@ -378,7 +384,7 @@ class AlertEngine:
         fired = self._consume_findings(sorted(dirty), finished)
         # The conditions of a running run without an owner are unknown; it gets an owner soon.
         runs = [
-            self._run_now(run)
+            self._current_run_state(run)
             for run in present
             if self._is_own(run.run_id) or run.state != "running"
         ]
@@ -505,7 +511,7 @@ class AlertEngine:
             if not rows:
                 return
             occurrences = [
-                Occurrence(run_id, row.time_unix_ns, alert)
+                AlertOccurrence(run_id, row.time_unix_ns, alert)
                 for row, decision in self._readable(rows, _decision)
                 for alert in alerts_for_decision(decision, run_id=run_id)
                 if alert.point  # the others follow the run's state
@@ -537,7 +543,7 @@ class AlertEngine:
         """
         fired: frozenset[str] = frozenset()
         while writers:
-            occurrences: list[Occurrence] = []
+            occurrences: list[AlertOccurrence] = []
             cursors: dict[str, int] = {}
             unread: list[Writer] = []
             for writer in writers:
@@ -555,7 +561,7 @@ class AlertEngine:
 
     def _read_findings(
         self, writer: Writer, cursor: str, is_finished: bool
-    ) -> tuple[int, int, list[Occurrence]]:
+    ) -> tuple[int, int, list[AlertOccurrence]]:
         """Return how many findings come next, the last one's number, and what they raise."""
         run_id, incarnation = writer
         with self._store.read_transaction() as connection:
@@ -577,7 +583,7 @@ class AlertEngine:
             (row.time_unix_ns, finding) for row, finding in self._readable(rows, _finding)
         ]
         occurrences = [
-            Occurrence(run_id, time_unix_ns, alert)
+            AlertOccurrence(run_id, time_unix_ns, alert)
             for time_unix_ns, finding in timed_findings
             if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
             for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
@@ -613,7 +619,7 @@ class AlertEngine:
             hearing.looked(now)
         return refreshed
 
-    def _run_now(self, run: RunStatus) -> RunNow:
+    def _current_run_state(self, run: RunStatus) -> CurrentRunState:
         """Return the state of an owned run for the inbox."""
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
@@ -645,7 +651,7 @@ class AlertEngine:
             for finding in self._watching.lasting(run.run_id):
                 alerts = alerts_for_finding(finding, run_id=run.run_id)
                 lasting.update(alert.fingerprint for alert in alerts)
-        return RunNow(
+        return CurrentRunState(
             run_id=run.run_id,
             state=run.state,
             last_step=run.last_step,
@@ -656,7 +662,7 @@ class AlertEngine:
             lasting=frozenset(lasting),
         )
 
-    def _with_lasting(self, run: RunNow, fired: frozenset[str]) -> RunNow:
+    def _with_lasting(self, run: CurrentRunState, fired: frozenset[str]) -> CurrentRunState:
         """Add a run's lasting conditions that only this collector knows."""
         lasting, conditions = run.lasting | fired, run.conditions
         if run.state == "running":
@@ -727,7 +733,7 @@ class AlertEngine:
             self._dispatcher.keep_posting(view)
 
 
-class Acting(NamedTuple):
+class AlertService(NamedTuple):
     """The running parts, connected to each other; close them before the store."""
 
     inbox: Inbox
@@ -750,7 +756,7 @@ class Acting(NamedTuple):
         self.lease.close()
 
 
-def assemble(
+def build_alert_service(
     store: Store,
     notifiers: Iterable[Notifier],
     *,
@@ -761,7 +767,7 @@ def assemble(
     is_shared: bool = False,
     host_port: str = "",
     is_pager: Callable[[], bool] | None = None,
-) -> Acting:
+) -> AlertService:
     """Return inbox, engine and dispatcher over one store; nothing runs yet.
 
     Args:
@@ -780,7 +786,7 @@ def assemble(
     dispatcher = Dispatcher(
         notifiers,
         clock=clock,
-        on_settled=partial(settle, store),
+        on_settled=partial(settle_alert, store),
         ledger=SqlLedger(store, clock=clock),
         is_pager=is_pager or (lambda: engine.is_pager()),
         report=lambda alert: inbox.report(alert),
@@ -802,7 +808,7 @@ def assemble(
         lease=lease,
     )
     receivers = tuple(notifier.name for notifier in notifiers)
-    return Acting(inbox, engine, dispatcher, lease, receivers)
+    return AlertService(inbox, engine, dispatcher, lease, receivers)
 
 
 def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
@@ -858,4 +864,4 @@ def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None
     return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
 
 
-__all__ = ["Acting", "AlertEngine", "EngineConfig", "assemble"]
+__all__ = ["AlertEngine", "AlertService", "EngineConfig", "build_alert_service"]

@@ -64,7 +64,7 @@ _LOG = logging.getLogger("vitals.collector.watching")
 _ASIDE = "watching-aside/"
 
 
-def state_name(run_id: str) -> str:
+def watch_state_name(run_id: str) -> str:
     """Return the name of a run's state in ``engine_state``."""
     return f"watching/{run_id}"
 
@@ -73,9 +73,9 @@ class _Done(msgspec.Struct):
     done: dict[str, int] = {}
 
 
-def watched_to(connection: Connection, run_id: str) -> dict[str, int]:
+def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
-    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
     return {} if body is None else msgspec.msgpack.decode(body, type=_Done).done
 
@@ -97,7 +97,7 @@ class WatchedOnsets(NamedTuple):
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     """Return a run's onsets as detected live; None: the run was not watched."""
-    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
     if body is None:
         return None
@@ -114,7 +114,7 @@ class _Conditions(msgspec.Struct):
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     """Return the findings of fleet detectors whose condition held at the last step."""
-    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
     if body is None:
         return ()
@@ -134,7 +134,7 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
         query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
-        done = watched_to(connection, run_id)
+        done = load_watch_progress(connection, run_id)
         for row in rows:
             num = row.last_seq - done.get(f"{row.incarnation}/{row.stream}", -1)
             if num > (1 if row.stream in HOSTS else 0):
@@ -154,15 +154,15 @@ def resume_watching(connection: Connection, run_id: str) -> None:
     connection.execute(delete(engine_state).where(engine_state.c.name == _ASIDE + run_id))
 
 
-def runs_aside(connection: Connection) -> set[str]:
+def load_suspended_runs(connection: Connection) -> set[str]:
     """Return the runs that were set aside."""
     query = select(engine_state.c.name).where(engine_state.c.name.startswith(_ASIDE))
     return {name.removeprefix(_ASIDE) for name in connection.execute(query).scalars()}
 
 
-def forget_progress(connection: Connection, run_id: str) -> None:
+def delete_watch_progress(connection: Connection, run_id: str) -> None:
     """Delete a removed run's progress."""
-    names = (state_name(run_id), _ASIDE + run_id)
+    names = (watch_state_name(run_id), _ASIDE + run_id)
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
 
@@ -258,13 +258,13 @@ class StillNodes:
         # As in the latest reports, and not for longer: a silent node may be running again.
         ranks = {rank.rank: rank for word in present for rank in word.event.ranks}
         world_size = max((word.event.world_size for word in present), default=1)
-        limits = _longest(word.event.limits for word in present)
+        limits = _max_hang_limits(word.event.limits for word in present)
         return self._follower.new_findings(
             list(ranks.values()), world_size=world_size, limits=limits
         )
 
 
-def _longest(limits: Iterable[HangLimits]) -> HangLimits | None:
+def _max_hang_limits(limits: Iterable[HangLimits]) -> HangLimits | None:
     """Return for each phase the longest of the nodes' limits."""
     every = list(limits)
     if not every:
@@ -318,14 +318,14 @@ class FollowedRun:
         fresh = self._fresh
         # If some writers are behind, rows that wait for them would accumulate.
         is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
-        num = self._take_all(fresh.add_committed(taken.batches, is_full=is_full), now_ns)
+        num = self._add_blocks(fresh.add_committed(taken.batches, is_full=is_full), now_ns)
         self.steps.world_size = fresh.world_size
         self.has_changed = self.has_changed or num > 0
         return num
 
     def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
         """Return whether ``read_stored`` is needed: the committed rows are not all there are."""
-        return taken.has_more or not self.is_read or self._is_due(now_ns)
+        return taken.has_more or not self.is_read or self._is_read_due(now_ns)
 
     def read_stored(
         self, moment: ReadSnapshot, budget: int, now_ns: int, *, has_more: bool = True
@@ -341,20 +341,20 @@ class FollowedRun:
             has_more: whether the store may have rows that were never added.
         """
         fresh = self._fresh
-        if has_more or self._is_due(now_ns):
+        if has_more or self._is_read_due(now_ns):
             fresh.find_streams(moment.sql)
             self._looked_ns = now_ns
         self.steps.world_size = fresh.world_size
         num_read = 0
         while num_read < budget and (blocks := fresh.read_stored(*moment, STEPS, budget)):
-            num_read += self._take_all(blocks, now_ns)
+            num_read += self._add_blocks(blocks, now_ns)
         # Hosts not before: they would be ahead of the steps they belong to.
         while (
             num_read < budget
             and not fresh.behind(("steps",))
             and (blocks := fresh.read_stored(*moment, HOSTS, budget))
         ):
-            num_read += self._take_all(blocks, now_ns)
+            num_read += self._add_blocks(blocks, now_ns)
         self.has_changed = self.has_changed or num_read > 0
         self._saves = self._new_checkpoints(moment.sql)
         if has_more or self._is_paused:
@@ -363,7 +363,7 @@ class FollowedRun:
             self._still.load_events(moment.sql, self.run_id, now_ns)
         return num_read
 
-    def _is_due(self, now_ns: int) -> bool:
+    def _is_read_due(self, now_ns: int) -> bool:
         return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
 
     @property
@@ -376,7 +376,7 @@ class FollowedRun:
         """Whether nothing is left to read or to merge."""
         return self.is_read and self.steps.is_empty
 
-    def _take_all(self, blocks: list[RowBlock], now_ns: int) -> int:
+    def _add_blocks(self, blocks: list[RowBlock], now_ns: int) -> int:
         for block in blocks:
             kind = block.streams[0].writer[1]
             if kind == "steps":
@@ -484,7 +484,7 @@ class FollowedRun:
             for unjoined in rounds:
                 records += self._process_node_samples(unjoined)
         if is_running and self.is_drained and not self._is_paused:
-            records += self._idle(now_ns)
+            records += self._check_stall(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
@@ -535,7 +535,7 @@ class FollowedRun:
         )
         return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
 
-    def _idle(self, now_ns: int) -> list[TimedFinding]:
+    def _check_stall(self, now_ns: int) -> list[TimedFinding]:
         """Check how long no row arrived, by this collector's clock."""
         at = self._now_of_run(now_ns)
         return self._timed_findings(self.watchers.idle(at), at)
@@ -594,7 +594,7 @@ def open_run(
     watch: FleetConfig | None = None,
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
-    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
     saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
@@ -711,7 +711,7 @@ class LiveMonitor:
         if not run_ids:
             return
         with self._store.read_transaction() as connection:
-            self._aside = runs_aside(connection)
+            self._aside = load_suspended_runs(connection)
         for run_id in run_ids:
             self._begin_again(run_id)
 
@@ -788,7 +788,7 @@ class LiveMonitor:
         """Note what an earlier process has stored and not watched."""
         with self._store.read_transaction() as connection:
             unread = unread_runs(connection)
-            self._aside = runs_aside(connection)
+            self._aside = load_suspended_runs(connection)
         for run_id in unread:
             self.note(run_id)
 
@@ -831,8 +831,12 @@ class LiveMonitor:
                     "ranks_not_waited_for run=%s ranks=%s", run_id, sorted(absent_ranks)[:16]
                 )
             is_over = followed.is_drained and not is_running
-            if records or followed.has_new_onset or self._is_due(followed, now_ns, is_over=is_over):
-                states.append(_to_keep(followed, records, is_over=is_over))
+            if (
+                records
+                or followed.has_new_onset
+                or self._is_save_due(followed, now_ns, is_over=is_over)
+            ):
+                states.append(_build_state_to_store(followed, records, is_over=is_over))
         except StorageError:
             self._begin_again(run_id)
             raise
@@ -886,7 +890,7 @@ class LiveMonitor:
         self._aside ^= {run_id}
         _LOG.warning("watching_%s run=%s", "set_aside" if is_aside else "taken_up", run_id)
 
-    def _is_due(self, followed: FollowedRun, now_ns: int, *, is_over: bool) -> bool:
+    def _is_save_due(self, followed: FollowedRun, now_ns: int, *, is_over: bool) -> bool:
         if not followed.has_changed:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
@@ -928,7 +932,7 @@ class LiveMonitor:
             rows = [row for of_run in states for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            bodies = [{"name": state_name(k.followed.run_id), "body": k.body} for k in states]
+            bodies = [{"name": watch_state_name(k.followed.run_id), "body": k.body} for k in states]
             if bodies:
                 statement = insert(connection, engine_state)
                 connection.execute(
@@ -940,7 +944,7 @@ class LiveMonitor:
         return claimed_runs
 
 
-def _to_keep(
+def _build_state_to_store(
     followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool
 ) -> _StateToStore:
     first = followed.saved.next_seq
@@ -975,13 +979,13 @@ __all__ = [
     "Polled",
     "RunWatchState",
     "TimedFinding",
-    "forget_progress",
+    "delete_watch_progress",
+    "load_suspended_runs",
+    "load_watch_progress",
     "open_run",
     "resume_watching",
-    "runs_aside",
-    "state_name",
     "suspend_watching",
     "unread_runs",
+    "watch_state_name",
     "watched_onsets",
-    "watched_to",
 ]

@@ -180,10 +180,10 @@ def _run_summary(
 ) -> RunSummary:
     """Return one line of the list of runs."""
     run_id = row.run_id
-    states = [_state_of(source) for source in of_run]
+    states = [_source_state(source) for source in of_run]
     state = run_state(states, when)
     head = _head(of_run)
-    loss = None if head is None else _float(head.loss)
+    loss = None if head is None else _stored_float(head.loss)
     last = decided.get(run_id)
     num_pages = counts.firing.get((run_id, "page"), 0)
     missing = tuple(sorted(counts.missing.get(run_id, ())))
@@ -204,15 +204,15 @@ def _run_summary(
             firing_pages=num_pages,
             is_partial=bool(missing),
             is_broken=(loss is not None and not math.isfinite(loss))
-            or _is_recently(_NONFINITE_STATE, _SAID_AGAIN_STEPS, run_id, head, counts),
-            is_unguarded=_is_recently(_UNGUARDED, _UNGUARDED_STEPS, run_id, head, counts),
+            or _has_recent_finding(_NONFINITE_STATE, _SAID_AGAIN_STEPS, run_id, head, counts),
+            is_unguarded=_has_recent_finding(_UNGUARDED, _UNGUARDED_STEPS, run_id, head, counts),
         ),
         world_size=row.world_size or max((source.world_size for source in of_run), default=0),
         started_unix_ns=row.started_unix_ns,
         last_seen_unix_ns=last_seen(states),
         last_step=-1 if head is None else head.last_step,
         loss=loss,
-        grad_norm=None if head is None else _float(head.grad_norm),
+        grad_norm=None if head is None else _stored_float(head.grad_norm),
         num_skips=counts.skips[run_id],
         num_rollbacks=counts.rollbacks.get((run_id,), 0),
         num_attempts=max(1, counts.attempts.get((run_id,), 0)),
@@ -222,7 +222,7 @@ def _run_summary(
     )
 
 
-def _is_recently(
+def _has_recent_finding(
     kind: str, steps: int, run_id: str, head: Row[Any] | None, counts: _Counts
 ) -> bool:
     """Return whether such a finding of the latest attempt is at most ``steps`` old: it recurs."""
@@ -232,7 +232,7 @@ def _is_recently(
     return told_at is not None and head.last_step - told_at <= steps
 
 
-def _float(stored: float | str | None) -> float | None:
+def _stored_float(stored: float | str | None) -> float | None:
     """Return the number; SQLite holds NaN as text."""
     return None if stored is None else float(stored)
 
@@ -248,5 +248,5 @@ def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> b
     return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
 
 
-def _state_of(source: Row[Any]) -> SourceState:
+def _source_state(source: Row[Any]) -> SourceState:
     return SourceState._make(getattr(source, name) for name in SourceState._fields)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from vitals_collector.alerts.inbox import RunNow
+from vitals_collector.alerts.inbox import CurrentRunState
 from vitals_collector.cluster.reports import forget_reports, write_reports
 from vitals_collector.storage.store import OwnedElsewhere, Store
 
@@ -27,7 +27,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     num_told: int
     """Number of decisions and findings in this epoch that may raise alerts; they are in the
     database."""
-    now: RunNow
+    now: CurrentRunState
 
     @property
     def news(self) -> tuple[object, ...]:
@@ -52,7 +52,7 @@ class Reporter:
         self,
         owned: Mapping[str, int],
         reported_runs: Iterable[str],
-        present: Iterable[RunNow],
+        present: Iterable[CurrentRunState],
         *,
         only_new: bool,
     ) -> None:

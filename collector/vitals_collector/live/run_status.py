@@ -238,8 +238,8 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     ranks = [
         _last_report_times(source, when) for source in newest.values() if _is_rank_of(source, head)
     ]
-    launched = max(_launched(rank.source) for rank in ranks)
-    relaunched = _relaunched(sources, ranks)
+    launched = max(_launch_time(rank.source) for rank in ranks)
+    relaunched = _last_relaunch_time(sources, ranks)
     present = [rank for rank in ranks if rank.source.last_received_unix_ns >= relaunched]
     expected = [rank for rank in present if not rank.source.ended_state]
     is_silent = _silence_predicate(when)
@@ -258,7 +258,9 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     for rank in present if silent else ():
         step = rank.source.last_step
         step_times[step] = max(rank.step_ns, step_times.get(step, 0))
-    passed = {node for node, of_node in silent.items() if _is_passed(of_node, step_times, when)}
+    passed = {
+        node for node, of_node in silent.items() if _has_step_without(of_node, step_times, when)
+    }
     return Absent(
         ranks=tuple(sorted(rank.rank for rank in dead if is_silent(rank.last_ns))),
         nodes=tuple(sorted(silent.keys() - passed)),
@@ -280,16 +282,16 @@ def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absen
     return Absent(nodes=tuple(n for n in absent(sources, when).nodes if heard[n] < first))
 
 
-def _launched(source: SourceState) -> int:
+def _launch_time(source: SourceState) -> int:
     """Return when it started by the collector's clock; later if its rows or clock are late."""
     return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
 
 
-def _relaunched(sources: Sequence[SourceState], ranks: Sequence[_Heard]) -> int:
+def _last_relaunch_time(sources: Sequence[SourceState], ranks: Sequence[_Heard]) -> int:
     """Return when the latest of the restarted ranks started; 0 if none was restarted."""
     num_starts = Counter(source.source for source in sources)
     again = (rank.source for rank in ranks if num_starts[rank.source.source] > 1)
-    return max(map(_launched, again), default=0)
+    return max(map(_launch_time, again), default=0)
 
 
 def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
@@ -333,7 +335,9 @@ def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, 
     return {node: heard for node, heard in last.items() if node in spoke}
 
 
-def _is_passed(silent: Sequence[_Heard], step_times: Mapping[int, int], when: Liveness) -> bool:
+def _has_step_without(
+    silent: Sequence[_Heard], step_times: Mapping[int, int], when: Liveness
+) -> bool:
     """Return whether others completed steps after these became silent: steps need every rank.
 
     ``step_times`` has the arrival times of each rank's latest step: those are few, while silent
@@ -511,7 +515,9 @@ class RunStatusCache:
         of_run: dict[str, list[tuple[str, SourceState]]] = defaultdict(list)
         query = select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))
         for run_id, incarnation, *state in connection.execute(query).all():
-            of_run[run_id].append((incarnation, _received(SourceState._make(state), when)))
+            of_run[run_id].append(
+                (incarnation, _fix_future_arrival(SourceState._make(state), when))
+            )
         for run_id in run_ids:
             writer_states = [state for _, state in of_run[run_id]]
             heard_since = self._heard_since(run_id, when)
@@ -594,7 +600,7 @@ def _rest_ns(num_sources: int, when: Liveness) -> int:
     return min(num_sources * _NS_PER_SOURCE, int(_LONGEST_REST * when.lost_after_seconds * 1e9))
 
 
-def _received(source: SourceState, when: Liveness) -> SourceState:
+def _fix_future_arrival(source: SourceState, when: Liveness) -> SourceState:
     """Return the source; an arrival in the future was received before a clock was set back.
 
     Its silence counts from when this collector started.
@@ -644,7 +650,7 @@ def _status_of(
     if state in ("failed", "lost"):
         starts = [part for part in parts if part.source == "rank:0"]
         started = _heard_last(starts).started_unix_ns if starts else 0
-        why = _why(connection, run_id, state, started)
+        why = _load_end_reason(connection, run_id, state, started)
         if hang := hang_of(connection, run_id, last_step):
             # The first lost rank when a hung job is ended means nothing.
             why = f"{hang}; then: {why or 'the run stopped reporting'}"
@@ -654,7 +660,9 @@ def _status_of(
     return status
 
 
-def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: int) -> str:
+def _load_end_reason(
+    connection: Connection, run_id: str, state: RunState, started_unix_ns: int
+) -> str:
     """Return the reason of the first failed rank, otherwise an agent's reason for a lost one."""
     if state == "failed":
         query = (

@@ -313,7 +313,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Cadence:
+class _LayerCadence:
     """Steps at which layers are written: not before ``last + gap`` again, as far as known."""
 
     attempt: int
@@ -326,7 +326,7 @@ class _Cadence:
         return self.attempt, self.last + self.gap - 1
 
 
-class _Positions:
+class _RankPositions:
     """The highest key that each rank has written, and which ranks are not waited for."""
 
     def __init__(self) -> None:
@@ -398,11 +398,11 @@ class StepMerger:
     num_held: int = 0
     """Rows of ranks that wait."""
     _held: list[_Held] = field(default_factory=list)
-    _positions: _Positions = field(default_factory=_Positions)
+    _positions: _RankPositions = field(default_factory=_RankPositions)
     _numbers: dict[Writer, int] = field(default_factory=dict)
     _read: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """By a writer's number: the last of its rows that was added."""
-    _cadence: _Cadence | None = None
+    _cadence: _LayerCadence | None = None
     _awaits_layers: bool = False
 
     @property
@@ -446,9 +446,9 @@ class StepMerger:
             cadence = self._cadence
             if cadence is None or attempt != cadence.attempt or step < cadence.last:
                 gap = cadence.gap if cadence is not None else 1
-                self._cadence = _Cadence(attempt, step, gap)
+                self._cadence = _LayerCadence(attempt, step, gap)
             elif step > cadence.last:
-                self._cadence = _Cadence(attempt, step, step - cadence.last)
+                self._cadence = _LayerCadence(attempt, step, step - cadence.last)
         self._awaits_layers = self._awaits_layers or rows.last() > self.merged
         self._advance_read_seqs(rows)
         self._hold_rows(_Held(now_ns, rows, part.names))
@@ -475,7 +475,7 @@ class StepMerger:
         """
         # Called several times a second for every run, mostly without result: ranks' positions come
         # from arrays, and no row is touched before a step is known to be complete.
-        until = max(self._whole(), self._overdue_key(now_ns), self._too_many())
+        until = max(self._complete_key(), self._overdue_key(now_ns), self._overflow_key())
         if gate is not None:
             until = min(until, gate)
         if until <= self.merged or not self._held:
@@ -516,7 +516,7 @@ class StepMerger:
     def _num_ranks(self) -> int:
         return min(self.world_size, MOST_RANKS) or len(self._positions.absent)
 
-    def _whole(self) -> Key:
+    def _complete_key(self) -> Key:
         """Return the key that every awaited writer has come to."""
         lowest = self._positions.lowest(self._num_ranks)
         awaited = [] if lowest is None else [lowest]
@@ -529,7 +529,7 @@ class StepMerger:
         old = (pending.rows.last() for pending in self._held if pending.since_ns <= waited)
         return max(old, default=BEFORE_ALL)
 
-    def _too_many(self) -> Key:
+    def _overflow_key(self) -> Key:
         """Return the key up to which steps must come out for the rest to be few enough."""
         most = self.most_held
         if self.num_held <= most:
@@ -566,11 +566,11 @@ class StepMerger:
         attempt, step = state["merged"]
         self.merged = (int(attempt), int(step))
         absent = [int(rank) for rank in state["absent"]]
-        self._positions = _Positions()
+        self._positions = _RankPositions()
         self._positions.reach(max(absent, default=-1) + 1)
         self._positions.absent[absent] = True
         cadence = state["cadence"]
-        self._cadence = None if cadence is None else _Cadence(*cadence)
+        self._cadence = None if cadence is None else _LayerCadence(*cadence)
         self._awaits_layers = bool(state["awaits_layers"])
         self.num_missing, self.num_late = int(state["num_missing"]), int(state["num_late"])
 

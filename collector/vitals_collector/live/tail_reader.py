@@ -265,7 +265,7 @@ class TailReader:
                 continue
             is_next = header.first_seq == stream.read_seq + 1
             if not is_next or is_full or (kind == "layers" and not self.names.get(incarnation)):
-                self._store_has(stream, last)
+                self._note_stored_rows(stream, last)
                 continue
             stream.read_seq = last
             blocks.add(stream, header.stream_schema, batch.rows, header.num_rows)
@@ -307,7 +307,7 @@ class TailReader:
             self._head = (started, world_size)
         return stream
 
-    def _store_has(self, stream: StreamProgress, last_seq: int) -> None:
+    def _note_stored_rows(self, stream: StreamProgress, last_seq: int) -> None:
         stream.last_seq = max(last_seq, stream.last_seq)
         if stream.last_seq > stream.read_seq:
             self._behind[stream.writer] = stream
@@ -336,7 +336,7 @@ class TailReader:
             writer = (incarnation, kind)
             stream = self._streams.get(writer) or self._add_stream(writer, *about)
             if writer not in self._nameless:
-                self._store_has(stream, last_seq)
+                self._note_stored_rows(stream, last_seq)
 
     def read_stored(
         self, connection: Connection, numbers: NumbersReader, kinds: Sequence[str], budget: int

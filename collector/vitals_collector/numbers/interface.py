@@ -283,16 +283,16 @@ def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
     at = np.flatnonzero(np.isfinite(value))
     for attempt_indices in np.split(at, _starts(attempt[at])):
         if len(attempt_indices):
-            value[attempt_indices] = _decayed(value[attempt_indices], weight) / _decayed(
-                np.ones(len(attempt_indices)), weight
-            )
+            value[attempt_indices] = _exponential_mean(
+                value[attempt_indices], weight
+            ) / _exponential_mean(np.ones(len(attempt_indices)), weight)
     return Points(points.step, points.attempt, points.time_unix_ns, value)
 
 
 _BLOCK = 64
 
 
-def _decayed(values: Floats, weight: float) -> Floats:
+def _exponential_mean(values: Floats, weight: float) -> Floats:
     """Return y[i] = weight * y[i - 1] + (1 - weight) * values[i], from 0, a block at a time."""
     padded = np.zeros(-(-len(values) // _BLOCK) * _BLOCK)
     padded[: len(values)] = values
@@ -439,7 +439,7 @@ def in_order(columns: Columns, names: Sequence[str]) -> Columns:
     }
 
 
-def none_of(num: int) -> ColumnValues:
+def missing_column(num: int) -> ColumnValues:
     """Return this many missing values."""
     return ColumnValues(np.zeros(num), np.ones(num, np.bool_))
 
@@ -470,13 +470,13 @@ def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
-def joined(columns: Sequence[ColumnValues]) -> ColumnValues:
+def concat_columns(columns: Sequence[ColumnValues]) -> ColumnValues:
     """Return the columns concatenated; if types differ, converted as in ``scan``."""
     if len(columns) == 1:
         return columns[0]
     there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
     if not there:
-        return none_of(sum(len(column.values) for column in columns))
+        return missing_column(sum(len(column.values) for column in columns))
     kind = common_type({"O": "S", "f": "f8", "i": "i8"}[kind] for kind in there)
     dtype: Any = {"S": object, "f8": np.float64, "i8": np.int64}[kind]
     alike = [
@@ -527,7 +527,9 @@ def on_branch(
     return points if is_kept.all() else points.take(is_kept)
 
 
-def arranged(points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
+def order_curve(
+    points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
+) -> Points:
     """Return the curve: stitched and by step, or by time if the rows have no step."""
     return by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
 
@@ -541,7 +543,7 @@ def whole_curve(
         FormatError: the column is text.
     """
     points = on_branch(points_of(columns, name), stream, attempts, branch)
-    return DownsampledCurve(arranged(points, stream, attempts, branch), len(points))
+    return DownsampledCurve(order_curve(points, stream, attempts, branch), len(points))
 
 
 # -------------------------------------------------------------------------------- what a store does

@@ -112,7 +112,7 @@ class Lake(OpenLake):
         """
         with self.engine.lock:
             self._reload_if_stale()
-            num_new, parts, taken = self._new(batches)
+            num_new, parts, taken = self._split_new_rows(batches)
             if parts:
                 owned_epochs = self.catalogue.epochs
                 epochs = {
@@ -130,7 +130,7 @@ class Lake(OpenLake):
     def _store(
         self,
         parts: Sequence[Part],
-        taken: Mapping[StreamKey, "_Taken"],
+        taken: Mapping[StreamKey, "_StreamState"],
         epochs: Mapping[str, int],
         also: Callable[[], None] = lambda: None,
     ) -> None:
@@ -140,7 +140,7 @@ class Lake(OpenLake):
             self._ensure_columns(group[0].batch.header.stream_schema)
         runs = self.catalogue.new_numbers(run_id for run_id, _, _ in taken)
         numbers = {**self.catalogue.runs, **runs}
-        kinds = self.catalogue.new_kinds(_written(groups))
+        kinds = self.catalogue.new_kinds(_column_types_by_run(groups))
         with self.engine.transaction(epochs=epochs):
             self.catalogue.write_numbers(runs)
             for group in groups:
@@ -158,7 +158,9 @@ class Lake(OpenLake):
             also()
             for (run_id, *writer), of in taken.items():
                 if of.filled is not None:
-                    lake_damage.fill(self.engine, numbers[run_id], writer, of.filled, of.holes)
+                    lake_damage.record_filled_holes(
+                        self.engine, numbers[run_id], writer, of.filled, of.holes
+                    )
         with self.catalogue.lock:
             self.catalogue.runs |= runs
             states = self.catalogue.states({key[0] for key in taken})
@@ -190,11 +192,11 @@ class Lake(OpenLake):
         """Return whether rows of the run were lost to damage."""
         return any(self.catalogue.holes(run_id).values())
 
-    def _new(
+    def _split_new_rows(
         self, batches: Sequence[Batch]
-    ) -> tuple[list[int], list[Part], dict[StreamKey, "_Taken"]]:
+    ) -> tuple[list[int], list[Part], dict[StreamKey, "_StreamState"]]:
         """Return how many rows of each batch are new, which, and each stream's state afterwards."""
-        taken: dict[StreamKey, _Taken] = {}
+        taken: dict[StreamKey, _StreamState] = {}
         states = self.catalogue.states({batch.header.identity.run_id for batch in batches})
         num_new, parts = [], list[Part]()
         for batch in batches:
@@ -204,17 +206,17 @@ class Lake(OpenLake):
             if stream is None:
                 state, writer = states[key[0]], key[1:]
                 holes = state.holes.get(writer, []) if state.holes else []
-                stream = _Taken(header.identity.source, state.marks.get(writer, -1), holes)
+                stream = _StreamState(header.identity.source, state.marks.get(writer, -1), holes)
             if not stream.holes and first == stream.mark + 1:  # nearly always
                 parts.append(Part(batch, 0, header.num_rows))
                 num_new.append(header.num_rows)
-                taken[key] = _Taken(stream.source, end - 1, stream.holes, stream.filled)
+                taken[key] = _StreamState(stream.source, end - 1, stream.holes, stream.filled)
                 continue
-            new = stream.in_holes(first, end) if stream.holes else []
+            new = stream.missing_seqs(first, end) if stream.holes else []
             filled = stream.without(new) if new else stream
             if end - 1 > stream.mark:
                 new.append((max(first, stream.mark + 1), end))
-                filled = _Taken(stream.source, end - 1, filled.holes, filled.filled)
+                filled = _StreamState(stream.source, end - 1, filled.holes, filled.filled)
             parts += [Part(batch, low - first, high - first) for low, high in new]
             num_new.append(sum(high - low for low, high in new))
             if new:
@@ -302,7 +304,7 @@ class Lake(OpenLake):
             self.catalogue.forget_run(run_id)  # another process may have rolled it up
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
             batch = ranks_batch(run_id, window.attempt, planned.names, planned.numbers, first_seq)
-            _, parts, taken = self._new([batch])
+            _, parts, taken = self._split_new_rows([batch])
             self._store(
                 parts,
                 taken,
@@ -353,11 +355,11 @@ class Lake(OpenLake):
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
-        return lake_maintenance.size(self.engine)
+        return lake_maintenance.lake_size(self.engine)
 
     def check(self) -> list[DamagedFile]:
         """Read every file; return those that are missing or differ from what was written."""
-        return lake_damage.check(self.engine, self.catalogue)
+        return lake_damage.find_damaged_files(self.engine, self.catalogue)
 
     def drop_damaged_files(self) -> list[DamagedFile]:
         """Remove damaged files; their rows are accepted once when they are sent again.
@@ -399,7 +401,7 @@ def _stream_key(batch: Batch) -> StreamKey:
     return header.identity.run_id, header.identity.incarnation, header.stream
 
 
-class _Taken(NamedTuple):
+class _StreamState(NamedTuple):
     """A stream's state after a commit."""
 
     source: str
@@ -408,12 +410,12 @@ class _Taken(NamedTuple):
     filled: int | None = None
     """The first number that was stored in a hole."""
 
-    def in_holes(self, first: int, end: int) -> list[tuple[int, int]]:
+    def missing_seqs(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return which of these numbers are missing."""
         missing = ((max(first, low), min(end, high)) for low, high in self.holes)
         return [(low, high) for low, high in missing if low < high]
 
-    def without(self, filled: Sequence[tuple[int, int]]) -> "_Taken":
+    def without(self, filled: Sequence[tuple[int, int]]) -> "_StreamState":
         """Return the state with these numbers no longer missing."""
         holes = self.holes
         for first, end in filled:
@@ -425,7 +427,9 @@ class _Taken(NamedTuple):
         )
 
 
-def _written(groups: Sequence[Sequence[Part]]) -> dict[str, dict[str, set[tuple[str, str]]]]:
+def _column_types_by_run(
+    groups: Sequence[Sequence[Part]],
+) -> dict[str, dict[str, set[tuple[str, str]]]]:
     """Return by run and stream the columns of the rows, with their types."""
     written: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(dict)
     for group in groups:

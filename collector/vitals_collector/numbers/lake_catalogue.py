@@ -142,12 +142,12 @@ def table_of(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
     return pa.table(dict(zip(names, columns, strict=True)))
 
 
-def expression(name: str, places: Places) -> str:
+def column_sql(name: str, places: Places) -> str:
     """Return the SQL expression of a column; columns of every row have precedence."""
-    return quoted(name) if name in KEYS else own_expression(name, places)
+    return quoted(name) if name in KEYS else stream_column_sql(name, places)
 
 
-def own_expression(name: str, places: Places) -> str:
+def stream_column_sql(name: str, places: Places) -> str:
     """Return the SQL expression of the stream's column, over all lake columns of its types."""
     kinds = {kind: lake_column for (column, kind), lake_column in places.items() if column == name}
     if "S" in kinds:
@@ -193,7 +193,7 @@ def _encoded_column_name(column: RowColumn) -> str:
     return f"{type_of(column)}{_SPELLED}{column.name.encode().hex()}"
 
 
-def unspelled(lake_column: str) -> str:
+def decode_column_name(lake_column: str) -> str:
     """Return the column name of a lake column."""
     _, mark, rest = lake_column.partition(_SPELLED)
     return bytes.fromhex(rest).decode() if mark else lake_column
@@ -262,7 +262,7 @@ def locked(
     return call
 
 
-class RunState:
+class LakeRunState:
     """Cached state of one run."""
 
     def __init__(self, now: float) -> None:
@@ -332,7 +332,7 @@ class Catalogue:
         """Names of all tables of the lake, as last read."""
         self.epochs: dict[str, int] = {}
         """Lease epochs of the runs that this process owns; 0 for all others."""
-        self._states: dict[str, RunState] = {}
+        self._states: dict[str, LakeRunState] = {}
         with engine.transaction():
             for name, columns in _TABLES.items():
                 engine.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
@@ -357,7 +357,7 @@ class Catalogue:
             if table in STORED_STREAMS:
                 of_table = places.setdefault(table, {})
                 if lake_type not in (*KEYS, FORMER_KEY):
-                    of_table[unspelled(lake_type), kinds[kind]] = lake_type
+                    of_table[decode_column_name(lake_type), kinds[kind]] = lake_type
         self.places = places
 
     @locked
@@ -409,12 +409,14 @@ class Catalogue:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
             self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))
 
-    def run(self, run_id: str, *, is_fresh: bool = False) -> RunState:
+    def run(self, run_id: str, *, is_fresh: bool = False) -> LakeRunState:
         """Return the state of a run; with ``is_fresh``, including all changes by others."""
         return self.states([run_id], is_fresh=is_fresh)[run_id]
 
     @locked
-    def states(self, run_ids: Collection[str], *, is_fresh: bool = False) -> dict[str, RunState]:
+    def states(
+        self, run_ids: Collection[str], *, is_fresh: bool = False
+    ) -> dict[str, LakeRunState]:
         """Return the states of runs, reading missing ones together.
 
         A collector that takes over a hundred runs needs as many queries as for one.
@@ -428,7 +430,7 @@ class Catalogue:
         if due:
             if is_fresh and not self.runs.keys() >= set(due):
                 self.look_again()
-            new = {run_id: RunState(now) for run_id in due}
+            new = {run_id: LakeRunState(now) for run_id in due}
             there = {self.runs[run_id]: new[run_id] for run_id in due if run_id in self.runs}
             if there:
                 self._load_run_states(there)
@@ -448,14 +450,14 @@ class Catalogue:
         return now >= state.read_at + self._fresh_seconds(state)
 
     @locked
-    def known(self, run_ids: Collection[str]) -> dict[str, RunState]:
+    def known(self, run_ids: Collection[str]) -> dict[str, LakeRunState]:
         """Return the states of runs with up-to-date holes."""
         states = self.states(run_ids)
         if self._is_shared:
             self._read_holes(states, time.monotonic())
         return states
 
-    def _read_holes(self, states: Mapping[str, RunState], now: float) -> None:
+    def _read_holes(self, states: Mapping[str, LakeRunState], now: float) -> None:
         """Read the holes of the runs, unless read recently: another process may have added some."""
         before = now - _HOLES_SECONDS
         if all(state.holes_read_at > before for state in states.values()):
@@ -467,13 +469,13 @@ class Catalogue:
         for state in states.values():  # also of a run without rows, or it is read each time
             state.holes_read_at = now
 
-    def _fresh_seconds(self, state: RunState) -> float:
+    def _fresh_seconds(self, state: LakeRunState) -> float:
         """Return how long the cached state of a run is used without a check."""
         if not self._is_shared:
             return _ALONE_SECONDS
         return _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
 
-    def _load_run_states(self, states: Mapping[int, RunState]) -> None:
+    def _load_run_states(self, states: Mapping[int, LakeRunState]) -> None:
         for table in (NEW_MARKS, MARKS):
             self._engine.files.need(table, *states)
         runs = ", ".join(map(str, states))
@@ -541,7 +543,7 @@ class Catalogue:
         return self.places_of(self.run(run_id, is_fresh=True), stream)
 
     @locked
-    def places_of(self, state: RunState, stream: str) -> Places:
+    def places_of(self, state: LakeRunState, stream: str) -> Places:
         """Return the lake columns of a run's rows in the stream, in that state."""
         columns = {
             (name, kind) for name, of_name in state.kinds[stream].items() for kind in of_name

@@ -40,7 +40,7 @@ class DamagedFile(NamedTuple):
         return self.path.partition("/")[0]
 
 
-def check(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
+def find_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged or missing."""
     catalogue.look_again()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
@@ -94,7 +94,9 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = check(engine, catalogue)  # reads every file, so appends continue in the meantime
+    damaged = find_damaged_files(
+        engine, catalogue
+    )  # reads every file, so appends continue in the meantime
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
         damaged = [file for file in damaged if file.path in live]  # not removed by another process
@@ -187,14 +189,14 @@ def _recompute_metadata(
             ).to_pydict()
             holes = [
                 *zip(*before.values(), strict=True),
-                *_holes(engine, stream, numbers, marks, first, last),
+                *_find_holes(engine, stream, numbers, marks, first, last),
             ]
             if holes:
                 engine.execute(f"DELETE {of_stream}")
-                engine.insert(HOLES, table_of(_HOLE, _joined(holes)))
+                engine.insert(HOLES, table_of(_HOLE, _merge_holes(holes)))
 
 
-def _holes(
+def _find_holes(
     engine: LakeEngine,
     stream: str,
     numbers: Sequence[int],
@@ -247,7 +249,7 @@ def _rolled_up_spans(
     return ranges
 
 
-def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
+def _merge_holes(holes: Iterable[_Hole]) -> list[_Hole]:
     """Return the same numbers in holes that do not touch."""
     joined: list[_Hole] = []
     for hole in sorted(holes):
@@ -259,7 +261,7 @@ def _joined(holes: Iterable[_Hole]) -> list[_Hole]:
     return joined
 
 
-def fill(
+def record_filled_holes(
     engine: LakeEngine,
     run: int,
     writer: Sequence[str],

@@ -61,7 +61,7 @@ class FileStore(Protocol):
     extensions: tuple[str, ...]
     """Those of DuckDB that it needs."""
 
-    def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Give a connection access to the files."""
 
     def prepare(self) -> None:
@@ -111,7 +111,7 @@ class LocalFileStore:
         self._synced: dict[str, set[str]] = {}
         self._inode = 0
 
-    def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Cache no files in memory: the system's own cache has them, and frees them if needed."""
         connection.execute("SET enable_external_file_cache = false")
 
@@ -233,7 +233,7 @@ class S3FileStore:
         self.extensions: tuple[str, ...] = ("httpfs",)
         self._began = (0.0, 0.0)
 
-    def enter(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Give a connection the keys of the environment, and a cache for data that it reads.
 
         Raises:
@@ -247,7 +247,7 @@ class S3FileStore:
         scope = "/".join(self._url.split("/")[:3])
         connection.execute(
             "CREATE TEMPORARY SECRET lake_files"
-            f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_tls()}, {text})"
+            f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_s3_tls()}, {text})"
         )
 
     def check_place(self) -> None:
@@ -370,7 +370,7 @@ def _s3_endpoint_url() -> str:
     return value
 
 
-def _is_tls() -> bool:
+def _is_s3_tls() -> bool:
     return not _s3_endpoint_url().startswith("http:")
 
 
@@ -640,7 +640,7 @@ _MOST_COMMITS = 50
 """Commits after which maintenance reopens the database, for 0.3 s of CPU."""
 
 
-class _Asking:
+class _RunningQuery:
     """A running query."""
 
     def __init__(self) -> None:
@@ -664,7 +664,7 @@ class LakeEngine:
         self._place: FileStore = S3FileStore(bucket, self.ask) if bucket else LocalFileStore(folder)
         self._readers: list[tuple[duckdb.DuckDBPyConnection, duckdb.DuckDBPyConnection]] = []
         """Each with the connection that it came from."""
-        self._asking: list[_Asking] = []
+        self._asking: list[_RunningQuery] = []
         self._asked = threading.Condition()
         """Notified when a query ends; changes of ``_asking`` hold its lock."""
         self._is_closed = False
@@ -673,7 +673,7 @@ class LakeEngine:
         self._holder: duckdb.DuckDBPyConnection | None = None
         self._kept_checksums: list[tuple[str, int]] = []
         self.files = Files(self._place, self.ask)
-        with translated(folder / CATALOGUE):
+        with translate_lake_errors(folder / CATALOGUE):
             self._root = self._attach_lake()
             has_rows = self._has_rows()
             self._place.prepare()
@@ -699,7 +699,7 @@ class LakeEngine:
         )
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
-        uri = f"postgres:{escaped(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
+        uri = f"postgres:{escape_sql(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
         # Wait this long for a lock.
         of_catalogue = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
         # A directory may be moved with the catalog in it; a catalog elsewhere must belong to this
@@ -707,10 +707,10 @@ class LakeEngine:
         if not catalogue and isinstance(self._place, LocalFileStore):
             of_catalogue += ", OVERRIDE_DATA_PATH true"
         for name in ("ducklake", scanner, *self._place.extensions):
-            root.execute(f"LOAD '{extension(name)}'")
+            root.execute(f"LOAD '{find_duckdb_extension(name)}'")
         root.execute(f"SET memory_limit = '{self._memory_limit}'")
         root.execute("SET threads = 1")  # the cores belong to the training
-        self._place.enter(root)
+        self._place.prepare_connection(root)
         root.execute(f"SET temp_directory = '{folder / 'spill'}'")
         # Several collectors commit at once: retry after a conflict.
         root.execute("SET ducklake_max_retry_count = 100")
@@ -762,10 +762,10 @@ class LakeEngine:
         it is reopened. The previous one is closed with its last query.
         """
         if self._num_commits >= _MOST_COMMITS:
-            with self.lock, translated():
+            with self.lock, translate_lake_errors():
                 # Never by close(): that also closes cursors during another thread's query, which
                 # fails or ends the process. Dropping the last reference closes it.
-                self._let_go()
+                self._release_catalog()
                 self._root = self._attach_lake()
                 self._num_commits = 0
                 self._readers.clear()
@@ -780,18 +780,18 @@ class LakeEngine:
         time, its connections stay open until the process ends.
         """
         with self.lock:
-            if self._all_answered():
-                self._let_go()
+            if self._interrupt_queries():
+                self._release_catalog()
                 for connection in (*(reader for _, reader in self._readers), self._root):
                     connection.close()
 
-    def _let_go(self) -> None:
+    def _release_catalog(self) -> None:
         """Checkpoint the catalog's WAL and start a new one."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None
 
-    def _all_answered(self) -> bool:
+    def _interrupt_queries(self) -> bool:
         """Interrupt all queries until none is left; return False if one continues."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         with self._asked:
@@ -823,7 +823,7 @@ class LakeEngine:
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) the result is unknown.
         """
-        with self.lock, translated():
+        with self.lock, translate_lake_errors():
             self._root.execute("BEGIN")
             self._statements.clear()
             self._place.on_transaction_start()
@@ -837,7 +837,7 @@ class LakeEngine:
                 elif checksums:
                     self._insert_checksums(checksums)
                 if epochs:
-                    epochs_json = escaped(json.dumps(epochs))
+                    epochs_json = escape_sql(json.dumps(epochs))
                     self._root.execute(
                         f"CALL lake.set_commit_message('', '', extra_info => '{epochs_json}')"
                     )
@@ -853,7 +853,7 @@ class LakeEngine:
     @contextmanager
     def catalogue_transaction(self) -> Iterator[None]:
         """Change the catalog's own tables together, which a transaction of the lake cannot do."""
-        with self.lock, translated():
+        with self.lock, translate_lake_errors():
             self._root.execute("BEGIN")
             try:
                 yield
@@ -871,7 +871,7 @@ class LakeEngine:
         Raises:
             StorageError: DuckDB refused.
         """
-        with self.lock, translated():  # DuckDB finds "rows" by its name
+        with self.lock, translate_lake_errors():  # DuckDB finds "rows" by its name
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
@@ -881,7 +881,7 @@ class LakeEngine:
         Raises:
             StorageError: DuckDB refused.
         """
-        with self.lock, translated():
+        with self.lock, translate_lake_errors():
             self._statements.append(sql)
             return self._root.execute(sql).to_arrow_table()
 
@@ -931,7 +931,7 @@ class LakeEngine:
         Raises:
             StorageError: DuckDB refused.
         """
-        with translated(), self._cursor() as reader:
+        with translate_lake_errors(), self._cursor() as reader:
             for name, table in (tables or {}).items():
                 reader.register(name, table)
             try:
@@ -946,15 +946,15 @@ class LakeEngine:
 
         They are reused: a new one costs a third of a small query.
         """
-        with self._asking_one() as asking:
+        with self._register_query() as asking:
             root, asking.reader = self._root, self._acquire_reader()
             yield asking.reader
             if root is self._root:
                 self._readers.append((root, asking.reader))  # except for one that failed
 
     @contextmanager
-    def _asking_one(self) -> Iterator[_Asking]:
-        asking = _Asking()
+    def _register_query(self) -> Iterator[_RunningQuery]:
+        asking = _RunningQuery()
         with self._asked:
             if self._is_closed:
                 raise StorageError("the lake is closed", hint="ask again once the collector is up")
@@ -993,7 +993,7 @@ def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckD
     """
     holder = root.cursor()
     options = "TYPE sqlite, BUSY_TIMEOUT 10000, JOURNAL_MODE 'WAL'"
-    holder.execute(f"ATTACH '{escaped(str(catalogue))}' AS held ({options})")
+    holder.execute(f"ATTACH '{escape_sql(str(catalogue))}' AS held ({options})")
     holder.execute("BEGIN")
     # BEGIN alone opens no file.
     holder.execute("SELECT * FROM sqlite_query('held', 'SELECT count(*) FROM sqlite_master')")
@@ -1001,7 +1001,7 @@ def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckD
     return holder
 
 
-def extension(name: str) -> Path:
+def find_duckdb_extension(name: str) -> Path:
     """Return the file of an extension, which is a package with DuckDB's own version.
 
     Raises:
@@ -1021,13 +1021,13 @@ def extension(name: str) -> Path:
     )
 
 
-def escaped(text: str) -> str:
+def escape_sql(text: str) -> str:
     """Return a text escaped for SQL quotes."""
     return text.replace("'", "''")
 
 
 @contextmanager
-def translated(catalogue: object = "the lake's catalogue") -> Iterator[None]:
+def translate_lake_errors(catalogue: object = "the lake's catalogue") -> Iterator[None]:
     """Raise what DuckDB and the disk refuse as StorageError."""
     try:
         yield

@@ -24,15 +24,15 @@ from vitals_collector.numbers.lake_catalogue import (
     NEW_MARKS,
     OUTLINES,
     Catalogue,
+    LakeRunState,
     Places,
-    RunState,
-    expression,
+    column_sql,
     name_key,
     newest_marks,
     to_column,
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
-from vitals_collector.numbers.lake_reading import chosen_of, select
+from vitals_collector.numbers.lake_reading import select, select_span
 
 # ----------------------------------------------------------------------------------------- outlines
 
@@ -108,12 +108,12 @@ def _add_chunk_stats_of_run(
     engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
-    state: RunState,
+    state: LakeRunState,
     done: Mapping[tuple[str, str], int],
     end: float,
 ) -> bool:
     for stream in STREAMS:
-        pending = _pending(state, stream, done)
+        pending = _rows_without_stats(state, stream, done)
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
         columns = catalogue.places_of(state, stream)
@@ -132,8 +132,8 @@ def _numeric_columns(kinds: Mapping[str, str]) -> list[str]:
     return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
 
-def _pending(
-    state: RunState, stream: str, done: Mapping[tuple[str, str], int]
+def _rows_without_stats(
+    state: LakeRunState, stream: str, done: Mapping[tuple[str, str], int]
 ) -> list[tuple[int, int, str]]:
     """Return each writer's rows without statistics: the first number, the one after the last."""
     pending = []
@@ -170,14 +170,14 @@ def _insert_chunk_stats(
     engine: LakeEngine,
     run: int,
     span: RowSpan,
-    state: RunState,
+    state: LakeRunState,
     places: Places,
     names: Sequence[str],
 ) -> None:
     stream, writers = span.stream, sorted(span.seqs or ())
     read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
-    selection = chosen_of(span, run, places)
-    rows = select(engine, stream, selection, {name: expression(name, places) for name in read})
+    selection = select_span(span, run, places)
+    rows = select(engine, stream, selection, {name: column_sql(name, places) for name in read})
     codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
     order = np.lexsort((rows["seq"].to_numpy(), codes))
     if not len(order):
@@ -405,7 +405,7 @@ def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -
     return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
 
 
-def size(engine: LakeEngine) -> int:
+def lake_size(engine: LakeEngine) -> int:
     """Return the size of all files in the catalogue."""
     files = " UNION ALL ".join(
         f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")

@@ -35,14 +35,14 @@ from vitals_collector.numbers.interface import (
     Points,
     RowSpan,
     SeriesKey,
-    arranged,
     column_power,
     common_type,
     ends,
     in_order,
     join,
-    none_of,
+    missing_column,
     on_branch,
+    order_curve,
     points_of,
     rank_of,
 )
@@ -50,9 +50,9 @@ from vitals_collector.numbers.lake_catalogue import (
     OUTLINES,
     Catalogue,
     Places,
-    expression,
+    column_sql,
     name_key,
-    own_expression,
+    stream_column_sql,
     table_of,
     to_column,
 )
@@ -61,7 +61,7 @@ from vitals_collector.numbers.lake_engine import LakeEngine
 # --------------------------------------------------------------------------------------------- rows
 
 
-class Chosen(NamedTuple):
+class RowSelection(NamedTuple):
     """Selection of rows of a stream's table."""
 
     run: int
@@ -70,16 +70,16 @@ class Chosen(NamedTuple):
     values: list[object]
     tables: dict[str, pa.Table]
 
-    def also(self, where: str, *values: object) -> "Chosen":
+    def also(self, where: str, *values: object) -> "RowSelection":
         """Return the selection with a further condition."""
         return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
 
 
-def chosen_of(span: RowSpan, run: int, places: Places) -> Chosen:
+def select_span(span: RowSpan, run: int, places: Places) -> RowSelection:
     """Return the rows of a span of the run with this number."""
-    selection = Chosen(run, "", "run = ?", [run], {})
+    selection = RowSelection(run, "", "run = ?", [run], {})
     if span.sources:
-        selection = of_sources(selection, span.sources)
+        selection = filter_sources(selection, span.sources)
     for side, bound in (
         ("step >= ?", span.from_step),
         ("step < ?", span.to_step),
@@ -89,11 +89,11 @@ def chosen_of(span: RowSpan, run: int, places: Places) -> Chosen:
         if bound is not None:
             selection = selection.also(side, bound)
     if span.seqs is not None:
-        selection = of_seqs(selection, span.seqs)
-    return selection if span.keyed is None else _of_key(selection, span.keyed, places)
+        selection = filter_seqs(selection, span.seqs)
+    return selection if span.keyed is None else _filter_key(selection, span.keyed, places)
 
 
-def of_sources(selection: Chosen, sources: Iterable[str]) -> Chosen:
+def filter_sources(selection: RowSelection, sources: Iterable[str]) -> RowSelection:
     """Return those of these sources."""
     ranks = sorted({rank_of(source) for source in sources} - {NOT_A_RANK})
     others = [source for source in sources if rank_of(source) == NOT_A_RANK]
@@ -106,7 +106,7 @@ def of_sources(selection: Chosen, sources: Iterable[str]) -> Chosen:
     return selection.also(f"({' OR '.join(sides)})", *values)
 
 
-def of_seqs(selection: Chosen, seqs: Mapping[str, tuple[int, int]]) -> Chosen:
+def filter_seqs(selection: RowSelection, seqs: Mapping[str, tuple[int, int]]) -> RowSelection:
     """Return those of these writers, each with its first number and the one behind its last."""
     bounds = table_of(
         ("incarnation", "first_seq", "end_seq"),
@@ -123,8 +123,8 @@ def of_seqs(selection: Chosen, seqs: Mapping[str, tuple[int, int]]) -> Chosen:
     ).also("seq >= first_seq AND seq < end_seq")
 
 
-def _of_key(selection: Chosen, keyed: SeriesKey, places: Places) -> Chosen:
-    column = own_expression(keyed.column, places)
+def _filter_key(selection: RowSelection, keyed: SeriesKey, places: Places) -> RowSelection:
+    column = stream_column_sql(keyed.column, places)
     if (keyed.column, "S") in places or keyed.number_of == {}:
         return selection.also("false")
     if isinstance(keyed.number_of, int):
@@ -137,7 +137,7 @@ def _of_key(selection: Chosen, keyed: SeriesKey, places: Places) -> Chosen:
 
 
 def select(
-    engine: LakeEngine, stream: str, selection: Chosen, expressions: Mapping[str, str]
+    engine: LakeEngine, stream: str, selection: RowSelection, expressions: Mapping[str, str]
 ) -> pa.Table:
     """Return what the expressions give of the chosen rows, by their names, in no order.
 
@@ -154,7 +154,7 @@ def select(
     return answer.rename_columns(list(expressions))
 
 
-def located(catalogue: Catalogue, span: RowSpan) -> tuple[int, Places] | None:
+def locate_run(catalogue: Catalogue, span: RowSpan) -> tuple[int, Places] | None:
     """Return the run's number and the places of its columns; None where it has no such rows."""
     places = catalogue.columns(span.run_id, span.stream)
     return (catalogue.runs[span.run_id], places) if places else None
@@ -167,7 +167,7 @@ _CELL = "the curve's cell"
 NO_POINTS = join([])
 
 
-class Group(NamedTuple):
+class CurveGroup(NamedTuple):
     """Curves that are asked for together."""
 
     run: int
@@ -186,7 +186,7 @@ class Group(NamedTuple):
         """Every column once."""
         return list(dict.fromkeys(name for _, name, _ in self.curves))
 
-    def of(self, curves: list[tuple[int, str, int]]) -> "Group":
+    def of(self, curves: list[tuple[int, str, int]]) -> "CurveGroup":
         """Return some curves of it, and no more cells than they have."""
         places = sorted({cell for _, _, cell in curves})
         renumbered = {cell: i for i, cell in enumerate(places)}
@@ -199,7 +199,7 @@ class Group(NamedTuple):
         )
 
 
-class Fetched(NamedTuple):
+class FetchedRows(NamedTuple):
     """Rows of a group, those of each cell together and in order."""
 
     columns: Columns
@@ -222,7 +222,9 @@ class Fetched(NamedTuple):
         return points_of(columns, name)
 
 
-def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tuple[Group, bool]]:
+def group_curves(
+    catalogue: Catalogue, curves: Sequence[CurveRequest]
+) -> Iterator[tuple[CurveGroup, bool]]:
     """Yield the curves in groups; with whether outlines may stand for rows.
 
     Raises:
@@ -246,7 +248,7 @@ def grouped(catalogue: Catalogue, curves: Sequence[CurveRequest]) -> Iterator[tu
             yield group, is_overview
 
 
-def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[int]]:
+def _distinct_curves(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[int]]:
     """Return each curve once, with the largest number of points, and its indices.
 
     Two charts of a page may show the same one, and outlines have one place for it.
@@ -270,7 +272,7 @@ def _distinct(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[
 
 def _curve_group(
     catalogue: Catalogue, curves: Sequence[CurveRequest], numbers: Sequence[int]
-) -> Group | None:
+) -> CurveGroup | None:
     """Return the curves that one query can read; None if they have no rows."""
     span = curves[numbers[0]].span
     places = catalogue.columns(span.run_id, span.stream)
@@ -296,14 +298,14 @@ def _curve_group(
         column = "source"
         span = span._replace(sources=tuple(cells))
     span = span._replace(keyed=None)
-    return Group(catalogue.runs[span.run_id], places, span, column, list(cells), placed)
+    return CurveGroup(catalogue.runs[span.run_id], places, span, column, list(cells), placed)
 
 
-def fetch(
+def fetch_group(
     engine: LakeEngine,
-    group: Group,
-    narrowed: Sequence[Callable[[Chosen], Chosen]] = (lambda c: c,),
-) -> Fetched:
+    group: CurveGroup,
+    narrowed: Sequence[Callable[[RowSelection], RowSelection]] = (lambda c: c,),
+) -> FetchedRows:
     """Return a group's rows.
 
     Args:
@@ -311,13 +313,13 @@ def fetch(
         group: whose rows.
         narrowed: of all of them those that each of these gives, together.
     """
-    selection, cell = chosen_of(group.span, group.run, group.places), ""
+    selection, cell = select_span(group.span, group.run, group.places), ""
     if group.column == "source":
         is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)
         cell = "rank" if is_by_rank else "source"
     elif group.column:
         selection, cell = _joined_to_cells(selection, group), "span_cell"
-    expressions = {n: expression(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
+    expressions = {n: column_sql(n, group.places) for n in (*POINT, "rank", "seq", *group.names)}
     if cell:
         expressions[_CELL] = cell
     parts = [
@@ -332,18 +334,18 @@ def fetch(
         values = [rank_of(s) for s in group.cells] if cell == "rank" else group.cells
         codes = pa.compute.index_in(rows[_CELL], pa.array(values, rows[_CELL].type)).to_numpy()
     columns = {name: to_column(rows[name]) for name in expressions if name != _CELL}
-    order = _order(codes, columns)
+    order = _row_order(codes, columns)
     if order is not None:
         codes = codes[order]
         columns = {
             n: ColumnValues(c.values[order], c.is_missing[order]) for n, c in columns.items()
         }
-    return Fetched(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
+    return FetchedRows(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
 
 
-def _joined_to_cells(selection: Chosen, group: Group) -> Chosen:
+def _joined_to_cells(selection: RowSelection, group: CurveGroup) -> RowSelection:
     """Return the rows that have one of the keys, with the cell of each."""
-    column = own_expression(group.column, group.places)
+    column = stream_column_sql(group.column, group.places)
     names: tuple[str, ...] = ("span_key", "span_cell")
     rows: list[tuple[Any, ...]] = [(key, i) for i, key in enumerate(group.cells)]
     is_each = isinstance(group.cells[0], int)
@@ -359,7 +361,7 @@ def _joined_to_cells(selection: Chosen, group: Group) -> Chosen:
     ).also(f"{column} = span_key")
 
 
-def _order(codes: Ints, columns: Columns) -> Ints | None:
+def _row_order(codes: Ints, columns: Columns) -> Ints | None:
     """Return the order by cell, then as in ``scan``; None if the rows are sorted already."""
     step = columns["step"].values
     if len(step) < 2 or _is_rising(codes, step):
@@ -379,13 +381,13 @@ def _is_rising(codes: Ints, step: Ints) -> bool:
 
 
 def whole_curves(
-    engine: LakeEngine, group: Group, attempts: Sequence[AttemptRow], branch: Branch
+    engine: LakeEngine, group: CurveGroup, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Iterable[tuple[int, DownsampledCurve]]:
     """Yield every point of each curve of a group, by its place in the call."""
-    fetched, stream = fetch(engine, group), group.span.stream
+    fetched, stream = fetch_group(engine, group), group.span.stream
     for number, name, cell in group.curves:
         points = on_branch(fetched.points(name, cell), stream, attempts, branch)
-        yield number, DownsampledCurve(arranged(points, stream, attempts, branch), len(points))
+        yield number, DownsampledCurve(order_curve(points, stream, attempts, branch), len(points))
 
 
 # ---------------------------------------------------------------------------------------- overviews
@@ -399,7 +401,7 @@ _INTS = (
 _FLOATS = ("low", "high", "first", "last")
 
 
-class _Entries(NamedTuple):
+class _ChunkEntries(NamedTuple):
     """Entries of outlines by curve, then along it."""
 
     curve: Ints
@@ -407,8 +409,8 @@ class _Entries(NamedTuple):
     numbers: Mapping[str, Ints]
     values: Mapping[str, Floats]
 
-    def take(self, which: Mask | Ints) -> "_Entries":
-        return _Entries(
+    def take(self, which: Mask | Ints) -> "_ChunkEntries":
+        return _ChunkEntries(
             self.curve[which],
             {name: column[which] for name, column in self.numbers.items()},
             {name: column[which] for name, column in self.values.items()},
@@ -422,7 +424,7 @@ class _Entries(NamedTuple):
 def _overviews(
     engine: LakeEngine,
     catalogue: Catalogue,
-    group: Group,
+    group: CurveGroup,
     least: Mapping[int, int],
     attempts: Sequence[AttemptRow],
     branch: Branch,
@@ -435,13 +437,13 @@ def _overviews(
         return {}
     entries, is_cut = _on_branch(entries, group, attempts, branch)
     pending = _pending(catalogue, group, outlined)
-    rows = fetch(engine, group, [_numbered(pending)]) if pending else None
+    rows = fetch_group(engine, group, [_seq_filter(pending)]) if pending else None
     is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
         is_met = _is_met(entries, group, rows)
 
     def drawn_with(
-        is_read: Mask, reread: Fetched | None, ranges: Sequence[_Ranges]
+        is_read: Mask, reread: FetchedRows | None, ranges: Sequence[_Ranges]
     ) -> dict[int, DownsampledCurve]:
         """Return each curve out of outlines and of what was read, by its place in the group."""
         kept_entries, _ = _cut_out(entries, is_read, along, len(group.curves))
@@ -455,7 +457,7 @@ def _overviews(
                 read.append(_points_within(reread.points(name, cell), ranges[i], along))
             of_rows = on_branch(join(read), stream, attempts, branch)
             curve_points = points.take(np.arange(ends_of[i], ends_of[i + 1]))
-            curve = arranged(join([curve_points, of_rows]), stream, attempts, branch)
+            curve = order_curve(join([curve_points, of_rows]), stream, attempts, branch)
             num_values = int(kept_entries.numbers["num"][bounds[i] : bounds[i + 1]].sum())
             drawn[i] = DownsampledCurve(curve, num_values + len(of_rows))
         return drawn
@@ -479,15 +481,15 @@ def _overviews(
     return {group.curves[i][0]: drawn[i] for i in enough}
 
 
-def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]]:
+def _entries(engine: LakeEngine, group: CurveGroup) -> tuple[_ChunkEntries, dict[str, int]]:
     """Return the chunk statistics of the curves, and their last number by writer."""
     span = group.span
     engine.files.need(OUTLINES, group.run)
-    selection = Chosen(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
+    selection = RowSelection(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
     keys = [*map(name_key, group.names), name_key(ROWS)]
     selection = selection.also(f"name IN ({', '.join(map(str, keys))})")
     if span.sources:
-        selection = of_sources(selection, span.sources)
+        selection = filter_sources(selection, span.sources)
     for side, bound in (("last_step >= ?", span.from_step), ("first_step < ?", span.to_step)):
         if bound is not None:
             selection = selection.also(f"(name = {keys[-1]} OR {side})", bound)
@@ -504,7 +506,7 @@ def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]
         zip(marks["incarnation"].to_pylist(), marks["last_seq_max"].to_pylist(), strict=True)
     )
     outlines = outlines.filter(pa.compute.invert(is_rows))
-    entries = _Entries(
+    entries = _ChunkEntries(
         _curve_of(group, outlines),
         {name: outlines[name].to_numpy().astype(np.int64, copy=False) for name in _INTS},
         {name: outlines[name].to_numpy() for name in _FLOATS},
@@ -512,7 +514,7 @@ def _entries(engine: LakeEngine, group: Group) -> tuple[_Entries, dict[str, int]
     return entries.take(entries.curve >= 0), outlined
 
 
-def _curve_of(group: Group, stats: pa.Table) -> Ints:
+def _curve_of(group: CurveGroup, stats: pa.Table) -> Ints:
     """Return for each entry which curve of the group it is of; -1 where no curve asks for it."""
     names = group.names
     num_cells = len(group.cells)
@@ -529,8 +531,8 @@ def _curve_of(group: Group, stats: pa.Table) -> Ints:
 
 
 def _on_branch(
-    entries: _Entries, group: Group, attempts: Sequence[AttemptRow], branch: Branch
-) -> tuple[_Entries, Mask]:
+    entries: _ChunkEntries, group: CurveGroup, attempts: Sequence[AttemptRow], branch: Branch
+) -> tuple[_ChunkEntries, Mask]:
     """Return the entries that are asked for, in order, and which of them a bound cuts."""
     span, numbers = group.span, entries.numbers
     is_in = np.ones(len(entries.curve), np.bool_)
@@ -560,7 +562,7 @@ def _on_branch(
     return entries.take(order), is_cut[order]
 
 
-def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
+def _to_read(entries: _ChunkEntries, is_cut: Mask, along: str) -> Mask:
     """Return the chunks whose rows have to be read: overlapping chunks are treated alike.
 
     Non-finite values follow their chunk (``_cut_out``).
@@ -586,7 +588,7 @@ def _to_read(entries: _Entries, is_cut: Mask, along: str) -> Mask:
 
 
 def _pending(
-    catalogue: Catalogue, group: Group, last_seq_with_stats: Mapping[str, int]
+    catalogue: Catalogue, group: CurveGroup, last_seq_with_stats: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
     """Return by writer the numbers of rows without chunk statistics."""
     span = group.span
@@ -598,12 +600,12 @@ def _pending(
     }
 
 
-def _numbered(seqs: Mapping[str, tuple[int, int]]) -> Callable[[Chosen], Chosen]:
+def _seq_filter(seqs: Mapping[str, tuple[int, int]]) -> Callable[[RowSelection], RowSelection]:
     """Return what narrows rows to these of each writer."""
-    return lambda selection: of_seqs(selection, seqs)
+    return lambda selection: filter_seqs(selection, seqs)
 
 
-def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
+def _is_met(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:
     """Return the chunks that overlap rows without statistics."""
     is_met = np.zeros(len(entries.curve), np.bool_)
     bounds = np.searchsorted(entries.curve, np.arange(len(group.curves) + 1))
@@ -620,7 +622,7 @@ def _is_met(entries: _Entries, group: Group, rows: Fetched) -> Mask:
     return is_met
 
 
-def _is_across(entries: _Entries, powers: Mapping[int, int | None], along: str) -> Mask:
+def _is_across(entries: _ChunkEntries, powers: Mapping[int, int | None], along: str) -> Mask:
     """Return the chunks that a column boundary cuts."""
     power = np.array([powers[i] or 0 for i in range(len(powers))], np.int64)[entries.curve]
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
@@ -632,8 +634,8 @@ _Ranges = list[tuple[int, int]]
 
 
 def _cut_out(
-    entries: _Entries, is_read: Mask, along: str, num_curves: int
-) -> tuple[_Entries, list[_Ranges]]:
+    entries: _ChunkEntries, is_read: Mask, along: str, num_curves: int
+) -> tuple[_ChunkEntries, list[_Ranges]]:
     """Return the statistics to draw, and for each curve the ranges to read as rows."""
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
     ranges: list[_Ranges] = [[] for _ in range(num_curves)]
@@ -669,13 +671,13 @@ def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
 
 def _reread(
     engine: LakeEngine,
-    group: Group,
+    group: CurveGroup,
     ranges: Sequence[_Ranges],
     enough: Iterable[int],
     pending: Mapping[str, tuple[int, int]],
     outlined: Mapping[str, int],
     along: str,
-) -> Fetched | None:
+) -> FetchedRows | None:
     """Return the rows in the ranges, except those without statistics, which are read already."""
     together = sorted({of_range for i in enough for of_range in ranges[i]})
     if not together:
@@ -684,7 +686,7 @@ def _reread(
     narrowed = []
     for begin, end in _coalesced(together):
 
-        def narrow(selection: Chosen, begin: int = begin, end: int = end) -> Chosen:
+        def narrow(selection: RowSelection, begin: int = begin, end: int = end) -> RowSelection:
             selection = selection.also(f"{column} BETWEEN ? AND ?", begin, end)
             if not pending:
                 return selection
@@ -695,7 +697,7 @@ def _reread(
             ).also("seq <= outlined_seq")
 
         narrowed.append(narrow)
-    return fetch(engine, group, narrowed)
+    return fetch_group(engine, group, narrowed)
 
 
 def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
@@ -715,7 +717,7 @@ def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
         start = cut
 
 
-def _drawn_points(entries: _Entries, along: str) -> tuple[Ints, Points]:
+def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
     """Return the curve of each point of the statistics, and the points."""
     curve, numbers, values = entries
     is_first = _is_end(curve, numbers[f"first_{along}"], np.minimum)
@@ -783,27 +785,29 @@ class OpenLake:
     def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
         all_names = tuple(dict.fromkeys((*ORDER, *names)))
-        location = located(self.catalogue, span)
+        location = locate_run(self.catalogue, span)
         if location is None:
-            return {name: none_of(0) for name in names}
+            return {name: missing_column(0) for name in names}
         run, places = location
-        selection = chosen_of(span, run, places)
+        selection = select_span(span, run, places)
         rows = select(
-            self.engine, span.stream, selection, {n: expression(n, places) for n in all_names}
+            self.engine, span.stream, selection, {n: column_sql(n, places) for n in all_names}
         )
         return in_order({name: to_column(rows[name]) for name in all_names}, names)
 
     def num_rows(self, span: RowSpan) -> int:
         """Return how many rows the span has."""
-        location = located(self.catalogue, span)
+        location = locate_run(self.catalogue, span)
         if location is None:
             return 0
-        counted = select(self.engine, span.stream, chosen_of(span, *location), {"num": "count(*)"})
+        counted = select(
+            self.engine, span.stream, select_span(span, *location), {"num": "count(*)"}
+        )
         return int(counted["num"][0].as_py())
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
-        location = located(self.catalogue, RowSpan(run_id, stream))
+        location = locate_run(self.catalogue, RowSpan(run_id, stream))
         if location is None:
             return {}
         answer = self.engine.ask(
@@ -824,9 +828,9 @@ class OpenLake:
         Raises:
             FormatError: a column is text.
         """
-        distinct, places = _distinct(curves)
+        distinct, places = _distinct_curves(curves)
         drawn: dict[int, DownsampledCurve] = {}
-        for group, is_overview in grouped(self.catalogue, distinct):
+        for group, is_overview in group_curves(self.catalogue, distinct):
             rest = group.curves
             if is_overview:
                 least = {number: distinct[number].num_points or 0 for number, _, _ in group.curves}

@@ -40,13 +40,13 @@ from vitals_collector.numbers.lake_catalogue import (
     Catalogue,
     Places,
     name_key,
-    own_expression,
     quoted,
+    stream_column_sql,
     table_of,
     to_column,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
-from vitals_collector.numbers.lake_reading import Chosen, located, select
+from vitals_collector.numbers.lake_reading import RowSelection, locate_run, select
 from vitals_collector.numbers.rank_rollup import (
     DURATION,
     LOSS,
@@ -93,7 +93,7 @@ def plan(
     Raises:
         StorageError: a file that may hold some of them is damaged.
     """
-    location = located(catalogue, RowSpan(run_id, "steps"))
+    location = locate_run(catalogue, RowSpan(run_id, "steps"))
     if location is None:
         return None
     run, places = location
@@ -103,8 +103,8 @@ def plan(
         for n, kind in catalogue.kinds(run_id, "steps").items()
         if kind != "S" and n not in row_columns
     ]
-    selection = Chosen(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
-    expressions = {name: own_expression(name, places) for name in names}
+    selection = RowSelection(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
+    expressions = {name: stream_column_sql(name, places) for name in names}
     numbers = _query_statistics(engine, selection, expressions)
     if not len(numbers["step"].values):
         return None
@@ -114,8 +114,8 @@ def plan(
     kept_sources = sorted(set(sources))
     if not is_whole:
         kept_sources = order_worst_ranks(
-            _by(sources, writers["broken"]),
-            _by(sources, writers["slow"]),
+            _values_by_source(sources, writers["broken"]),
+            _values_by_source(sources, writers["slow"]),
             _furthest(engine, selection, places),
             num_worst,
         )
@@ -128,7 +128,7 @@ def plan(
 
 
 def _query_statistics(
-    engine: LakeEngine, selection: Chosen, expressions: dict[str, str]
+    engine: LakeEngine, selection: RowSelection, expressions: dict[str, str]
 ) -> Columns:
     """Return the statistics over ranks of each step of a window."""
     engine.files.need("steps", selection.run)
@@ -167,11 +167,11 @@ def _statistics_columns(
 
 
 def _writers_in(
-    engine: LakeEngine, selection: Chosen, places: Places, broken: Sequence[str]
+    engine: LakeEngine, selection: RowSelection, places: Places, broken: Sequence[str]
 ) -> pa.Table:
     """Return each writer's numbers of rows, its longest step, and its first with a broken value."""
     is_broken = " OR ".join(f"NOT isfinite({sql}::DOUBLE)" for sql in broken) or "false"
-    duration = f"{own_expression(DURATION, places)}::DOUBLE"
+    duration = f"{stream_column_sql(DURATION, places)}::DOUBLE"
     expressions = {
         "incarnation": "incarnation",
         "source": "source",
@@ -186,9 +186,9 @@ def _writers_in(
     return select(engine, "steps", grouped, expressions)
 
 
-def _furthest(engine: LakeEngine, selection: Chosen, places: Places) -> dict[str, float]:
+def _furthest(engine: LakeEngine, selection: RowSelection, places: Places) -> dict[str, float]:
     """Return the largest distance of each source's loss from its step's median."""
-    loss = f"{own_expression(LOSS, places)}::DOUBLE"
+    loss = f"{stream_column_sql(LOSS, places)}::DOUBLE"
     answer = engine.ask(
         f"WITH losses AS (SELECT step, source, {loss} AS loss FROM steps"
         f" WHERE {selection.where} AND isfinite({loss})),"
@@ -197,10 +197,10 @@ def _furthest(engine: LakeEngine, selection: Chosen, places: Places) -> dict[str
         " GROUP BY source",
         selection.values,
     )
-    return _by(answer["source"].to_pylist(), answer["far"])
+    return _values_by_source(answer["source"].to_pylist(), answer["far"])
 
 
-def _by(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
+def _values_by_source(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
     """Return the values by source; for a source with two incarnations, either."""
     pairs = zip(sources, values.to_pylist(), strict=True)
     return {source: value for source, value in pairs if value is not None}
@@ -266,11 +266,11 @@ def next_window(
     For steps, the rows of ranks other than 0. For hosts, windows are in nanoseconds, and attempts
     are not distinguished.
     """
-    location = located(catalogue, RowSpan(run_id, stream))
+    location = locate_run(catalogue, RowSpan(run_id, stream))
     if location is None:
         return None
     run = location[0]
-    where, along = _where(stream, attempt)
+    where, along = _window_filter(stream, attempt)
     done = engine.ask(
         f"SELECT max(end_at) AS at FROM {LEVELLED}"
         f" WHERE run = ? AND stream = '{stream}' AND attempt = ?",
@@ -295,7 +295,7 @@ def next_window(
     return Due(window, max(times), dict(zip(incarnations, seqs, strict=True)))
 
 
-def _where(stream: str, attempt: int) -> tuple[str, str]:
+def _window_filter(stream: str, attempt: int) -> tuple[str, str]:
     """Return which rows a window is of, and along what."""
     if stream in HOST_STREAMS:
         return "true", "time_unix_ns"
@@ -328,11 +328,11 @@ def thin(
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    location = located(catalogue, RowSpan(run_id, stream))
+    location = locate_run(catalogue, RowSpan(run_id, stream))
     if location is None:
         return 0
     run, places = location
-    where, along = _where(stream, window.attempt)
+    where, along = _window_filter(stream, window.attempt)
     rows = (
         f"run = {run} AND {where} AND {along} >= {window.first_step}"
         f" AND {along} < {window.end_step}"
@@ -341,7 +341,7 @@ def thin(
     with engine.transaction():
         before = _writer_seq_ranges(engine, stream, rows)
         if stream in HOST_STREAMS and not is_whole:
-            ends = engine.query_in_transaction(_ends(stream, rows, places, every))
+            ends = engine.query_in_transaction(_extreme_rows_sql(stream, rows, places, every))
             engine.execute(f"DELETE FROM {stream} WHERE {rows}")
             engine.insert(stream, ends)
         elif not is_whole:
@@ -367,11 +367,11 @@ def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
     )
 
 
-def _ends(stream: str, rows: str, places: Places, every: int) -> str:
+def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str:
     """Return the query for the rows that remain of samples; if there are at most two, all."""
     keys = ", ".join(map(quoted, _GROUP))
     # The stream's own column distinguishes a node's GPUs.
-    of = own_expression("rank", places)
+    of = stream_column_sql("rank", places)
     broken = [f"NOT isfinite({quoted(name)})" for (_, kind), name in places.items() if kind == "f8"]
     is_broken = " OR ".join(f"coalesce({each}, false)" for each in broken) or "false"
     columns = [*_GROUP, "seq", *places.values()]

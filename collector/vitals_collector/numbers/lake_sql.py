@@ -30,16 +30,16 @@ from vitals_collector.numbers.lake_catalogue import (
     KEYS,
     TYPES,
     Places,
-    own_expression,
+    decode_column_name,
     quoted,
-    unspelled,
+    stream_column_sql,
 )
 from vitals_collector.numbers.lake_engine import (
     FileStore,
     LocalFileStore,
     S3FileStore,
-    extension,
-    translated,
+    find_duckdb_extension,
+    translate_lake_errors,
 )
 
 # -------------------------------------------------------------------------------------------- views
@@ -118,7 +118,9 @@ def views_of(
             table: f"SELECT {_with_times(listed)} FROM db.{table}"
             for table, listed in _RECORDS.items()
         }
-        views["runs"] = _RUNS.format(started=_time("r.started_unix_ns"), seen=_time("s.seen"))
+        views["runs"] = _RUNS.format(
+            started=_time_sql("r.started_unix_ns"), seen=_time_sql("s.seen")
+        )
     elif "runs" in columns:
         views["runs"] = "SELECT run_id FROM lake.runs"
     return views
@@ -130,17 +132,17 @@ def _numbers_view_sql(
     """Return the SELECT of the view that shows the rows of a stream to users."""
     kinds = {kind: short for short, kind in TYPES.items()}
     places: Places = {
-        (unspelled(lake_column), kinds[kind]): lake_column
+        (decode_column_name(lake_column), kinds[kind]): lake_column
         for lake_column, kind in columns
         if lake_column not in (*KEYS, FORMER_KEY)
     }
-    shown = {"rank": "rank", "time": _time("time_unix_ns")}
+    shown = {"rank": "rank", "time": _time_sql("time_unix_ns")}
     for (name, _), lake_column in places.items():
-        if own_expression(name, places) not in shown.values():
+        if stream_column_sql(name, places) not in shown.values():
             # The engine folds case: the second of two such names is shown with the lake's name.
             labels = (*shown, *_WRITER, "run", "run_id")
             is_free = name.casefold() not in {label.casefold() for label in labels}
-            shown[name if is_free else lake_column] = own_expression(name, places)
+            shown[name if is_free else lake_column] = stream_column_sql(name, places)
     listed = ", ".join(f"{value} AS {quoted(label)}" for label, value in shown.items())
     rows = f"SELECT run, {listed}, {', '.join(_WRITER)} FROM lake.{stream} WHERE {which}"
     every = "SELECT u.run_id, r.* EXCLUDE (run)"
@@ -158,11 +160,11 @@ def _numbers_view_sql(
 def _with_times(listed: str) -> str:
     """Return the columns, those in braces as moments under names without their unit."""
     return _BRACED.sub(
-        lambda match: f"{_time(match[1])} AS {match[1].removesuffix('_unix_ns')}", listed
+        lambda match: f"{_time_sql(match[1])} AS {match[1].removesuffix('_unix_ns')}", listed
     )
 
 
-def _time(column: str) -> str:
+def _time_sql(column: str) -> str:
     """Return a time in UTC; NULL without one."""
     return f"make_timestamp(nullif({column}, 0) // 1000)"
 
@@ -179,7 +181,7 @@ _REFUSED_FUNCTIONS = (
 _EXPLAIN = re.compile(r"\A\s*EXPLAIN\s+", re.IGNORECASE)
 
 
-def check(
+def check_query(
     connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str], taken: Collection[str]
 ) -> None:
     """Raise an error unless the text is a query over the views.
@@ -195,7 +197,7 @@ def check(
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses
             more than the views.
     """
-    parsed = _parse_select(connection, _explained(sql))
+    parsed = _parse_select(connection, _unwrap_explain(sql))
     parts = {name.casefold() for name in _part_names(parsed)}
     shadowed = sorted(parts & set(taken))
     if shadowed:
@@ -215,7 +217,7 @@ def check(
         )
 
 
-def _explained(sql: str) -> str:
+def _unwrap_explain(sql: str) -> str:
     """Return the one SELECT that this is, or that it explains."""
     try:
         statements = duckdb.extract_statements(sql)
@@ -243,14 +245,14 @@ def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 def _part_names(node: Any) -> Iterator[str]:
     """Yield the names of common table expressions (WITH)."""
-    for at in _nodes(node):
+    for at in _walk_query(node):
         for part in at.get("cte_map", {}).get("map", ()):
             yield str(part["key"])
 
 
 def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
     """Yield the forbidden tables and functions of the parsed query."""
-    for at in _nodes(node):
+    for at in _walk_query(node):
         kind, function = at.get("type"), at.get("function_name")
         if kind == "BASE_TABLE":
             path = [str(at.get(f"{part}_name", "")) for part in ("catalog", "schema", "table")]
@@ -266,15 +268,15 @@ def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
             yield f"the function {function}"
 
 
-def _nodes(node: Any) -> Iterator[dict[str, Any]]:
+def _walk_query(node: Any) -> Iterator[dict[str, Any]]:
     """Yield every node of a parsed query."""
     if isinstance(node, list):
         for part in node:
-            yield from _nodes(part)
+            yield from _walk_query(part)
     elif isinstance(node, dict):
         yield node
         for part in node.values():
-            yield from _nodes(part)
+            yield from _walk_query(part)
 
 
 # --------------------------------------------------------------------------------------- the reader
@@ -332,7 +334,7 @@ class LakeReader:
                 "python_enable_replacements": False,
             }
         )
-        with translated():
+        with translate_lake_errors():
             file_store = (
                 S3FileStore(bucket, self._query_table) if bucket else LocalFileStore(folder)
             )
@@ -364,17 +366,21 @@ class LakeReader:
         # On SQLite, wait for a writer instead of failing.
         waits = "" if catalogue else ", META_BUSY_TIMEOUT 10000"
         for name in ("ducklake", scanner, *file_store.extensions):
-            self._connection.execute(f"LOAD '{extension(name)}'")
-        file_store.enter(self._connection)
+            self._connection.execute(f"LOAD '{find_duckdb_extension(name)}'")
+        file_store.prepare_connection(self._connection)
+        root = _quote_sql_text(file_store.root)
         self._connection.execute(
-            f"ATTACH {_text(f'ducklake:{uri}')} AS lake"
-            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH {_text(file_store.root)}{waits})"
+            f"ATTACH {_quote_sql_text(f'ducklake:{uri}')} AS lake"
+            f" (READ_ONLY, OVERRIDE_DATA_PATH true, DATA_PATH {root}{waits})"
         )
         if catalogue:
-            self._connection.execute(f"ATTACH {_text(catalogue)} AS db (TYPE postgres, READ_ONLY)")
+            self._connection.execute(
+                f"ATTACH {_quote_sql_text(catalogue)} AS db (TYPE postgres, READ_ONLY)"
+            )
         elif database is not None:
             self._connection.execute(
-                f"ATTACH {_text(str(database))} AS db (TYPE sqlite, READ_ONLY, BUSY_TIMEOUT 10000)"
+                f"ATTACH {_quote_sql_text(str(database))} AS db"
+                " (TYPE sqlite, READ_ONLY, BUSY_TIMEOUT 10000)"
             )
 
     def _make_views(self, *, has_records: bool) -> None:
@@ -398,10 +404,10 @@ class LakeReader:
     def _lock_in(self, file_store: FileStore) -> None:
         """Disable external access for later queries."""
         for setting in (
-            f"memory_limit = {_text(self._memory_limit)}",
+            f"memory_limit = {_quote_sql_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
             "temp_directory = ''",
-            f"allowed_directories = [{_text(file_store.root)}]",
+            f"allowed_directories = [{_quote_sql_text(file_store.root)}]",
             "enable_external_access = false",
             "lock_configuration = true",
         ):
@@ -414,7 +420,7 @@ class LakeReader:
             UsageError: it is not a query, uses more than the views, or is not SQL.
             StorageError: it took too long or too much memory.
         """
-        check(self._connection, sql, self.views, self._taken)
+        check_query(self._connection, sql, self.views, self._taken)
         is_late = threading.Event()
 
         def interrupt() -> None:
@@ -445,6 +451,6 @@ def too_late(seconds: float) -> StorageError:
     return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
 
 
-def _text(value: str) -> str:
+def _quote_sql_text(value: str) -> str:
     """Return a text quoted for SQL."""
     return "'" + value.replace("'", "''") + "'"

@@ -33,7 +33,7 @@ from vitals_collector.numbers.interface import (
     StreamKey,
     common_type,
     in_order,
-    none_of,
+    missing_column,
     rank_of,
     texts_of,
     type_of,
@@ -211,7 +211,7 @@ class MemoryNumbers:
         self.append([ranks_batch(run_id, window.attempt, names, numbers, first_seq)])
         with self._lock:
             parts = self._parts[run_id, "steps"]
-            parts[:] = [_without(part, window, kept_sources) for part in parts]
+            parts[:] = [_drop_window(part, window, kept_sources) for part in parts]
             self._levelled[run_id, window.attempt] = window.end_step
         num_taken = int(np.sum(~np.isin(sources.astype(str), kept_sources)))
         if num_taken:
@@ -235,7 +235,7 @@ class MemoryNumbers:
 
     def _matching_parts(self, span: RowSpan) -> list[_StoredRows]:
         parts = [
-            part._replace(rows=part.rows[_is_in(span, part)])
+            part._replace(rows=part.rows[_is_in_span(span, part)])
             for part in self._stored_parts(span.run_id, span.stream)
             if not span.sources or part.identity.source in span.sources
         ]
@@ -270,7 +270,7 @@ class MemoryNumbers:
             self._thinned.pop(run_id, None)
 
 
-def _without(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str]) -> _StoredRows:
+def _drop_window(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str]) -> _StoredRows:
     """Return the remaining rows after a window was rolled up."""
     if part.identity.source in kept_sources or rank_of(part.identity.source) <= 0:
         return part
@@ -282,7 +282,7 @@ def _without(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str])
     return part._replace(rows=part.rows[~is_in])
 
 
-def _is_in(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
+def _is_in_span(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
     is_in = np.ones(len(part.rows), np.bool_)
     bounds = (
         ("step", span.from_step, span.to_step),
@@ -316,7 +316,7 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
 
 def _concatenate_column(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
     if not parts:
-        return none_of(0)
+        return missing_column(0)
     columns = [_part_column(name, *part) for part in parts]
     return ColumnValues(
         np.concatenate([_cast_values(column, _DTYPES[kind]) for column in columns]),
@@ -341,7 +341,7 @@ def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> 
 def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
     """Return a column of a writer's rows in memory; all missing if it has none."""
     if name not in schema.index:
-        return none_of(len(rows))
+        return missing_column(len(rows))
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
     values, is_valid = column
     return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)

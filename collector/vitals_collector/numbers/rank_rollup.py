@@ -55,22 +55,22 @@ def worst_ranks(rows: Columns, names: Iterable[str], num: int) -> list[str]:
     is_broken = np.zeros(len(step), np.bool_)
     for name in names:
         is_broken |= ~rows[name].is_missing & ~_is_finite(rows[name])
-    broken = _extreme_of(source[is_broken], step[is_broken], min)
+    broken = _extreme_by_source(source[is_broken], step[is_broken], min)
     slow, far = dict[str, float](), dict[str, float]()
     if DURATION in rows:
         is_there = _is_finite(rows[DURATION])
-        slow = _extreme_of(source[is_there], rows[DURATION].values[is_there], max)
+        slow = _extreme_by_source(source[is_there], rows[DURATION].values[is_there], max)
     if LOSS in rows:
         is_there = _is_finite(rows[LOSS])
         losses = rows[LOSS].values[is_there].astype(np.float64)
         of_step = step[is_there]
         medians = {s: np.median(losses[of_step == s]) for s in np.unique(of_step).tolist()}
         distance = np.abs(losses - np.array([medians[s] for s in of_step.tolist()]))
-        far = _extreme_of(source[is_there], distance, max)
+        far = _extreme_by_source(source[is_there], distance, max)
     return order_worst_ranks(broken, slow, far, num)
 
 
-def _extreme_of(
+def _extreme_by_source(
     sources: npt.NDArray[Any], values: npt.NDArray[Any], extreme: Any
 ) -> dict[str, Any]:
     extremes: dict[str, Any] = {}

@@ -40,7 +40,7 @@ from vitals_collector.live.step_join import (
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
-from vitals_collector.queries.series import behind
+from vitals_collector.queries.series import exclusive_end
 from vitals_collector.queries.top_changes import attempt_of
 from vitals_collector.storage.schema import events, measured_columns
 from vitals_collector.storage.store import ReadSnapshot
@@ -66,7 +66,7 @@ class Precursor:
     @property
     def text(self) -> str:
         """Sentence that names the origin; empty without one."""
-        return "" if self.onset is None else sentence(self.onset)
+        return "" if self.onset is None else onset_sentence(self.onset)
 
 
 def precursor(
@@ -114,7 +114,7 @@ def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[in
     return planned
 
 
-def at_step(
+def first_change_text(
     moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
 ) -> str | None:
     """Return a sentence about the first change before the problem at a step.
@@ -142,7 +142,7 @@ def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
     columns = _measured(moment.sql, run_id)
-    span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=behind(last))
+    span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
         first = last - int((last - first) * _MOST_ROWS / num)
@@ -209,7 +209,7 @@ def _iter_layer_parts(
 # ------------------------------------------------------------------------------------- words
 
 
-def sentence(onset: Onset) -> str:
+def onset_sentence(onset: Onset) -> str:
     """Return a sentence about what changed first, and what followed."""
     at = f"at step {onset.step:,}"
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
@@ -311,4 +311,4 @@ def _effect_text(effect: Next) -> str:
     return _onset_text(as_onset)
 
 
-__all__ = ["Precursor", "precursor", "sentence", "stored_steps"]
+__all__ = ["Precursor", "onset_sentence", "precursor", "stored_steps"]

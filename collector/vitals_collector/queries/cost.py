@@ -13,7 +13,7 @@ from trainvitals.records import is_skip
 from trainvitals.views import DecisionView, FindingView, LostWork
 from vitals_collector.live.restarts import Lost, Restart
 from vitals_collector.numbers.interface import AttemptRow, NumbersReader, RowSpan, lineage
-from vitals_collector.queries.series import attempt_rows, behind
+from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.queries.top_changes import ancestry
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import ReadSnapshot
@@ -129,7 +129,9 @@ def late_seconds(
     shares = [v.finding.value or 0.0 for v in found if v.finding.kind == "straggler"]
     if not shares:
         return 0.0
-    span = RowSpan(run_id, "steps", ("rank:0",), from_step=steps[0], to_step=behind(steps[1]))
+    span = RowSpan(
+        run_id, "steps", ("rank:0",), from_step=steps[0], to_step=exclusive_end(steps[1])
+    )
     took, is_missing = numbers.scan(span, ["step_duration_seconds"])["step_duration_seconds"]
     return max(shares) * float(np.nansum(np.where(is_missing, 0.0, took.astype(np.float64))))
 
@@ -142,7 +144,7 @@ def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | No
     return hours, hours * price if price else None
 
 
-def total(each: Sequence[LostWork]) -> LostWork:
+def total_lost_work(each: Sequence[LostWork]) -> LostWork:
     """Return the total; a part that is unknown for one is unknown for the total."""
     return LostWork(
         steps=sum(lost.steps for lost in each),
@@ -190,7 +192,7 @@ def _measured(
     seconds, num, tokens, num_counted = 0.0, 0, 0, 0
     for attempt, low, high in spans:
         # One step more: token counts are cumulative, so a step's tokens are a difference.
-        span = RowSpan(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=behind(high))
+        span = RowSpan(run_id, "steps", ("rank:0",), from_step=low - 1, to_step=exclusive_end(high))
         rows = numbers.scan(
             span, ["step", "attempt", "step_duration_seconds", "tokens_seen", *_BETWEEN_STEPS]
         )
@@ -231,5 +233,5 @@ __all__ = [
     *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
     "price_in",
     "price_of_environment",
-    "total",
+    "total_lost_work",
 ]

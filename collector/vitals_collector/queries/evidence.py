@@ -10,7 +10,7 @@ from trainvitals.views import MoverView, RunSummary, StepView
 from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, RowSpan
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.ledger import data_of, step_rows
-from vitals_collector.queries.series import behind
+from vitals_collector.queries.series import exclusive_end
 from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
 from vitals_collector.storage.store import ReadSnapshot
 
@@ -50,7 +50,7 @@ class Evidence:
     """GPU changes that did not occur before the onset."""
 
 
-def gather(
+def gather_evidence(
     moment: ReadSnapshot,
     run: RunSummary,
     attempt: int,
@@ -69,9 +69,9 @@ def gather(
         decisions=(),
         data=data_of(moment.sql, run.run_id, onset),
     )
-    near = RowSpan(run.run_id, "layers", from_step=onset - 500, to_step=behind(onset))
+    near = RowSpan(run.run_id, "layers", from_step=onset - 500, to_step=exclusive_end(onset))
     has_layers = moment.numbers.num_rows(near) > 0
-    gpus = _gpus(moment.numbers, run.run_id, attempt, onset, last)
+    gpus = _gpu_changes(moment.numbers, run.run_id, attempt, onset, last)
     return Evidence(
         is_gathered=True,
         view=view,
@@ -83,7 +83,7 @@ def gather(
     )
 
 
-def _gpus(
+def _gpu_changes(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[MoverView, ...] | None:
     """Return GPU changes between onset and end that did not occur before; None: no samples."""
@@ -92,7 +92,7 @@ def _gpus(
         return None
     early, begin = when[0] - BEFORE_SECONDS * 10**9, when[0]
     end = max(when[1], begin) + AFTER_SECONDS * 10**9
-    near = RowSpan(run_id, "gpu", from_unix_ns=early, to_unix_ns=behind(end))
+    near = RowSpan(run_id, "gpu", from_unix_ns=early, to_unix_ns=exclusive_end(end))
     if not numbers.num_rows(near):
         return None
     by_gpu: dict[str, list[MoverView]] = {}
@@ -106,14 +106,14 @@ def _gpus(
         for source, which in which_of.items():
             gpu_columns = {name: column.take(np.array(which)) for name, column in rows.items()}
             if np.any(gpu_columns["time_unix_ns"].values >= begin):
-                by_gpu[source] = _of_gpu(source, gpu_columns, begin)
+                by_gpu[source] = _changes_of_gpu(source, gpu_columns, begin)
     if not by_gpu:
         return None
     movers = [view for views in by_gpu.values() for view in views]
     return tuple(sorted(movers, key=lambda view: (-view.score, view.row, view.metric))[:_MAX_TOLD])
 
 
-def _of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
+def _changes_of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
     times = rows["time_unix_ns"].values
     order = np.argsort(times, kind="stable")
     views = []
@@ -177,10 +177,10 @@ def _times(
     numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
     """Return the first and last end time of an incident's steps on rank 0."""
-    span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=behind(last))
+    span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=exclusive_end(last))
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
     return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
 
 
-__all__ = ["THROTTLED", "Evidence", "gather"]
+__all__ = ["THROTTLED", "Evidence", "gather_evidence"]

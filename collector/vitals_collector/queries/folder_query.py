@@ -63,10 +63,10 @@ class FolderQuery(Query):
     def raise_alerts(self) -> None:
         """Update the store's alerts to its rows."""
         if self._engine is None:
-            from vitals_collector.live.engine import assemble
+            from vitals_collector.live.engine import build_alert_service
 
             self._monitor = None
-            self._engine = assemble(self.store, (), clock=self.clock).engine
+            self._engine = build_alert_service(self.store, (), clock=self.clock).engine
         self._engine.poll()
         # This pass leaves new alerts firing, and its steps may be older than they are; the next
         # pass resolves those that are over.

@@ -59,7 +59,7 @@ def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) ->
     pauses = _pauses(moment.sql, run.run_id, launches)
     sums = goodput(launches, steps, hangs=hangs, pauses=pauses)
     energy = _energy(moment.numbers, run.run_id, sums.begin_unix_ns, sums.end_unix_ns)
-    return _goodput_view(run, sums, price, energy, _notes(run, starts, steps))
+    return _goodput_view(run, sums, price, energy, _goodput_notes(run, starts, steps))
 
 
 # ------------------------------------------------------------------------------------ the launches
@@ -145,7 +145,7 @@ def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[st
 
 def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
     """Return the ended steps of all launches, and which were discarded."""
-    parts = [_of_launch(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
+    parts = [_launch_columns(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
     end_of = ends(attempt_rows(moment.sql, run_id))
@@ -153,7 +153,7 @@ def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start
     return EndedSteps(**columns, is_undone=~is_kept)
 
 
-def _of_launch(
+def _launch_columns(
     numbers: NumbersReader, run_id: str, index: int, start: _Start
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the columns of one launch's steps: rank 0's, with the parts of the mean rank."""
@@ -293,7 +293,7 @@ def _hangs(
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "hang"
     )
-    over = _notes_at(connection, run_id, "wait_over")
+    over = _note_times(connection, run_id, "wait_over")
     spans = []
     for told_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
         waited = (_decode_finding(body).value or 0.0) if body else 0.0
@@ -307,7 +307,7 @@ def _hangs(
     return spans
 
 
-def _notes_at(connection: Connection, run_id: str, code: str) -> list[int]:
+def _note_times(connection: Connection, run_id: str, code: str) -> list[int]:
     table = events.c
     query = select(table.time_unix_ns).where(
         table.run_id == run_id, table.kind == "Note", table.summary.endswith(f"[{code}]")
@@ -363,7 +363,7 @@ def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -
     return total if is_told else None
 
 
-def _notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps) -> tuple[str, ...]:
+def _goodput_notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps) -> tuple[str, ...]:
     notes = []
     if run.world_size > 1 and len(steps) and not np.isfinite(steps.wait).any():
         notes.append(
@@ -423,6 +423,7 @@ MAX_KEPT = 256
 @dataclass(frozen=True, slots=True)
 class _CachedGoodput:
     """A run's goodput in the cache, and when to read it again."""
+
     view: GoodputView
     last_seen_unix_ns: int
     state: str

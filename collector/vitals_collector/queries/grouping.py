@@ -86,7 +86,7 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
     )  # fmt: skip
 
 
-def group(items: Sequence[Item]) -> list[list[Item]]:
+def group_incidents(items: Sequence[Item]) -> list[list[Item]]:
     """Return the groups in the order of their start; within each, items by step, then time."""
     sets = _Sets(len(items))
     by_attempt: dict[int, list[int]] = {}
@@ -264,7 +264,7 @@ __all__ = [
         "SEVERITIES",
         "Item",
         "domain_of",
-        "group",
+        "group_incidents",
         "incident_ids",
     ),
     *("item_of_decision", "item_of_finding"),

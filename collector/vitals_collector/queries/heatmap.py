@@ -65,20 +65,25 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     """
     run_id, metric = question.run_id, question.metric
     _check_map_size(question.points, question.rows)
-    stream, column = _known(moment, run_id, metric)
+    stream, column = _stream_and_column(moment, run_id, metric)
     attempts = attempt_rows(moment.sql, run_id)
     curve = CurveRequest(
         RowSpan(
-            run_id, stream, from_step=question.from_step, to_step=series.behind(question.to_step)
+            run_id,
+            stream,
+            from_step=question.from_step,
+            to_step=series.exclusive_end(question.to_step),
         ),
         column,
     )
-    load = heatmap_layers.load if stream == "layers" else _of_sources
+    load = heatmap_layers.load_layer_rows if stream == "layers" else _load_source_rows
     names, starts, extremes, rolled_back = load(
         moment, curve, attempts, question.branch, question.points
     )
     value = furthest(extremes)
-    selected_rows = _most(value, extremes, question.rows, is_alike=stream != "layers")
+    selected_rows = _most_deviating_rows(
+        value, extremes, question.rows, is_alike=stream != "layers"
+    )
     marks, rolled_back_marks = (
         np.argwhere(mask[selected_rows]) for mask in (extremes.is_marked, extremes.is_left)
     )
@@ -108,7 +113,7 @@ def _check_map_size(points: int, rows: int) -> None:
         raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
 
 
-def _known(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
+def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
     """Return the stream and column of the metric."""
     table = measured_columns.c
     there = select(table.stream, table.name).where(
@@ -134,7 +139,7 @@ def _known(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
     )
 
 
-def _of_sources(
+def _load_source_rows(
     moment: ReadSnapshot,
     curve: CurveRequest,
     attempts: Sequence[AttemptRow],
@@ -192,7 +197,9 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
     return sorted(names, key=key) if is_of_sources else list(names)
 
 
-def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> list[int]:
+def _most_deviating_rows(
+    value: Floats, extremes: Extremes, num: int, *, is_alike: bool
+) -> list[int]:
     """Return the rows that deviate most, in their order.
 
     Rows of the same quantity are compared with each other, layers with themselves.

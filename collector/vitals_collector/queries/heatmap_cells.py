@@ -78,7 +78,7 @@ class Grid:
         num = self._fold(row, step, value)
         if num < len(row):
             at, rest = self._cells(row[num:], step[num:]), value[num:]
-            self._take_in(at, rest, rest, rest, np.ones(len(rest)))
+            self._update_cells(at, rest, rest, rest, np.ones(len(rest)))
 
     def extremes(self, num_rows: int) -> Extremes:
         """Return the first rows' cells; NaN in cells without a finite value."""
@@ -114,10 +114,12 @@ class Grid:
             total = folded.sum(axis=0)
         at = row[:period] * len(self.starts) + (first - 1)
         low, high = folded.min(axis=0), folded.max(axis=0)
-        self._take_in(at, low, high, total, np.full(period, float(num)))
+        self._update_cells(at, low, high, total, np.full(period, float(num)))
         return num * period
 
-    def _take_in(self, at: Ints, low: Floats, high: Floats, total: Floats, num: Floats) -> None:
+    def _update_cells(
+        self, at: Ints, low: Floats, high: Floats, total: Floats, num: Floats
+    ) -> None:
         np.minimum.at(self._low, at, low)
         np.maximum.at(self._high, at, high)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -36,7 +36,7 @@ _MIN_APART = 1_024
 """Number of values from which a map's column is filled separately."""
 
 
-def load(
+def load_layer_rows(
     moment: ReadSnapshot,
     curve: CurveRequest,
     attempts: Sequence[AttemptRow],
@@ -331,4 +331,4 @@ def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], st
     return {(incarnation, number): name for incarnation, number, name in connection.execute(query)}
 
 
-__all__ = ["RATIO", "layer_names", "load", "value_of"]
+__all__ = ["RATIO", "layer_names", "load_layer_rows", "value_of"]

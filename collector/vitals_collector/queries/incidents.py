@@ -38,7 +38,7 @@ from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import late_seconds, lost_work
-from vitals_collector.queries.evidence import Evidence, gather
+from vitals_collector.queries.evidence import Evidence, gather_evidence
 from vitals_collector.queries.grouping import (
     DEATHS,
     FOLLOWING_STEPS,
@@ -46,7 +46,7 @@ from vitals_collector.queries.grouping import (
     SEVERITIES,
     Item,
     domain_of,
-    group,
+    group_incidents,
     incident_ids,
     item_of_decision,
     item_of_finding,
@@ -147,7 +147,7 @@ def incidents(
         reach: runs that may be named as having had the same cause; None: all.
         run_dir: the run's directory, if a directory is read.
     """
-    of_run = _read(moment, run, price, reach, run_dir)
+    of_run = _read_incidents(moment, run, price, reach, run_dir)
     gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(
@@ -164,7 +164,7 @@ def run_verdict(
     run_dir: Path | None = None,
 ) -> RunVerdict:
     """Return the verdict on the most severe open incident, otherwise on one with actions."""
-    of_run = _read(moment, run, price, reach, run_dir)
+    of_run = _read_incidents(moment, run, price, reach, run_dir)
     lines = tuple(
         IncidentLine(
             incident_id=bundle.name,
@@ -186,7 +186,7 @@ def run_verdict(
     return RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
 
 
-def _read(
+def _read_incidents(
     moment: ReadSnapshot,
     run: RunSummary,
     price: float,
@@ -199,13 +199,13 @@ def _read(
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _from_movers(moment.sql, run.run_id, group(items))
+        for members in _from_movers(moment.sql, run.run_id, group_incidents(items))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
     names = incident_ids(groups, ordinals)
     bundles = [
-        _bundle(name, members, records, ordinals)
+        _build_bundle(name, members, records, ordinals)
         for name, members in zip(names, groups, strict=True)
     ]
     _attach_alerts(bundles, records, raised)
@@ -317,13 +317,13 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         item = item_of_finding(
             i, finding_view.finding, records.attempts[i], finding_view.time_unix_ns
         )
-        _note_raised(raised, records.alerts_for(finding_view), len(items))
+        _record_raised_alerts(raised, records.alerts_for(finding_view), len(items))
         items.append(item)
     for i, view in enumerate(records.decisions):
         if view.decision.action == "continue":
             continue
         alerts = alerts_for_decision(view.decision, run_id=view.run_id)
-        _note_raised(raised, alerts, len(items))
+        _record_raised_alerts(raised, alerts, len(items))
         items.append(item_of_decision(i, view.decision, view.time_unix_ns))
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
@@ -354,7 +354,7 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     return items, raised
 
 
-def _note_raised(
+def _record_raised_alerts(
     raised: dict[str, list[tuple[int, int]]], alerts: Iterable[Any], index: int
 ) -> None:
     for alert in alerts:
@@ -428,7 +428,7 @@ def _noted_event(row: Row[Any]) -> Said | None:
 # ------------------------------------------------------------------------------------ bundling
 
 
-def _bundle(
+def _build_bundle(
     name: str, members: Sequence[Item], records: Records, ordinals: Mapping[int, int]
 ) -> Bundle:
     def of(kind: str) -> list[int]:
@@ -453,11 +453,11 @@ def _bundle(
         data=[],
         restarts=of("restart"),
     )
-    _attach(bundle, members, records)
+    _attach_events(bundle, members, records)
     return bundle
 
 
-def _attach(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
+def _attach_events(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
     """Add the events near an incident, and the data of its steps."""
     spans: dict[int, tuple[int, int]] = {}
     for item in members:
@@ -718,7 +718,9 @@ def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> Inc
     moment, run = of_run.moment, of_run.run
     evidence = Evidence()
     if is_whole:
-        evidence = gather(moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause)
+        evidence = gather_evidence(
+            moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause
+        )
         if of_run.run_dir is not None and evidence.view is not None:
             view = with_kept_samples(evidence.view, of_run.run_dir)
             data = tuple(each for each in view.data if each.attempt == bundle.attempt)

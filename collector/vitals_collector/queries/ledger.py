@@ -25,11 +25,11 @@ from trainvitals.views import (
     StepData,
     StepRow,
 )
-from vitals_collector.alerts.inbox import entry_of
+from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import NumbersReader, RowSpan
-from vitals_collector.queries.series import behind, kind_of
+from vitals_collector.queries.series import exclusive_end, kind_of
 from vitals_collector.storage.schema import (
     RANKS,
     alerts,
@@ -289,7 +289,7 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
         .order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
         .limit(MAX_EVENTS)
     )
-    return tuple(entry_of(row).view for row in connection.execute(query))
+    return tuple(alert_from_row(row).view for row in connection.execute(query))
 
 
 def step_rows(
@@ -345,7 +345,7 @@ def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> 
     if not kinds:
         return
     names = sorted(name for name, kind in kinds.items() if kind != "S")
-    span = RowSpan(run_id, stream, from_step=step, to_step=behind(step))
+    span = RowSpan(run_id, stream, from_step=step, to_step=exclusive_end(step))
     columns = numbers.scan(span, [*names, "source", "incarnation"])
     rows = [
         [None if is_missing else value for value, is_missing in zip(*cells, strict=True)]

@@ -82,7 +82,7 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.queries import series, tables
 from vitals_collector.queries.annotations import annotations_of
-from vitals_collector.queries.attribution import at_step
+from vitals_collector.queries.attribution import first_change_text
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.forecast import forecast
 from vitals_collector.queries.goodput import GoodputCache
@@ -324,7 +324,7 @@ def _step(query: Query, question: StepQuestion) -> StepView:
             step=step,
             rows=step_rows(moment, run_id, step),
             findings=found,
-            moved_first=at_step(moment, run_id, step, found),
+            moved_first=first_change_text(moment, run_id, step, found),
             decisions=with_hindsight(moment, run_id, decisions_of(moment.sql, run_id, step)),
             readings=readings_of(moment.sql, run_id, step),
             data=data_of(moment.sql, run_id, step),
@@ -365,7 +365,7 @@ def _stacks(query: Query, question: StacksQuestion) -> tuple[StacksView, ...]:
 @answer_to(AlertsQuestion)
 def _alerts(query: Query, question: AlertsQuestion) -> tuple[AlertView, ...]:
     query.raise_alerts()
-    return inbox.listed(
+    return inbox.list_alerts(
         query.store,
         now_unix_ns=query.clock.time_ns(),
         run_id=question.run_id,
@@ -384,7 +384,9 @@ def _silences(query: Query, question: SilencesQuestion) -> tuple[SilenceView, ..
 @answer_to(CommandsQuestion)
 def _commands(query: Query, question: CommandsQuestion) -> tuple[CommandView, ...]:
     now = query.clock.time_ns()
-    return commands.listed(query.store, question.run_id, now_unix_ns=now, status=question.status)
+    return commands.list_commands(
+        query.store, question.run_id, now_unix_ns=now, status=question.status
+    )
 
 
 @answer_to(CellsQuestion)
@@ -449,7 +451,7 @@ def _table(query: Query, question: TableQuestion) -> TableReply:
     if question.table == "alerts":
         query.raise_alerts()
     with query.read() as moment:
-        return tables.ask(moment, question, query.liveness(), query.reach)
+        return tables.query_table(moment, question, query.liveness(), query.reach)
 
 
 def _select_series(
@@ -457,7 +459,7 @@ def _select_series(
 ) -> tuple[str, CurveRequest]:
     steps = (request.from_step, request.to_step)
     source, curve = series.curve_of(moment, run_id, request.metric, request.source, steps)
-    since, until = request.from_time_unix_ns, series.behind(request.to_time_unix_ns)
+    since, until = request.from_time_unix_ns, series.exclusive_end(request.to_time_unix_ns)
     span = curve.span._replace(from_unix_ns=since, to_unix_ns=until)
     if not _has_means(request):
         return source, CurveRequest(span, curve.column, request.points)

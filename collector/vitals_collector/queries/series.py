@@ -87,7 +87,7 @@ def curve_of(
     """
     chosen_source, curve = _curve_of(moment, run_id, metric, source)
     if curve.span.stream not in HOST_STREAMS:
-        span = curve.span._replace(from_step=steps[0], to_step=behind(steps[1]))
+        span = curve.span._replace(from_step=steps[0], to_step=exclusive_end(steps[1]))
         curve = curve._replace(span=span)
     return chosen_source, curve
 
@@ -99,7 +99,7 @@ def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
     return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
-def behind(last: int | None) -> int | None:
+def exclusive_end(last: int | None) -> int | None:
     """Return the exclusive end of a span with this last step or time; None: no end."""
     return None if last is None or last >= 2**63 - 1 else last + 1
 
@@ -116,8 +116,8 @@ def _curve_of(
         Source.parse(source)
     chosen_source = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
-        return _by_name(moment.sql, run_id, metric, source)
-    if not _is_known(moment.sql, run_id, stream, name):
+        return _find_named_curve(moment.sql, run_id, metric, source)
+    if not _is_measured(moment.sql, run_id, stream, name):
         raise _unknown_series_error(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; a column names the rank.
@@ -134,7 +134,7 @@ def _source_filter(source: str) -> tuple[str, ...]:
     return (source,) if source else ()
 
 
-def _by_name(
+def _find_named_curve(
     connection: Connection, run_id: str, metric: str, source: str
 ) -> tuple[str, CurveRequest]:
     stream, _, name = metric.partition(".")
@@ -171,7 +171,7 @@ def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
     return next(iter(moment.numbers.sources(run_id, stream)), "")
 
 
-def _is_known(connection: Connection, run_id: str, stream: str, name: str) -> bool:
+def _is_measured(connection: Connection, run_id: str, stream: str, name: str) -> bool:
     if f"{stream}.{name}" in _UNITS:
         return True
     table = measured_columns.c

@@ -9,7 +9,7 @@ MAX_FRAMES = 12
 """Maximum number of frames shown per rank, the innermost first."""
 
 
-def stood(stacks: Sequence[StacksView], step: int) -> str:
+def wait_stacks_text(stacks: Sequence[StacksView], step: int) -> str:
     """Return the position of each rank in a wait at a step: the calls of its main thread."""
     newest = {view.rank: view for view in stacks if view.step == step and not view.command_number}
     parts = []
@@ -27,7 +27,7 @@ def _truncate_calls(calls: Sequence[str]) -> list[str]:
     return [*calls[:MAX_FRAMES], *([f"  ... and {more} more calls"] if more > 0 else [])]
 
 
-def standing(stacks: Sequence[StacksView], world_size: int) -> str:
+def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
     """Return the position of all ranks: ranks at the same place together, the smallest group first.
 
     Args:

@@ -23,11 +23,11 @@ from vitals_collector.numbers.interface import (
     NumbersReader,
     Points,
     RowSpan,
-    joined,
+    concat_columns,
     stitch,
 )
 from vitals_collector.queries.conditions import Condition, Kind, TableColumn
-from vitals_collector.queries.series import attempt_rows, behind
+from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import ReadSnapshot
 
@@ -108,7 +108,7 @@ def find_steps(
     for span in _spans(moment.numbers, request, conditions):
         rows = moment.numbers.scan(span, names)
         rank = _rank_or_minus_one(span.sources[0])
-        met, num_left = _met(rows, rank, request.branch, attempts, conditions)
+        met, num_left = _matching_rows(rows, rank, request.branch, attempts, conditions)
         del rows  # free the memory for the next source
         num_total += len(met.step)
         num_discarded += num_left
@@ -137,7 +137,7 @@ def read_steps(
     all_places = np.concatenate([np.zeros(0, np.int64), *places])
     cells = {"rank": TableColumn(rows.rank), "step": TableColumn(rows.step)}
     for name in rest:
-        column = joined([part[name] for part in read])
+        column = concat_columns([part[name] for part in read])
         values = np.zeros(len(keys), column.values.dtype)
         valid = np.zeros(len(keys), np.bool_)
         values[all_places], valid[all_places] = column.values, ~column.is_missing
@@ -204,7 +204,7 @@ def _spans(
         if ranks:
             sources = [source for source in sources if source == f"rank:{ranks[0]}"]
     low, high = _bounds(request, conditions)
-    span = RowSpan(request.run_id, "steps", from_step=low, to_step=behind(high))
+    span = RowSpan(request.run_id, "steps", from_step=low, to_step=exclusive_end(high))
     is_one = len(sources) == 1
     num = numbers.num_rows(span._replace(sources=tuple(sources)) if is_one else span)
     if num > MAX_SCANNED_ROWS:
@@ -220,7 +220,7 @@ def _rank_or_minus_one(source: str) -> int:
     return -1 if rank is None else rank
 
 
-def _met(
+def _matching_rows(
     rows: Columns,
     rank: int,
     branch: Branch,

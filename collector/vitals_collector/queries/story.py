@@ -92,7 +92,7 @@ def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
     if incident.evidence.is_gathered:
         parts += [
             _values_paragraph(incident),
-            _moved(incident),
+            _movers_paragraph(incident),
             _batches_paragraph(incident),
             _gpu_paragraph(incident),
         ]
@@ -101,7 +101,7 @@ def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
             "Too many incidents at once to show the numbers around each; see "
             f"`vitals why RUN {incident.onset}`."
         )
-    parts += [_state(incident), _decisions_paragraph(incident)]
+    parts += [_readings_paragraph(incident), _decisions_paragraph(incident)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
@@ -117,7 +117,7 @@ def _onset_paragraph(incident: StoryFacts) -> str:
     if not incident.findings:
         sentences.append("No finding about it is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
-    sentences += [_of_note(event) for event in _first_few(notes)]
+    sentences += [_note_sentence(event) for event in _first_few(notes)]
     sentences += _omitted_sentence(notes, "note")
     if not incident.findings and not incident.decisions:
         sentences += [
@@ -134,10 +134,12 @@ def _findings(views: Sequence[FindingView]) -> list[str]:
         finding = view.finding
         key = (finding.kind, finding.cause or finding.reason, finding.rank)
         groups.setdefault(key, []).append(finding)
-    return [_of_group(sorted(group, key=lambda f: f.step)) for group in groups.values()]
+    return [
+        _finding_group_sentence(sorted(group, key=lambda f: f.step)) for group in groups.values()
+    ]
 
 
-def _of_group(findings: Sequence[Finding]) -> str:
+def _finding_group_sentence(findings: Sequence[Finding]) -> str:
     first, last = findings[0], findings[-1]
     reason = first.reason[:1].upper() + first.reason[1:]
     at = f"(step {first.step})"
@@ -148,7 +150,7 @@ def _of_group(findings: Sequence[Finding]) -> str:
     return f"{reason} {at}."
 
 
-def _of_note(event: EventView) -> str:
+def _note_sentence(event: EventView) -> str:
     text = event.text.rstrip(".")
     if event.kind == "RunEnded" and text.startswith("halted: "):
         return f"Halted by Vitals: {text.removeprefix('halted: ')}."
@@ -174,32 +176,32 @@ def _rank0_row(rows: Iterable[StepRow]) -> StepRow | None:
     return next((row for row in rows if row.source == "rank:0"), None)
 
 
-def _moved(incident: StoryFacts) -> str:
+def _movers_paragraph(incident: StoryFacts) -> str:
     """Return the other changes. The verdict contains the first; without one, these are noise."""
     evidence = incident.evidence
     movers = evidence.movers
-    layers = [mover for mover in movers if not _is_of_source(mover.view.row)]
+    layers = [mover for mover in movers if not _is_run_or_rank(mover.view.row)]
     ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
     of_run = [mover for mover in movers if mover.view.row == RUN]
     sentences = []
     if layers:
-        sentences.append(f"Layers: {_in_order(layers)}.")
+        sentences.append(f"Layers: {_sorted_movers_text(layers)}.")
     elif not evidence.has_layers:
         sentences.append("No layer metrics are stored around it.")
     if ranks:
-        sentences.append(f"Ranks: {_in_order(ranks)}.")
+        sentences.append(f"Ranks: {_sorted_movers_text(ranks)}.")
     if of_run:
-        sentences.append(f"Whole run: {_list_of(of_run)}.")
+        sentences.append(f"Whole run: {_movers_text(of_run)}.")
     if movers:
         sentences.insert(0, f"Largest changes up to step {incident.onset}:")
     return " ".join(sentences)
 
 
-def _in_order(movers: Sequence[Moved]) -> str:
-    return _list_of(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
+def _sorted_movers_text(movers: Sequence[Moved]) -> str:
+    return _movers_text(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
 
 
-def _list_of(movers: Sequence[Moved]) -> str:
+def _movers_text(movers: Sequence[Moved]) -> str:
     shown = "; ".join(
         f"{_mover_name(mover.view)} {_change_text(mover)}" for mover in movers[:MAX_TOLD]
     )
@@ -211,7 +213,7 @@ def _mover_name(view: MoverView) -> str:
     metric = split_unit(view.metric)[0].replace("grad norm", "gradient norm")
     if view.row == RUN:
         return metric
-    row = view.row.replace(":", " ") if _is_of_source(view.row) else f"`{view.row}`"
+    row = view.row.replace(":", " ") if _is_run_or_rank(view.row) else f"`{view.row}`"
     return f"{row}: {metric}"
 
 
@@ -228,7 +230,7 @@ def _change_text(mover: Moved) -> str:
     return f"{humanize(peak, unit)} at step {view.peak_step}{usual} ({view.score:.3g} sigma{begun})"
 
 
-def _is_of_source(row: str) -> bool:
+def _is_run_or_rank(row: str) -> bool:
     return row == RUN or row.startswith("rank:")
 
 
@@ -236,7 +238,9 @@ def _batches_paragraph(incident: StoryFacts) -> str:
     view = incident.evidence.view
     data = list(incident.data) or list(view.data if view is not None else ())
     if data:
-        sentences = [why.fed(step_data, tells_attempt=False) for step_data in _first_few(data)]
+        sentences = [
+            why.samples_sentence(step_data, tells_attempt=False) for step_data in _first_few(data)
+        ]
         return " ".join([*sentences, *_omitted_sentence(data, "batch", "batches")])
     batches = [
         f"{row.source.replace(':', ' ')} on batch {row.values['batch_index']} of epoch "
@@ -257,10 +261,10 @@ def _gpu_paragraph(incident: StoryFacts) -> str:
         return "No GPU samples are stored around it."
     if not incident.evidence.gpus:
         return "The GPUs showed nothing unusual compared with the ten minutes before."
-    return f"GPUs: {'; '.join(_of_gpu(view) for view in incident.evidence.gpus)}."
+    return f"GPUs: {'; '.join(_gpu_change_text(view) for view in incident.evidence.gpus)}."
 
 
-def _of_gpu(view: MoverView) -> str:
+def _gpu_change_text(view: MoverView) -> str:
     if view.metric == THROTTLED:
         began = int(view.peak or 0) & ~int(view.before or 0)
         reasons = "; ".join(description for bit, description in THROTTLES.items() if began & bit)
@@ -272,7 +276,7 @@ def _of_gpu(view: MoverView) -> str:
     return f"{name} of {view.row} went from {before} to {peak}"
 
 
-def _state(incident: StoryFacts) -> str:
+def _readings_paragraph(incident: StoryFacts) -> str:
     """Return the results of the probe and of evaluations; nothing without any."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
     sentences = [f"{text}." for text in _first_few(readings)]
@@ -282,7 +286,7 @@ def _state(incident: StoryFacts) -> str:
 def _decisions_paragraph(incident: StoryFacts) -> str:
     if not incident.decisions:
         return "Vitals took no action."
-    sentences = [why.decided(view) for view in _first_few(incident.decisions)]
+    sentences = [why.decision_sentence(view) for view in _first_few(incident.decisions)]
     sentences += _omitted_sentence(incident.decisions, "decision")
     skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
     sentences += [f"Data: {text}." for text in _first_few(skipped)]

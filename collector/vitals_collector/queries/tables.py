@@ -16,7 +16,7 @@ from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableQuestion, TableReply
-from vitals_collector.alerts.inbox import entry_of
+from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.conditions import Condition, Kind, TableColumn, parse, unknown_column
@@ -41,7 +41,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
 
-def ask(
+def query_table(
     moment: ReadSnapshot,
     request: TableQuestion,
     when: Liveness,
@@ -58,7 +58,7 @@ def ask(
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.
     """
-    _check(request)
+    _check_request(request)
     if request.run_id:
         run_row(moment.sql, request.run_id)
     if request.table in _OF_STEPS:
@@ -77,7 +77,7 @@ def ask(
     return TableReply(columns=tuple(shown), data=data, num_total=len(which))
 
 
-def _check(request: TableQuestion) -> None:
+def _check_request(request: TableQuestion) -> None:
     if not 1 <= request.limit <= MAX_ROWS:
         raise UsageError(f"limit is {request.limit}; it must be 1 to {MAX_ROWS}")
     for name in ("from_step", "to_step"):
@@ -226,7 +226,7 @@ def _alert_rows(
 ) -> list[dict[str, Any]]:
     query = _filter_by_request(select(alerts), alerts, request)
     rows = _fetch_rows(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
-    return [_row_dict(entry_of(row).view) for row in rows]
+    return [_row_dict(alert_from_row(row).view) for row in rows]
 
 
 def _event_rows(
@@ -273,4 +273,4 @@ _READ: dict[str, Callable[[Connection, TableQuestion, Liveness], list[dict[str, 
     "events": _event_rows,
 }
 
-__all__ = ["MAX_ROWS", "ask"]
+__all__ = ["MAX_ROWS", "query_table"]

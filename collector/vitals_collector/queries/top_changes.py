@@ -28,7 +28,7 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
-from vitals_collector.queries.series import attempt_rows, behind
+from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.storage.schema import decisions, findings, measured_columns
 from vitals_collector.storage.store import ReadSnapshot
 
@@ -122,8 +122,8 @@ def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> 
     there = _load_measured_columns(moment.sql, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
     candidates: list[Moved] = []
-    candidates += _of_layers(moment, run_id, (first, step), branch, there)
-    candidates += _of_ranks(moment.numbers, run_id, (first, step), branch, there)
+    candidates += _layer_changes(moment, run_id, (first, step), branch, there)
+    candidates += _rank_changes(moment.numbers, run_id, (first, step), branch, there)
     candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
     return tuple(sorted(candidates, key=_mover_sort_key)[:MAX_MOVERS])
 
@@ -158,7 +158,7 @@ def _load_measured_columns(connection: Connection, run_id: str) -> set[tuple[str
     return {(stream, name) for stream, name in connection.execute(query)}
 
 
-def _of_layers(
+def _layer_changes(
     moment: ReadSnapshot,
     run_id: str,
     steps: tuple[int, int],
@@ -172,7 +172,7 @@ def _of_layers(
     if not columns_of:
         return []
     columns = sorted({column for needed in columns_of.values() for column in needed})
-    span = RowSpan(run_id, "layers", from_step=steps[0], to_step=behind(steps[1]))
+    span = RowSpan(run_id, "layers", from_step=steps[0], to_step=exclusive_end(steps[1]))
     rows = moment.numbers.scan(span, [*_KEYS, "layer", "incarnation", *columns])
     named = layer_names(moment.sql, run_id)
     writers, numbers = rows["incarnation"].values.tolist(), rows["layer"].values.tolist()
@@ -184,7 +184,7 @@ def _of_layers(
     return _judged(rows, key, list(order), columns_of, steps[1], branch)
 
 
-def _of_ranks(
+def _rank_changes(
     numbers: NumbersReader,
     run_id: str,
     steps: tuple[int, int],
@@ -192,7 +192,7 @@ def _of_ranks(
     there: set[tuple[str, str]],
 ) -> list[Moved]:
     candidates: list[Moved] = []
-    span = RowSpan(run_id, "steps", from_step=steps[0], to_step=behind(steps[1]))
+    span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(steps[1]))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if ("steps", name) in there]
         if not names:

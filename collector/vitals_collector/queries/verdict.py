@@ -161,7 +161,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
         is_hung=hang is not None,
         cause=_one_line(cause(facts)),
         action=_one_line(action(facts.decisions, facts.restarts)),
-        cost=_one_line(_cost_of(facts, hang)),
+        cost=_one_line(_cost_with_waits(facts, hang)),
         before=_one_line(before(facts.precedent)),
         next=_one_line(text),
         played=_one_line(facts.played),
@@ -174,7 +174,7 @@ def verdict(facts: VerdictFacts) -> VerdictView:
 def of_healthy(run: RunSummary) -> VerdictView:
     """Return the verdict on a run without any incident."""
     commands = (f"vitals tail {run.run_id} --follow",) if run.state == "running" else ()
-    return VerdictView(state=f"{_of_run(run)}. No incidents.", commands=commands)
+    return VerdictView(state=f"{_run_state_text(run)}. No incidents.", commands=commands)
 
 
 def _one_line(text: str) -> str:
@@ -189,10 +189,10 @@ def state(facts: VerdictFacts) -> str:
     if (hang := _hang(facts)) is not None:
         lasted = humanize_seconds(hang.seconds)
         return f"Hung in step {hang.step:,}: no step has ended for {lasted}."
-    return f"{_of_run(facts.run)}. {ending(facts)}"
+    return f"{_run_state_text(facts.run)}. {ending(facts)}"
 
 
-def _of_run(run: RunSummary) -> str:
+def _run_state_text(run: RunSummary) -> str:
     if run.state == "running":
         missing = f"; missing: {', '.join(run.missing)}" if run.missing else ""
         return f"Running at step {run.last_step:,}{missing}"
@@ -232,7 +232,7 @@ def cause(facts: VerdictFacts) -> str:
     texts = [_death(e, facts.run.world_size) for e in facts.events if _is_death(e)]
     if not sentences:
         texts += [alert.summary for alert in facts.alerts]
-        texts += [_went_down(each) for each in facts.restarts] + [e.text for e in facts.events]
+        texts += [_restart_text(each) for each in facts.restarts] + [e.text for e in facts.events]
     if not sentences or facts.cause in DEATHS:
         first = [f"{capital(text.rstrip('.'))}." for text in texts[:1]]
         sentences = [*first, *sentences] or ["Not recorded."]
@@ -322,7 +322,7 @@ def _death(event: EventView, world_size: int) -> str:
     return f"{event.source.replace(':', ' ')} {text}" if is_of_rank else text
 
 
-def _went_down(restart: Restart) -> str:
+def _restart_text(restart: Restart) -> str:
     return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
@@ -439,10 +439,10 @@ def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
         return (
             f"Skipped {humanize_count(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
         )
-    return " ".join(_did_once(decision) for decision in same)
+    return " ".join(_single_action_text(decision) for decision in same)
 
 
-def _did_once(decision: Decision) -> str:
+def _single_action_text(decision: Decision) -> str:
     if decision.action == "rollback":
         text = f"Rolled back to step {decision.rollback_to_step:,}"
         if decision.skip_batches:
@@ -464,7 +464,7 @@ def _did_once(decision: Decision) -> str:
 # ---------------------------------------------------------------------------------------- cost
 
 
-def _cost_of(facts: VerdictFacts, hang: _Hang | None) -> str:
+def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
     world_size = facts.run.world_size
     text = cost(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
     if not facts.late_seconds:
@@ -552,10 +552,10 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
         return todo, (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)
-    return _while_open(facts, why, report, todo)
+    return _open_incident_action(facts, why, report, todo)
 
 
-def _while_open(
+def _open_incident_action(
     facts: VerdictFacts, why: str, report: str, todo: str
 ) -> tuple[str, tuple[str, ...]]:
     run = facts.run
@@ -620,7 +620,7 @@ def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
         views = list(same)
         if acted and name != "skip_step":
             lines += [
-                _timeline_entry(v.time_unix_ns, v.decision.step, _did_once(v.decision))
+                _timeline_entry(v.time_unix_ns, v.decision.step, _single_action_text(v.decision))
                 for v in views
             ]
             continue

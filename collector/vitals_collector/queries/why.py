@@ -52,9 +52,9 @@ from trainvitals.views import (
     StepView,
     VerdictQuestion,
 )
-from vitals_collector.ingest.projections import samples
+from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.stacks import capital, stood
+from vitals_collector.queries.stacks import capital, wait_stacks_text
 from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
 
 _VERDICT = (
@@ -142,7 +142,9 @@ def step_text(facts: StepFacts) -> str:
         if line.onset_step <= step <= line.last_step
     ]
     parts += [
-        part for part in (stood(facts.stacks, step), profiles_near(facts.notes, step)) if part
+        part
+        for part in (wait_stacks_text(facts.stacks, step), profiles_near(facts.notes, step))
+        if part
     ]
     return "\n".join(parts)
 
@@ -168,7 +170,7 @@ def explain(
     parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id})."]
     for attempt, ordinal in times.items():
         which = f"{_attempt_label(ordinal, len(attempts))}: " if len(attempts) > 1 else ""
-        parts += [which + of_attempt(view, attempt), *_votes(view, attempt)]
+        parts += [which + of_attempt(view, attempt), *_rank_loss_range(view, attempt)]
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
@@ -180,12 +182,12 @@ def explain(
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
-        parts += [decided(entry), *_lost_work_sentences(entry)]
+        parts += [decision_sentence(entry), *_lost_work_sentences(entry)]
     if attempts and not (view.findings or view.decisions or own_alerts):
         parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
-    parts += _followed(after)
+    parts += _later_losses_line(after)
     if view.moved_first is not None:
         parts.append(view.moved_first or "No precursor: nothing stood out before it.")
     for step_data in view.data:
@@ -194,7 +196,7 @@ def explain(
             if len(times) > 1 and step_data.attempt in times
             else ""
         )
-        parts.append(which + fed(step_data, tells_attempt=False))
+        parts.append(which + samples_sentence(step_data, tells_attempt=False))
     text = " ".join(part[:1].upper() + part[1:] for part in parts)
     return fill(printable(text), width=96, break_long_words=False)
 
@@ -228,7 +230,7 @@ def _attempt_label(ordinal: int, num: int) -> str:
     return name if ordinal == num else f"{name} (discarded)"
 
 
-def _votes(view: StepView, attempt: int) -> list[str]:
+def _rank_loss_range(view: StepView, attempt: int) -> list[str]:
     """Return the range of the ranks' losses, if rows of ranks are left."""
     losses: dict[int, float] = {}
     for row in view.rows:
@@ -265,7 +267,7 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {distance}."]
 
 
-def _followed(after: SeriesReply | None) -> list[str]:
+def _later_losses_line(after: SeriesReply | None) -> list[str]:
     """Return the later losses, on the attempt of the lineage."""
     if after is None or not after.num_total:
         return []
@@ -405,14 +407,16 @@ def _culprit_details(rows: Sequence[StepRow], rank: int) -> str:
     return f" ({', '.join(clauses)})" if clauses else ""
 
 
-def fed(step_data: StepData, tells_attempt: bool) -> str:
+def samples_sentence(step_data: StepData, tells_attempt: bool) -> str:
     """Return the samples that a rank trained on."""
     batch = step_data.batch
     sentence = step_data.source.replace(":", " ") + (
         f" in attempt {step_data.attempt}" if tells_attempt else ""
     )
     num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
-    sentence += f" trained on {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
+    sentence += (
+        f" trained on {num} {batch.first_batch} of epoch {batch.epoch}: {describe_samples(batch)}"
+    )
     return sentence + (f"; saved in {batch.file}." if batch.file else ".")
 
 
@@ -434,7 +438,7 @@ def _finding_sentence(view: FindingView) -> str:
     return f"Finding{level_note}: {finding.reason}."
 
 
-def decided(view: DecisionView) -> str:
+def decision_sentence(view: DecisionView) -> str:
     """Return the decision, its rule, the reason, and the remaining budget."""
     decision = view.decision
     text = action_text(decision)

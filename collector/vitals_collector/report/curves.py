@@ -113,13 +113,13 @@ class PlottedCurve:
             steps += self.discarded.step
         return (min(steps), max(steps)) if steps else (0, 0)
 
-    def left_behind(self, num: int) -> list[dict[int, PlotColumn]]:
+    def discarded_columns(self, num: int) -> list[dict[int, PlotColumn]]:
         """Return the columns of each discarded attempt."""
         series = self.discarded
         if series is None:
             return []
         branches = sorted({*series.attempt, *(mark.attempt for mark in series.nonfinite)})
-        return [columns(series, self.span, num, attempt) for attempt in branches]
+        return [plot_columns(series, self.span, num, attempt) for attempt in branches]
 
     @property
     def is_empty(self) -> bool:
@@ -167,7 +167,7 @@ def curves(
     return tuple(measured_curves)
 
 
-def marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
+def decision_marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
     """Return a mark for each decision, at the step it is about."""
     return tuple(decision_mark(view.decision) for view in ledger)
 
@@ -274,7 +274,7 @@ def place(step: int, span: tuple[int, int], num: int) -> int:
     return (step - first) * (num - 1) // max(1, last - first)
 
 
-def columns(
+def plot_columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
 ) -> dict[int, PlotColumn]:
     """Return the columns with at least one value, finite or not."""

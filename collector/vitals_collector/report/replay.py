@@ -59,7 +59,7 @@ from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import Numbers, NumbersReader, RowSpan, StreamKey
-from vitals_collector.queries.series import behind
+from vitals_collector.queries.series import exclusive_end
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot, Store
 
@@ -172,8 +172,8 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
             list(_iter_step_records(store.snapshot_on(connection), run_id, start))
             for start in starts
         ]
-        lost = sum(_num_lost(connection, run_id, start) for start in starts)
-        num_thinned, thinned_to_step = _thinned(store.numbers, run_id)
+        lost = sum(_count_lost_rows(connection, run_id, start) for start in starts)
+        num_thinned, thinned_to_step = _rolled_up_rows(store.numbers, run_id)
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -319,14 +319,14 @@ class _Replayer:
                     checkpoints=tuple(self._refs.values()),
                     command=self._commands.get(attempt_and_step),
                     next_attempt=min(child, default=record.attempt + 1),
-                    probe=self._answer(record.attempt) if self._has_probe else None,
+                    probe=self._recorded_probe_result(record.attempt) if self._has_probe else None,
                     evaluation=None if evaluation is None else evaluation.ratio,
                 ),
             )
         )
         self._knows_limits = True
 
-    def _answer(self, attempt: int) -> Callable[[Ask], ProbeResult]:
+    def _recorded_probe_result(self, attempt: int) -> Callable[[Ask], ProbeResult]:
         """Return a function that gives a query the result that it had in the run."""
 
         def answer(ask: Ask) -> ProbeResult:
@@ -440,7 +440,7 @@ def _incarnations(connection: Connection, run_id: str) -> list[str]:
     return list(connection.execute(query).scalars())
 
 
-def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
+def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> int:
     query = select(num_lost_rows()).where(
         streams.c.run_id == run_id,
         streams.c.incarnation == incarnation,
@@ -449,7 +449,7 @@ def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
     return sum(connection.execute(query).scalars())
 
 
-def _thinned(numbers: Numbers, run_id: str) -> tuple[int, int]:
+def _rolled_up_rows(numbers: Numbers, run_id: str) -> tuple[int, int]:
     """Return the number of rolled-up rows of ranks, and the last such step."""
     parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
     return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
@@ -472,11 +472,13 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
     turns = _turns(moment, run_id, incarnation)
-    for row in _rows(moment, (run_id, incarnation, "steps"), _READ):
+    for row in _iter_stream_rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
 
 
-def _rows(moment: ReadSnapshot, key: StreamKey, names: Sequence[str]) -> Iterator[dict[str, Value]]:
+def _iter_stream_rows(
+    moment: ReadSnapshot, key: StreamKey, names: Sequence[str]
+) -> Iterator[dict[str, Value]]:
     """Yield some columns of a writer's rows in the order they were written."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
@@ -542,7 +544,7 @@ def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
     number = {turn: 2 + i for i, turn in enumerate(turns)}
     turn_rows: dict[tuple[int, int], _Own] = {}
     columns = ("step", "attempt", "name", "value")
-    for row in _rows(moment, (run_id, incarnation, "scalars"), columns):
+    for row in _iter_stream_rows(moment, (run_id, incarnation, "scalars"), columns):
         metric, turn = of_turns.get(_int_or_default(row, "name", -1), ("", ""))
         value = _float_or_none(row, "value")
         if turn in number and value is not None:
@@ -561,7 +563,7 @@ def step_record(
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
     ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
     if (is_bad and culprit < 0) or bits & RANK_FAILED:
-        own_ranks = _own_rows(numbers, run_id, step, attempt)
+        own_ranks = _read_rank_values(numbers, run_id, step, attempt)
         ranks = _Ranks(
             nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
             failed=own_ranks.failed if bits & RANK_FAILED else (),
@@ -611,8 +613,8 @@ def step_record(
     )
 
 
-def _own_rows(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _Ranks:
-    span = RowSpan(run_id, "steps", from_step=step, to_step=behind(step))
+def _read_rank_values(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _Ranks:
+    span = RowSpan(run_id, "steps", from_step=step, to_step=exclusive_end(step))
     rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
     for i in np.flatnonzero(rows["attempt"].values == attempt).tolist():

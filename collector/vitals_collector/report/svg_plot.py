@@ -18,8 +18,8 @@ from vitals_collector.report.curves import (
     PlotColumn,
     PlottedCurve,
     ValueScale,
-    columns,
     place,
+    plot_columns,
 )
 
 WIDTH, HEIGHT = 880, 170
@@ -64,17 +64,17 @@ def _curve_group(
 ) -> Node:
     """Return a curve with its frame, ticks and marks as an SVG group."""
     span = curve.span
-    lineage, discarded, scale = _drawn(curve)
+    lineage, discarded, scale = _plotted_columns(curve)
     inside = [
-        *_shaded(spans, span),
+        *_incident_shading(spans, span),
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
-        *_ticks([lineage, *discarded], scale),
-        *_steps(span),
-        *_decided(marks, span),  # below the curves: a spike covers its mark's line
+        *_value_ticks([lineage, *discarded], scale),
+        *_step_ticks(span),
+        *_decision_lines(marks, span),  # below the curves: a spike covers its mark's line
         _limit(curve.limit, span, scale),
-        *(node("path", class_="left", d=_path(branch, scale)) for branch in discarded),
-        node("path", class_="line", d=_path(lineage, scale)),
-        *_nonfinite([lineage, *discarded]),
+        *(node("path", class_="left", d=_curve_path(branch, scale)) for branch in discarded),
+        node("path", class_="line", d=_curve_path(lineage, scale)),
+        *_nonfinite_marks([lineage, *discarded]),
     ]
     return node("g", *inside, transform=f"translate({_LEFT},{top})")
 
@@ -93,7 +93,7 @@ def _letters(marks: Sequence[CurveMark]) -> str:
 
 def caption(curve: PlottedCurve) -> str:
     """Return a description of the plot."""
-    series, scale = curve.series, _drawn(curve)[2]
+    series, scale = curve.series, _plotted_columns(curve)[2]
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
     text += f"{humanize_count(series.num_total, 'step')}, {series.num_nonfinite} of them not finite"
     if curve.discarded is not None and curve.discarded.num_total:
@@ -101,11 +101,14 @@ def caption(curve: PlottedCurve) -> str:
     return text
 
 
-def _drawn(
+def _plotted_columns(
     curve: PlottedCurve,
 ) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
     """Return the columns of the lineage, those of each discarded attempt, and their scale."""
-    lineage, discarded = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
+    lineage, discarded = (
+        plot_columns(curve.series, curve.span, WIDTH),
+        curve.discarded_columns(WIDTH),
+    )
     return (
         lineage,
         discarded,
@@ -123,7 +126,7 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
         for at, value in enumerate(values):
             if value is not None:
                 shade = min(NUM_SHADES - 1, int(scale.part(value) * NUM_SHADES))
-                paths.setdefault(shade, []).append(_box(at, row, wide))
+                paths.setdefault(shade, []).append(_cell_path(at, row, wide))
     inside = [node("path", class_=f"q{shade}", d="".join(d)) for shade, d in sorted(paths.items())]
     crosses = "".join(
         f"M{round((at + 0.5) * wide - 3, 1)},{row * _CELL + 3}l6,6m0,-6l-6,6"
@@ -133,7 +136,7 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
     inside += [
         node("path", class_="nan", d=crosses),
         *(_row_name(name, row) for row, name in enumerate(reply.rows)),
-        *_onset(reply, onset_step, wide, high),
+        *_onset_mark(reply, onset_step, wide, high),
     ]
     inside += [
         node("text", str(reply.step[at]), x=round(at * wide, 1), y=high + 14)
@@ -158,17 +161,17 @@ def shades(reply: CellsReply) -> ValueScale:
 # ------------------------------------------------------------------------------------- curves
 
 
-def _y(scale: ValueScale, value: float) -> float:
+def _y_position(scale: ValueScale, value: float) -> float:
     return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
 
 
-def _path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
+def _curve_path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
     """Return the line through the columns' ends, with gaps at non-finite values."""
     parts, is_broken = [], True
     for at in sorted(branch):
         column = branch[at]
         if column.has_value:
-            ends = dict.fromkeys((_y(scale, column.low), _y(scale, column.high)))
+            ends = dict.fromkeys((_y_position(scale, column.low), _y_position(scale, column.high)))
             points = [f"{at},{y}" for y in ends]
             parts.append(f"M{points[0]}l0,0" if is_broken else f"L{points[0]}")
             parts += [f"L{point}" for point in points[1:]]
@@ -183,25 +186,25 @@ def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) 
         return None
     parts, before = [], None
     top = scale.ticks()[-1]
-    for at, column in sorted(columns(limit, span, WIDTH).items()):
+    for at, column in sorted(plot_columns(limit, span, WIDTH).items()):
         if column.has_value and column.low <= top:
-            parts.append(f"{'L' if before else 'M'}{at},{_y(scale, column.low)}")
+            parts.append(f"{'L' if before else 'M'}{at},{_y_position(scale, column.low)}")
             before = at
         else:
             before = None
     return node("path", class_="limit", d="".join(parts)) if parts else None
 
 
-def _ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -> list[Node]:
+def _value_ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -> list[Node]:
     if not any(column.has_value for branch in branches for column in branch.values()):
         return []
     return [
-        node("text", f"{value:.4g}", x=-6, y=_y(scale, value) + 4, text_anchor="end")
+        node("text", f"{value:.4g}", x=-6, y=_y_position(scale, value) + 4, text_anchor="end")
         for value in scale.ticks()
     ]
 
 
-def _steps(span: tuple[int, int]) -> list[Node]:
+def _step_ticks(span: tuple[int, int]) -> list[Node]:
     first, last = span
     num = min(_NUM_TICKS, last - first + 1)
     shown = [first + i * (last - first) // max(1, num - 1) for i in range(num)]
@@ -217,7 +220,7 @@ def _steps(span: tuple[int, int]) -> list[Node]:
     ]
 
 
-def _shaded(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Node]:
+def _incident_shading(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Node]:
     rectangles = []
     for first, last in spans:
         if last < span[0] or first > span[1]:
@@ -229,7 +232,7 @@ def _shaded(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Nod
     return rectangles
 
 
-def _nonfinite(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
+def _nonfinite_marks(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
     lost = Counter[int]()
     for branch in branches:
         lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
@@ -244,7 +247,7 @@ def _nonfinite(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
     ]
 
 
-def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
+def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
     """Return a line for each column with decisions, and above it, if there is space, letters."""
     order = list(KINDS)
     by_column: dict[int, list[CurveMark]] = {}
@@ -273,7 +276,7 @@ def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
 # ---------------------------------------------------------------------------------- heat maps
 
 
-def _box(at: int, row: int, wide: float) -> str:
+def _cell_path(at: int, row: int, wide: float) -> str:
     x = round(at * wide, 1)
     across = round((at + 1) * wide - x, 1)
     return f"M{x},{row * _CELL}h{across}v{_CELL - 1}h-{across}z"
@@ -288,7 +291,7 @@ def _row_name(name: str, row: int) -> Node:
     return node("text", short, title, x=-6, y=row * _CELL + 11, text_anchor="end")
 
 
-def _onset(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:
+def _onset_mark(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:
     before = [at for at, step in enumerate(reply.step) if step <= onset_step]
     if not before:
         return []

@@ -14,8 +14,8 @@ from vitals_collector.report.curves import (
     PlotColumn,
     PlottedCurve,
     ValueScale,
-    columns,
     place,
+    plot_columns,
 )
 
 HEIGHT = 10
@@ -40,8 +40,8 @@ def draw(
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
-    lineage = columns(curve.series, span, num * across)
-    discarded = curve.left_behind(num * across)
+    lineage = plot_columns(curve.series, span, num * across)
+    discarded = curve.discarded_columns(num * across)
     everything = [column for branch in (lineage, *discarded) for column in branch.values()]
     scale = ValueScale(everything)
     dots = _dots(lineage, scale, HEIGHT * down)
@@ -50,11 +50,11 @@ def draw(
         for branch in discarded
         for row, at in _dots(branch, scale, HEIGHT * down)
     }
-    lines = [_title(curve, scale)]
+    lines = [_plot_title(curve, scale)]
     shown = scale.ticks() if any(column.has_value for column in everything) else ()
     ticks = {round((HEIGHT - 1) * (1 - scale.part(value))): f"{value:.4g}" for value in shown}
     for row in range(HEIGHT):
-        drawn = (_character(dots, row, at, has_braille=has_braille) for at in range(num))
+        drawn = (_cell_character(dots, row, at, has_braille=has_braille) for at in range(num))
         cells = (
             LEFT if cell == " " and (row, at) in behind else cell for at, cell in enumerate(drawn)
         )
@@ -62,7 +62,7 @@ def draw(
     lines.append(f"{'step':>{LABEL}} +{_axis_line(span, num)}")
     pairs = [pair for branch in (lineage, *discarded) for pair in branch.items()]
     lost = {at // across for at, c in pairs if c.num_nonfinite}
-    lines += _below(lost, marks, span, num, across)
+    lines += _rows_below_axis(lost, marks, span, num, across)
     return lines
 
 
@@ -78,7 +78,7 @@ def legend(marks: Iterable[CurveMark]) -> str:
     return f"{'':>{LABEL}}  {'   '.join(entries)}"
 
 
-def _title(curve: PlottedCurve, scale: ValueScale) -> str:
+def _plot_title(curve: PlottedCurve, scale: ValueScale) -> str:
     series = curve.series
     steps = humanize_count(series.num_total, "step")
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {steps}"
@@ -123,7 +123,7 @@ def _joined(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, 
     return dots
 
 
-def _character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bool) -> str:
+def _cell_character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bool) -> str:
     if not has_braille:
         return _PLAIN[((2 * row, at) in dots) + 2 * ((2 * row + 1, at) in dots)]
     bits = sum(
@@ -140,7 +140,7 @@ def _axis_line(span: tuple[int, int], num: int) -> str:
     return first if span[0] == span[1] else f"{first}{last:>{num - len(first)}}"
 
 
-def _below(
+def _rows_below_axis(
     lost: set[int], marks: Sequence[CurveMark], span: tuple[int, int], num: int, across: int
 ) -> list[str]:
     """Return the rows below the axis: non-finite values and decisions."""

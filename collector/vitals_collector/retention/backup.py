@@ -94,7 +94,7 @@ def _copy_lake(folder: Path, partial: Path) -> BackupContent:
         _copy_catalogue(folder / CATALOGUE, partial / CATALOGUE)
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)  # added in the meantime
         _refuse_bucket(folder, partial / CATALOGUE)
-        paths = _paths(partial / CATALOGUE)
+        paths = _live_lake_files(partial / CATALOGUE)
         try:
             sizes = [_link_or_copy(folder / _DATA / path, partial / _DATA / path) for path in paths]
         except FileNotFoundError:
@@ -151,7 +151,7 @@ def _copy_catalogue(source: Path, target: Path) -> None:
         raise OSError(done.stderr.strip().rpartition("\n")[2] or f"it ended by {done.returncode}")
 
 
-def _paths(catalogue: Path) -> list[str]:
+def _live_lake_files(catalogue: Path) -> list[str]:
     """Return the files of the current snapshot; those of older snapshots may have been deleted."""
     with contextlib.closing(sqlite3.connect(catalogue)) as connection:
         return [

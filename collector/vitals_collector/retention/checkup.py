@@ -29,7 +29,7 @@ class StoreSize:
     """Free bytes inside the database file."""
 
 
-def check(store: Store) -> list[Damaged]:
+def check_store(store: Store) -> list[Damaged]:
     """Read every file of rows, every record, and run SQLite's integrity check.
 
     Raises:
@@ -79,4 +79,4 @@ def store_size(store: Store) -> StoreSize:
         return StoreSize(store.where, int(size.scalar_one()) + lake, 0)
 
 
-__all__ = ["Damaged", "StoreSize", "check", "store_size"]
+__all__ = ["Damaged", "StoreSize", "check_store", "store_size"]

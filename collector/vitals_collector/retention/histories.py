@@ -2,13 +2,13 @@
 
 from sqlalchemy import Connection, select
 
-from vitals_collector.live.live_monitor import runs_aside, watched_to
+from vitals_collector.live.live_monitor import load_suspended_runs, load_watch_progress
 from vitals_collector.retention.rollup import CurrentStep, RunHistory
 from vitals_collector.storage.schema import attempts, decisions, findings, sources
 from vitals_collector.storage.store import Store
 
 
-def history(store: Store, connection: Connection, run_id: str) -> RunHistory:
+def load_run_history(store: Store, connection: Connection, run_id: str) -> RunHistory:
     """Return the current step of a run, and what happened in it."""
     head = connection.execute(
         select(sources.c.last_attempt, sources.c.last_step)
@@ -18,7 +18,7 @@ def history(store: Store, connection: Connection, run_id: str) -> RunHistory:
     ).first()
     steps, times = _incidents(connection, run_id)
     finding_steps = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
-    is_aside = run_id in runs_aside(connection)
+    is_aside = run_id in load_suspended_runs(connection)
     return RunHistory(
         run_id,
         sorted(store.numbers.last_steps(run_id)),
@@ -27,7 +27,7 @@ def history(store: Store, connection: Connection, run_id: str) -> RunHistory:
         _num_ranks(connection, run_id),
         near_layers=sorted(steps | set(connection.execute(finding_steps).scalars())),
         near_unix_ns=sorted(times),
-        watched=None if is_aside else watched_to(connection, run_id),
+        watched=None if is_aside else load_watch_progress(connection, run_id),
     )
 
 
@@ -60,4 +60,4 @@ def _incidents(connection: Connection, run_id: str) -> tuple[set[int], set[int]]
     return steps, times
 
 
-__all__ = ["history"]
+__all__ = ["load_run_history"]

@@ -15,7 +15,7 @@ from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
-from vitals_collector.retention.histories import history
+from vitals_collector.retention.histories import load_run_history
 from vitals_collector.retention.rollup import DeletionPass, RunHistory, roll_up_run, thin_run
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
@@ -114,11 +114,11 @@ class LakeMaintenance:
         # Also without new rows: another process may have removed runs.
         if is_time or not self._is_merged or self._lake.catalogue.changed():
             self._is_merged = self._lake.merge(_MERGE_SECONDS)
-        if is_time and self._is_going():
+        if is_time and self._may_continue():
             self._is_merged &= not self.delete_due()
         self._store.reclaim(above=0.1)
 
-    def _is_going(self) -> bool:
+    def _may_continue(self) -> bool:
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:
@@ -140,7 +140,7 @@ class LakeMaintenance:
         Raises:
             StorageError: the store refused; nothing is half done, call again.
         """
-        removal.finish(self._store)
+        removal.finish_removals(self._store)
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
@@ -149,7 +149,7 @@ class LakeMaintenance:
         num = len(removal.delete_old(self._store, self._settings.keep_days, when))
         sizes = self._lake.sizes()
         for run_id, newest_unix_ns in self._runs_to_check(sizes, when.now_unix_ns).items():
-            if not self._is_going():
+            if not self._may_continue():
                 return num
             try:
                 num += self._shrink_run(run_id, newest_unix_ns, sizes)
@@ -185,13 +185,13 @@ class LakeMaintenance:
     def _shrink_run(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
         """Roll up old rows of a run, and more if the run is above its cap."""
         with self._store.read_transaction() as connection:
-            run = history(self._store, connection, run_id)
+            run = load_run_history(self._store, connection, run_id)
         now = self._clock.time_ns()
         settings, cap = self._settings, self._settings.max_run_bytes
         when = DeletionPass(
             now - int(settings.keep_hours * 3_600e9),
             now,
-            is_enough=lambda: not self._is_going(),
+            is_enough=lambda: not self._may_continue(),
             rest=lambda seconds: self._pause and self._stop.wait(self._pause * seconds),
         )
         num = self._delete_rows(run, when)
@@ -201,7 +201,7 @@ class LakeMaintenance:
 
             def is_enough() -> bool:
                 sizes[run_id] = self._lake.num_bytes(run_id)
-                return not self._is_going() or sizes[run_id] <= cap
+                return not self._may_continue() or sizes[run_id] <= cap
 
             num += self._delete_rows(
                 run, when._replace(before_unix_ns=_NEVER, reason="size", is_enough=is_enough)

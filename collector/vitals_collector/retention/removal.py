@@ -17,7 +17,7 @@ from trainvitals.records import RunInfo
 from vitals_collector.cluster.reports import forget_reports
 from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
-from vitals_collector.live.live_monitor import forget_progress
+from vitals_collector.live.live_monitor import delete_watch_progress
 from vitals_collector.live.run_status import GUEST, Liveness
 from vitals_collector.storage.schema import (
     audit,
@@ -36,7 +36,7 @@ _KEPT_TABLES = (runs, forgotten)
 
 
 @dataclass(frozen=True, slots=True)
-class Deleted:
+class DeletedRun:
     """A run that was removed."""
 
     run_id: str
@@ -46,15 +46,15 @@ class Deleted:
 
 def delete_run(
     store: Store, run_id: str, *, by: str, when: Liveness, reason: RemovalReason = "asked"
-) -> Deleted:
+) -> DeletedRun:
     """Permanently delete a run that is not running, and return what was deleted.
 
     Raises:
         UsageError: there is no such run, or it is running.
-        StorageError: the store refused; ``finish`` completes a started removal.
+        StorageError: the store refused; ``finish_removals`` completes a started removal.
     """
     with store.write() as connection:
-        deleted = _begun(store, connection, run_id)
+        deleted = _load_started_removal(store, connection, run_id)
         if deleted is None:
             summaries = overview.summaries(connection, when, run_id)
             if not summaries:
@@ -64,8 +64,8 @@ def delete_run(
                     f"run {run_id} is still running; only ended runs can be removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
-            deleted = Deleted(run_id, summaries[0].name, store.numbers.num_bytes(run_id))
-            _remove(connection, deleted, by, reason, when.now_unix_ns)
+            deleted = DeletedRun(run_id, summaries[0].name, store.numbers.num_bytes(run_id))
+            _hide_run(connection, deleted, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:
         counters.removed_runs[reason] = counters.removed_runs.get(reason, 0) + 1
@@ -76,7 +76,7 @@ def delete_run(
     return deleted
 
 
-def finish(store: Store) -> None:
+def finish_removals(store: Store) -> None:
     """Delete the remaining rows of removed runs: a collector may have died in between."""
     query = select(forgotten.c.run_id).where(forgotten.c.is_gone.is_(False))
     with store.read_transaction() as connection:
@@ -85,7 +85,7 @@ def finish(store: Store) -> None:
         _delete_run_rows(store, run_id)
 
 
-def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
+def delete_old(store: Store, keep_days: float, when: Liveness) -> list[DeletedRun]:
     """Delete runs that were silent for ``keep_days`` and are not pinned; 0 deletes none."""
     if not keep_days:
         return []
@@ -130,15 +130,15 @@ def _has_keep_tag(info: bytes) -> bool:
     return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
 
 
-def _remove(
-    connection: Connection, deleted: Deleted, by: str, reason: str, now_unix_ns: int
+def _hide_run(
+    connection: Connection, deleted: DeletedRun, by: str, reason: str, now_unix_ns: int
 ) -> None:
     """Hide a run from readers; its row in ``runs`` is deleted when its rows are."""
     run_id = deleted.run_id
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
-    forget_progress(connection, run_id)
+    delete_watch_progress(connection, run_id)
     forget_reports(connection, [run_id])
     values = {
         "forgotten_unix_ns": now_unix_ns,
@@ -150,11 +150,11 @@ def _remove(
     _insert_audit_row(connection, by, "delete", run_id, detail, now_unix_ns)
 
 
-def _begun(store: Store, connection: Connection, run_id: str) -> Deleted | None:
+def _load_started_removal(store: Store, connection: Connection, run_id: str) -> DeletedRun | None:
     """Return the run whose removal was started and not finished, such as on a full disk."""
     query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
     name = connection.execute(query).scalar()
-    return None if name is None else Deleted(run_id, name, store.numbers.num_bytes(run_id))
+    return None if name is None else DeletedRun(run_id, name, store.numbers.num_bytes(run_id))
 
 
 def _insert_audit_row(
@@ -184,4 +184,4 @@ def _delete_run_rows(store: Store, run_id: str) -> None:
         connection.execute(update(forgotten).where(is_of_run).values(is_gone=True))
 
 
-__all__ = ["KEEP_TAG", "Deleted", "delete_old", "delete_run", "finish", "pin"]
+__all__ = ["KEEP_TAG", "DeletedRun", "delete_old", "delete_run", "finish_removals", "pin"]

@@ -50,7 +50,7 @@ def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunV
     )
 
 
-def measure(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]:
+def measure_runs(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]:
     """Return the current size of every run, by id."""
     with store.read_transaction() as connection:
         rows = connection.execute(select(runs).order_by(runs.c.run_id.desc())).all()
@@ -62,4 +62,4 @@ def measure(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]:
     return volumes
 
 
-__all__ = ["measure", "rule_of", "volume_of"]
+__all__ = ["measure_runs", "rule_of", "volume_of"]

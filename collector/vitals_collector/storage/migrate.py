@@ -29,7 +29,7 @@ _OF_BEFORE = frozenset(("v1", "v2", *(f"{number:04}" for number in range(1, 11))
 """Versions from before the baseline, which cannot be upgraded."""
 
 
-def take_turns(connection: Connection) -> None:
+def lock_migrations(connection: Connection) -> None:
     """Wait until no other collector opens the database; others wait until the transaction ends."""
     if connection.dialect.name == "postgresql":
         connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
@@ -41,7 +41,7 @@ def migrate(connection: Connection, where: str) -> None:
     Raises:
         StorageError: the database was written by a later Vitals, or before the baseline.
     """
-    take_turns(connection)
+    lock_migrations(connection)
     current = _version_of(connection)
     if current is None:
         metadata.create_all(connection, checkfirst=False)

@@ -39,7 +39,7 @@ from vitals_collector.numbers.interface import (
     is_full,
 )
 from vitals_collector.numbers.memory import MemoryNumbers
-from vitals_collector.storage.migrate import migrate, take_turns
+from vitals_collector.storage.migrate import lock_migrations, migrate
 from vitals_collector.storage.schema import Damage
 
 # Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
@@ -254,7 +254,7 @@ class Claims(Protocol):
         """Return the runs that other collectors own now."""
 
 
-class AllMine:
+class SoleCollectorClaims:
     """The claims of a store's only collector."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
@@ -291,7 +291,7 @@ class Store:
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
-        self.claims: Claims = AllMine()
+        self.claims: Claims = SoleCollectorClaims()
         """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """Offsets of streams written by this process; ingest compares them with the database before
@@ -380,16 +380,16 @@ class Store:
             if not num_free or num_free <= above * _pragma(connection, "page_count"):
                 return 0
         try:
-            return self._give_back(min(max_pages, num_free))
+            return self._vacuum_pages(min(max_pages, num_free))
         except StorageError as error:
             if error.code != FULL:
                 raise
             self.checkpoint()  # the journal has no space for that many at once
-            num = self._give_back(min(_FEW_PAGES, num_free))
+            num = self._vacuum_pages(min(_FEW_PAGES, num_free))
             self.checkpoint()  # only now the file is shorter
             return num
 
-    def _give_back(self, num_pages: int) -> int:
+    def _vacuum_pages(self, num_pages: int) -> int:
         with self.write() as connection:
             before = _pragma(connection, "freelist_count")
             # Regardless of the argument, the driver executes one step, which frees one page.
@@ -546,7 +546,7 @@ def open_data_store(
                 f"{file} cannot be opened: {error.strerror}",
                 hint="give another directory with --data",
             ) from error
-    catalogue = libpq(url) if url else ""
+    catalogue = libpq_conninfo(url) if url else ""
     store = open_store(url or f"sqlite:///{file}", busy_seconds=busy_seconds)
     try:
         lake_folder = data / LAKE_FOLDER
@@ -556,7 +556,7 @@ def open_data_store(
             store.numbers = Lake(lake_folder.absolute(), bucket=bucket)
             return store
         with store.write() as connection:
-            take_turns(connection)  # two concurrent creations of a lake would fail
+            lock_migrations(connection)  # two concurrent creations of a lake would fail
             lake_place = lake or _known_lake(connection)
             bucket = lake_place if lake_place.startswith(S3) else ""
             folder = (lake_folder if bucket or not lake_place else Path(lake_place)).absolute()
@@ -616,7 +616,7 @@ def _make_private(folder: Path) -> None:
         ) from error
 
 
-def libpq(url: str) -> str:
+def libpq_conninfo(url: str) -> str:
     """Return the URL of a PostgreSQL in libpq's format, as DuckDB needs it.
 
     Raises:
@@ -798,11 +798,11 @@ class PreparedStatement:
 __all__ = [
     "LOCKED",
     "UNKNOWN",
-    "AllMine",
     "Claims",
     "OwnedElsewhere",
     "PreparedStatement",
     "ReadSnapshot",
+    "SoleCollectorClaims",
     "Store",
     "clean",
     "ensure_data_dir",

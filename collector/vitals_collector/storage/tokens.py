@@ -276,7 +276,7 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
     _insert_audit_row(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
 
 
-def listed(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
+def list_tokens(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
     """Return all tokens, the oldest first; secrets only as their hash."""
     order = (tokens.c.created_unix_ns, tokens.c.token_id)
     return connection.execute(select(tokens).order_by(*order)).all()
@@ -333,7 +333,7 @@ __all__ = [
     "KnownTokens",
     "Principal",
     "create",
-    "listed",
+    "list_tokens",
     "revoke",
     "rotate",
     "state_of",

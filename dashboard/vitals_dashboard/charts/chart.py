@@ -14,7 +14,7 @@ from vitals_dashboard.charts.lines import (
     display_unit,
     group_curves,
 )
-from vitals_dashboard.charts.marks import ChartMark, decision_marks, merged, nonfinite_marks
+from vitals_dashboard.charts.marks import ChartMark, decision_marks, merge_marks, nonfinite_marks
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
 
 Size = Literal["full", "half", "quarter"]
@@ -94,7 +94,7 @@ def step_chart(
     return Chart(
         title=_with_unit(title, lines if show_unit else ()),
         curves=curves,
-        marks=merged(marks, _axis_width(ends, curves)),
+        marks=merge_marks(marks, _axis_width(ends, curves)),
         axis=scale.axis,
         unit=scale.unit,
         ends=ends,
@@ -147,7 +147,7 @@ def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: 
     return Chart(
         title=chart_text(title),
         curves=curves,
-        marks=merged(marks, _axis_width(None, curves)),
+        marks=merge_marks(marks, _axis_width(None, curves)),
         axis=scale.axis,
         unit=scale.unit,
         log=log,
@@ -200,7 +200,7 @@ def difference_chart(
             ChartCurve(
                 name=line.label,
                 colour=number,
-                x=[x / _unit_size(difference.along, scale.unit) for x in difference.x],
+                x=[x / _axis_unit_size(difference.along, scale.unit) for x in difference.x],
                 y=difference.value,
                 num_total=difference.num_total,
             )
@@ -215,7 +215,7 @@ def difference_chart(
     )
 
 
-def _unit_size(along: Along, unit: str) -> float:
+def _axis_unit_size(along: Along, unit: str) -> float:
     return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 

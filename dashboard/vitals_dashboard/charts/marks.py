@@ -102,22 +102,22 @@ def decision_marks(decisions: Iterable[DecisionView], scale: StepScale = STEPS) 
         for view, x in zip(shown_views, places, strict=True)
     ]
     cuts = [view for view in shown_views if view.decision.acted and view.decision.lr_factor != 1.0]
-    return [*marks, *_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _cut_text)]
+    return [*marks, *_place_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _cut_text)]
 
 
-class _Cut(NamedTuple):
+class _LrCut(NamedTuple):
     step: int
     """From which on the rate is another."""
     factor: float
 
 
-def _lr_cut(view: DecisionView) -> _Cut:
+def _lr_cut(view: DecisionView) -> _LrCut:
     decision = view.decision
     back_to = decision.rollback_to_step
-    return _Cut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
+    return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
 
 
-def _cut_text(cut: _Cut) -> str:
+def _cut_text(cut: _LrCut) -> str:
     return f"learning rate x {cut.factor:g} from step {cut.step:,}"
 
 
@@ -128,7 +128,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[C
         return f"{alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
 
     of_steps = [alert for alert in alerts if alert.step >= 0]
-    return _marks(ALERT, of_steps, scale, say, [alert.started_unix_ns for alert in of_steps])
+    return _place_marks(ALERT, of_steps, scale, say, [alert.started_unix_ns for alert in of_steps])
 
 
 def checkpoint_marks(
@@ -143,7 +143,9 @@ def checkpoint_marks(
         )
 
     every = list(checkpoints)
-    return _marks(CHECKPOINT, every, scale, say, [checkpoint.time_unix_ns for checkpoint in every])
+    return _place_marks(
+        CHECKPOINT, every, scale, say, [checkpoint.time_unix_ns for checkpoint in every]
+    )
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) -> list[ChartMark]:
@@ -152,10 +154,10 @@ def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) 
     def say(note: AnnotationView) -> str:
         return f"step {note.step:,}, {note.by or 'the training'}: {note.text}"
 
-    return _marks(NOTE, list(annotations), scale, say)
+    return _place_marks(NOTE, list(annotations), scale, say)
 
 
-def _marks(
+def _place_marks(
     look: MarkLook,
     happened: Sequence[Any],
     scale: StepScale,
@@ -207,7 +209,7 @@ def nonfinite_marks(
     ]
 
 
-def merged(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
+def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
     """Return the marks, sorted, with indistinguishable ones of one kind merged.
 
     Merged groups change only where marks are added, until ``width`` has doubled: marks in the

@@ -48,13 +48,13 @@ TIMES = StepScale(axis="time", unit="time (UTC)")
 
 def time_scale(reply: SeriesReply) -> StepScale:
     """Return the scale of wall time, in milliseconds, by a series that has most of the steps."""
-    return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", TIMES.unit)
+    return _monotonic_scale(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", TIMES.unit)
 
 
 def elapsed_scale(reply: SeriesReply) -> StepScale:
     """Return the scale of the hours since the first point of a run's series."""
     hours = [(time - reply.time_unix_ns[0]) / 3.6e12 for time in reply.time_unix_ns]
-    return _rising(reply.step, hours, "elapsed", "hours since the start")
+    return _monotonic_scale(reply.step, hours, "elapsed", "hours since the start")
 
 
 def token_unit(most: float) -> str:
@@ -72,10 +72,12 @@ def token_scale(reply: SeriesReply, *, unit: str = "") -> StepScale:
     points = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
     unit = unit or token_unit(max((value for _, value in points), default=0.0))
     places = [value / token_size(unit) for _, value in points]
-    return _rising([step for step, _ in points], places, "tokens", unit)
+    return _monotonic_scale([step for step, _ in points], places, "tokens", unit)
 
 
-def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> StepScale:
+def _monotonic_scale(
+    steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str
+) -> StepScale:
     """Make a scale; if a clock or count was set back, it stays constant until it is passed."""
     if not steps:
         return StepScale(axis=axis, unit=unit)

@@ -12,7 +12,7 @@ ICON = Path(__file__).with_name("vitals_icon.svg")
 st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")
 layout.style()
 if not access.role():
-    access.closed()
+    access.draw_no_access_page()
     st.stop()
 st.navigation(
     [
@@ -50,4 +50,4 @@ st.navigation(
     ],
     position="top",
 ).run()
-access.footer()
+access.draw_access_footer()

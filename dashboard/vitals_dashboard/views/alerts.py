@@ -207,7 +207,7 @@ def _draw_card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
 def _query_params(alert: AlertView) -> dict[str, str]:
     if alert.step < 0:
         return {"run": alert.run_id}
-    return layout.around(alert.run_id, alert.step, alert.step)
+    return layout.curves_query_params(alert.run_id, alert.step, alert.step)
 
 
 def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
@@ -231,18 +231,20 @@ def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
         st.popover("Acknowledge", key=f"open_{key}"),
         st.form(key=f"form_{key}", border=False, enter_to_submit=False),
     ):
-        person = st.text_input("Who", value=layout.person(), max_chars=80, key=f"by_{key}")
+        person = st.text_input("Who", value=layout.current_user(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"reason_{key}")
         message = None
         if st.form_submit_button("Acknowledge", type="primary"):
             request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
             message = _send_ack(control, key, request, "Acknowledged.")
-        layout.answer(f"ack_{key}", message)
+        layout.draw_form_result(f"ack_{key}", message)
     with (
         st.popover("Silence", key=f"open_silence_{key}"),
         st.form(key=f"form_silence_{key}", border=False, enter_to_submit=False),
     ):
-        person = st.text_input("Who", value=layout.person(), max_chars=80, key=f"silence_by_{key}")
+        person = st.text_input(
+            "Who", value=layout.current_user(), max_chars=80, key=f"silence_by_{key}"
+        )
         reason = st.text_input("Reason", max_chars=300, key=f"silence_reason_{key}")
         length = st.selectbox("For", list(SILENCES), key=f"silence_{key}")
         message = None
@@ -256,7 +258,7 @@ def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
                     silence_seconds=SILENCES[length],
                 )
                 message = _send_ack(control, key, request, f"Silenced for {length}.")
-        layout.answer(f"silence_{key}", message)
+        layout.draw_form_result(f"silence_{key}", message)
 
 
 def _send_ack(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:

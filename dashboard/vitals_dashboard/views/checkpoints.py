@@ -119,7 +119,9 @@ def _draw_rollback_option(
             f" {formatting.count(back, 'step')} would be trained again."
         )
         st.text(_own_choice(detail))
-        commands.command(source, run, "rollback", label="Roll back", key="rollback_newest")
+        commands.draw_command_form(
+            source, run, "rollback", label="Roll back", key="rollback_newest"
+        )
 
 
 def _draw_rollback_target(target: CheckpointView | None) -> None:
@@ -152,7 +154,7 @@ def _draw_checkpoint(source: DataSource, run: RunSummary, checkpoint: Checkpoint
                 "Only a healthy checkpoint can be rolled back to; the collector refuses others."
             )
             return
-        commands.command(
+        commands.draw_command_form(
             source, run, "rollback", label="Roll back to this", key="rollback_chosen",
             checkpoint_id=checkpoint.checkpoint_id,
         )  # fmt: skip

@@ -90,7 +90,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, options: CompareControls) -> None:
-    runs = tables.in_order(source.client.ask(RunsQuestion()))
+    runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
         return
@@ -211,7 +211,7 @@ def _lines(
     lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
     _say_missing([n for n in names if replies[n] is None], f"no {formatting.plain(metric, 60)}")
     if options.axis == "tokens":
-        return _by_tokens(source, details, names, lines)
+        return _scale_to_tokens(source, details, names, lines)
     if options.axis == "time":
         return [replace(line, scale=charts.elapsed_scale(line.reply)) for line in lines]
     return lines
@@ -239,7 +239,7 @@ def _groups(
     ]
 
 
-def _by_tokens(
+def _scale_to_tokens(
     source: DataSource, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
 ) -> list[Line]:
     by_name = dict(zip(names, details, strict=True))

@@ -134,7 +134,7 @@ def zoom_to(first: int, last: int) -> None:
     st.session_state[_ZOOMED] = True
 
 
-def zoomed(scale: StepScale, ends: tuple[float, float] | None) -> None:
+def apply_zoom(scale: StepScale, ends: tuple[float, float] | None) -> None:
     """Apply a range that was selected on a chart, or reset."""
     if ends is not None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
@@ -161,7 +161,9 @@ def around(decisions: Sequence[DecisionView]) -> None:
         selected = shown.get(st.session_state["around"])
         if selected is not None:
             decision = selected.decision
-            first = min(decision.step, _back_to(decision.rollback_to_step, decision.step))
+            first = min(
+                decision.step, _first_affected_step(decision.rollback_to_step, decision.step)
+            )
             zoom_to(first - MARGIN, decision.step + MARGIN)
             st.session_state["around"] = None
 
@@ -181,5 +183,5 @@ def _is_marked(view: DecisionView) -> bool:
     return view.decision.action != "continue"
 
 
-def _back_to(rollback_to_step: int, step: int) -> int:
+def _first_affected_step(rollback_to_step: int, step: int) -> int:
     return rollback_to_step if rollback_to_step >= 0 else step

@@ -142,14 +142,14 @@ class View:
         if clipped:
             curves.append(self.wanted(clipped, "clipped", points=points))
         curves.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
-        return [*curves, *self.left_behind(curves[:1])]
+        return [*curves, *self.discarded_curves(curves[:1])]
 
-    def both(self, metric: str, name: str) -> list[CurveChoice]:
+    def with_discarded_parts(self, metric: str, name: str) -> list[CurveChoice]:
         """Return a curve and its discarded parts."""
         curves = [self.wanted(metric, name)]
-        return [*curves, *self.left_behind(curves)]
+        return [*curves, *self.discarded_curves(curves)]
 
-    def left_behind(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
+    def discarded_curves(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
         """Return the discarded parts of curves; without steps there are none."""
         if not self.controls.discarded or len(self.detail.attempts) < 2:
             return []
@@ -255,7 +255,9 @@ class ChartSpec:
     """Number of the run's lines that are needed for the chart."""
 
 
-def drawn(view: View, extra_metrics: Sequence[str] = ()) -> tuple[list[charts.Chart], list[Line]]:
+def build_charts(
+    view: View, extra_metrics: Sequence[str] = ()
+) -> tuple[list[charts.Chart], list[Line]]:
     """Return all charts there is something for, and the lines of the loss.
 
     Args:
@@ -284,11 +286,11 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
     norm.append(view.wanted("steps.auto_max_norm", "auto clip", role="limit"))
     yield ChartSpec(title="Gradient norm (log)", curves=norm, log=True)
-    rate = view.both("steps.learning_rate", "lr")
+    rate = view.with_discarded_parts("steps.learning_rate", "lr")
     yield ChartSpec(title="Learning rate", curves=rate, exact=True)
-    tokens = view.both("steps.tokens_per_second", "tokens/s")
+    tokens = view.with_discarded_parts("steps.tokens_per_second", "tokens/s")
     yield ChartSpec(title="Tokens per second", curves=tokens, unitless=True)
-    yield ChartSpec(title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
+    yield ChartSpec(title="MFU", curves=view.with_discarded_parts("steps.mfu_ratio", "MFU"))
     yield ChartSpec(
         title="Step time, rank 0",
         curves=list(_split(view)),
@@ -298,11 +300,11 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     duration = _rank_curves(view, "steps.step_duration_seconds")
     yield ChartSpec(title="Step duration of each rank", curves=duration)
     yield ChartSpec(title="Loss of each rank", curves=_rank_curves(view, "steps.rank_loss"))
-    scale = view.both("steps.loss_scale", "loss scale")
+    scale = view.with_discarded_parts("steps.loss_scale", "loss scale")
     yield ChartSpec(title="Loss scale (log)", curves=scale, log=True, exact=True)
     for metric in extra_metrics:
         name = metric.removeprefix("scalars.")
-        yield ChartSpec(title=name, curves=view.both(metric, name))
+        yield ChartSpec(title=name, curves=view.with_discarded_parts(metric, name))
 
 
 def _split(view: View) -> Iterator[CurveChoice]:
@@ -315,7 +317,7 @@ def _split(view: View) -> Iterator[CurveChoice]:
         yield CurveChoice(name, structs.replace(request, mean=True, from_step=first), role)
 
 
-def nothing(view: View) -> str:
+def no_curve_reason(view: View) -> str:
     """Return why there is no curve."""
     if view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
@@ -334,7 +336,7 @@ def _rank_curves(view: View, metric: str) -> list[CurveChoice]:
     curves = [
         view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
     ]
-    return [*curves, *view.left_behind(curves)]
+    return [*curves, *view.discarded_curves(curves)]
 
 
 def _build_chart(

@@ -40,7 +40,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
-    remarks = [commands.word_of(view, notes) for view in newest]
+    remarks = [commands.decision_response(view, notes) for view in newest]
     if any(remarks):
         rows = [
             {"Step": row["Step"], "Action": row["Action"], "Manual override": word} | row
@@ -50,7 +50,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     picked = layout.table(
         rows, empty, key=f"ledger_{len(ledger)}_{len(shown)}", height=430, select=True
     )
-    waiting = [view for view in newest if commands.proposed(view)]
+    waiting = [view for view in newest if commands.proposed_command(view)]
     if picked is not None:
         _draw_evidence(source, run, newest[picked], notes)
     elif waiting:
@@ -112,14 +112,14 @@ def _draw_evidence(
                     f"{formatting.plain(name, 60)} = {formatting.number(v)}" for name, v in pairs
                 )
             )
-        if remark := commands.word_of(view, notes):
+        if remark := commands.decision_response(view, notes):
             st.text(f"Manual override: {remark}")
         with st.container(horizontal=True, vertical_alignment="center"):
             st.page_link(
                 layout.RUN,
                 label="See it on the curves",
                 icon=":material/monitor_heart:",
-                query_params=layout.around(run.run_id, decision.step, decision.step),
+                query_params=layout.curves_query_params(run.run_id, decision.step, decision.step),
             )
         _acts(source, run, view)
 
@@ -127,31 +127,31 @@ def _draw_evidence(
 def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
     """Draw the commands about a decision: apply, dismiss, or contradict it."""
     key = f"{view.decision.ledger_seq}"
-    action = commands.proposed(view)
+    action = commands.proposed_command(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
         if commands.is_acceptable(view):
             commands.accept(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
-        if commands.waits(view):
+        if commands.is_awaiting_approval(view):
             number = view.decision.ledger_seq
             answers: tuple[tuple[commands.Action, str], ...] = (
                 ("approve", "Approve"),
                 ("veto", "Veto"),
             )
             for answer, label in answers:
-                commands.command(
+                commands.draw_command_form(
                     source, run, answer, label=label, key=f"{answer}_{key}", step=number,
                     why=f"asked at step {view.decision.step}",
                 )  # fmt: skip
             return
-        commands.command(
+        commands.draw_command_form(
             source, run, action, label="Carry out", key=f"do_{key}",
             checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",
             why=formatting.plain(f"as decided at step {view.decision.step}", commands.MAX_REASON),
         )  # fmt: skip
         if action == "rollback" and source.control is not None and run.mode == "guard":
-            commands.command(source, run, "halt", label="Halt instead", key=f"halt_{key}")
+            commands.draw_command_form(source, run, "halt", label="Halt instead", key=f"halt_{key}")
         commands.dismiss(source, run, view, key=f"veto_{key}")
 
 

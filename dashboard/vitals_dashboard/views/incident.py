@@ -69,7 +69,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
         _draw_story(selected)
     with right:
         _draw_curves(source, detail, selected, steps)
-    hangs.draw(source, selected)
+    hangs.draw_hang(source, selected)
     _draw_tables(selected, run)
     _draw_heat_maps(source, run, detail, steps)
     movers(source, run, selected.onset_step)
@@ -118,13 +118,15 @@ def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
                 layout.RUN,
                 label="Curves around it",
                 icon=":material/zoom_in:",
-                query_params=layout.around(run.run_id, incident.onset_step, incident.last_step),
+                query_params=layout.curves_query_params(
+                    run.run_id, incident.onset_step, incident.last_step
+                ),
             )
         with st.container(key="facts_incident"):
             st.text(_facts_line(incident, now_unix_ns))
         left, right = st.columns([6, 5])
         with left:
-            verdicts.panel(incident.verdict)
+            verdicts.draw_verdict_panel(incident.verdict)
         with right:
             st.markdown("## Timeline")
             verdicts.timeline(incident.verdict)
@@ -214,7 +216,7 @@ def _draw_heat_map(
     key: str,
     detail: RunDetail | None = None,
 ) -> None:
-    reply = heatmap_page.ask(source, run, metric, steps)
+    reply = heatmap_page.query_cells(source, run, metric, steps)
     if reply is None:
         st.caption(f"{title}: not measured in these steps.")
         return

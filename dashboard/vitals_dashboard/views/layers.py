@@ -40,7 +40,7 @@ def render() -> None:
 def _draw_body(source: DataSource, run: RunSummary) -> None:
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
-    reply = heatmap_page.ask(source, run, choice.metric, steps)
+    reply = heatmap_page.query_cells(source, run, choice.metric, steps)
     if reply is None:
         st.caption(_why_nothing(detail, choice))
     else:

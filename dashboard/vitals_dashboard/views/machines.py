@@ -26,7 +26,7 @@ MIN_SPAN_NS = 60_000_000_000
 """Minimum duration shown of samples taken every few seconds, even with few steps."""
 
 
-def drawn(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
+def build_machine_charts(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
     """Return the charts of the strip, and a description of missing data.
 
     Args:

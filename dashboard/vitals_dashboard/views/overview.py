@@ -87,7 +87,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
     configs: search.Configs = {}
     if query.needs_configs or by.startswith(search.CONFIG):
         configs = configs_of(source.client, source.client.url, len(everything))
-    runs = tables.in_order(
+    runs = tables.sort_runs(
         (run for run in everything if query.matches(run, configs.get(run.run_id, {}))),
         choice.order,
     )
@@ -210,7 +210,7 @@ def _had_trouble(run: RunSummary) -> bool:
 
 
 def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
-    curves, look = {}, layout.present_palette()
+    curves, look = {}, layout.current_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
         step = run.last_step if run.state != "running" else run.last_step - run.last_step % grown

@@ -33,10 +33,10 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 def render() -> None:
     """Draw the page; it runs the query when it changes and, if selected, periodically."""
     layout.heading("Query")
-    guarded(lambda source: _standing(lambda: _draw_page(source)))
+    guarded(lambda source: _draw_once(lambda: _draw_page(source)))
 
 
-def _standing(draw: Callable[[], None]) -> None:
+def _draw_once(draw: Callable[[], None]) -> None:
     """Draw a part without periodic refreshes."""
     try:
         draw()
@@ -47,7 +47,7 @@ def _standing(draw: Callable[[], None]) -> None:
 
 
 def _draw_page(source: DataSource) -> None:
-    runs = tables.in_order(source.client.ask(RunsQuestion()))
+    runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
         return
@@ -59,7 +59,7 @@ def _draw_page(source: DataSource) -> None:
         if live:
             _query_and_draw(source, request)
         else:
-            _standing(lambda: _query_and_draw(source, request))
+            _draw_once(lambda: _query_and_draw(source, request))
 
     layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
@@ -198,7 +198,7 @@ def as_frame(reply: TableReply) -> pd.DataFrame:
     """Return the table as it is shown: texts as one line, times as times."""
     return pd.DataFrame(
         {
-            name: [_cell_value(name, value) for value in exports.typed(values)]
+            name: [_cell_value(name, value) for value in exports.unify_column_type(values)]
             for name, values in zip(reply.columns, reply.data, strict=True)
         }
     )
@@ -215,7 +215,7 @@ def _cell_value(name: str, value: Any) -> Any:
 def column_formats(reply: TableReply) -> dict[str, Any]:
     """Return the format of each column: by default Streamlit rounds 0.000212 to 0.0002."""
     return {
-        name: _format(name, exports.typed(values))
+        name: _format(name, exports.unify_column_type(values))
         for name, values in zip(reply.columns, reply.data, strict=True)
     }
 

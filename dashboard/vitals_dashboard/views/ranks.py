@@ -59,7 +59,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     _draw_stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
         _waited_for(source, run, steps, waits)
-    reply = heatmap_page.ask(source, run, shown.metric, steps)
+    reply = heatmap_page.query_cells(source, run, shown.metric, steps)
     if reply is None:
         st.caption(_why_nothing(shown))
     else:
@@ -98,7 +98,7 @@ def _draw_stragglers(
     metrics = ["steps.step_duration_seconds", *([waits] if waits else [])]
     reply, *waited = (
         # Of two attempts a cell would have the slower one.
-        heatmap_page.ask(source, run, metric, span, points=LAST_STEPS, branch="lineage")
+        heatmap_page.query_cells(source, run, metric, span, points=LAST_STEPS, branch="lineage")
         for metric in metrics
     )
     with st.container(border=True, key="prose_stragglers", gap="xsmall"):
@@ -110,7 +110,9 @@ def _draw_stragglers(
             if wait is not None and (wait.rows, wait.step) == (reply.rows, reply.step):
                 # The all-reduce makes step times equal: only the rank's own part tells.
                 cells, part = cells - heatmap.cells_of(wait), "steps, without waits for others"
-        for line in stragglers.in_words(stragglers.found(cells, reply.rows, detail)):
+        for line in stragglers.straggler_sentences(
+            stragglers.summarize_stragglers(cells, reply.rows, detail)
+        ):
             st.text(formatting.plain(line, 300))
         st.caption(f"Medians of the {part}, {span[0]:,} to {span[1]:,}.")
 
@@ -119,9 +121,13 @@ def _waited_for(
     source: DataSource, run: RunSummary, steps: tuple[int | None, int | None], metric: str
 ) -> None:
     """Show the blocking rank in the drawn steps."""
-    reply = heatmap_page.ask(source, run, metric, steps, points=LAST_STEPS, branch="lineage")
+    reply = heatmap_page.query_cells(
+        source, run, metric, steps, points=LAST_STEPS, branch="lineage"
+    )
     if reply is not None:
-        sentence = stragglers.waited_for(heatmap.cells_of(reply), reply.rows, reply.step)
+        sentence = stragglers.blocking_rank_sentence(
+            heatmap.cells_of(reply), reply.rows, reply.step
+        )
         st.text(formatting.plain(sentence, 300))
 
 

@@ -27,7 +27,13 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
 from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
-from vitals_dashboard.source import DataSource, forecast_of, meanwhile, verdict_of, what_happened
+from vitals_dashboard.source import (
+    DataSource,
+    event_cache_key,
+    forecast_of,
+    query_in_threads,
+    verdict_of,
+)
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import ChartControls
 
@@ -46,7 +52,7 @@ def render() -> None:
         layout.run_links()
         st.space("stretch")
         options = controls.draw()
-    live = layout.goes_on(layout.run_in_address(), live=options.live)
+    live = layout.is_page_live(layout.run_in_address(), live=options.live)
     layout.page_with_live_part(lambda source: _draw_page(source, options, live))
 
 
@@ -55,18 +61,23 @@ def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
     run = layout.chosen_run(source)
     if run is None:
         return
-    with meanwhile() as ask:
+    with query_in_threads() as ask:
         happened = ask(lambda: _query_run_events(source, run.run_id))
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         seen = happened.result()
-    shown = _Shown(options, detail, seen, _own_metrics(detail))
+    shown = _LivePart(options, detail, seen, _own_metrics(detail))
     layout.live_part(lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live")
-    _tools(source, detail, seen.decisions)
-    _below(detail, seen.decisions, seen.checkpoints, _readings(source, detail, seen.decisions))
-    _where_time_went(source, detail)
+    _draw_curve_tools(source, detail, seen.decisions)
+    _draw_run_tables(
+        detail,
+        seen.decisions,
+        seen.checkpoints,
+        _query_probe_results(source, detail, seen.decisions),
+    )
+    _draw_goodput(source, detail)
 
 
-class _Shown:
+class _LivePart:
     """Parts that change with each step: the verdict, the curves, the numbers.
 
     The rest of the page is redrawn after an event, otherwise occasionally: a browser takes longer
@@ -91,7 +102,9 @@ class _Shown:
         with st.container(key="run_charts"):
             _draw_run_charts(_view(source, detail, self._chosen, self._happened), self._own)
         with verdict:
-            verdicts.strip(detail.summary, verdict_of(source, detail.summary, is_exact=True))
+            verdicts.draw_verdict_strip(
+                detail.summary, verdict_of(source, detail.summary, is_exact=True)
+            )
         _draw_metrics(detail, curves.last_values(source, detail))
         _draw_facts(detail, source.clock.time_ns())
 
@@ -100,7 +113,7 @@ class _Shown:
         if controls.has_zoomed() or time.monotonic() > self._until:
             return False
         detail = source.client.ask(RunQuestion(run_id=self._run.run_id, volume=False))
-        if what_happened(detail.summary) != what_happened(self._run):
+        if event_cache_key(detail.summary) != event_cache_key(self._run):
             return False
         self.draw(source, detail)
         return True
@@ -151,14 +164,14 @@ def _draw_run_charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
 
     def make(feed: Feed) -> list[charts.Chart]:
         fed = replace(view, feed=feed)
-        of_run, loss = curves.drawn(fed, extra_metrics)
-        strip, missing = machines.drawn(fed, loss)
-        notes[:] = [missing] if of_run else [curves.nothing(fed), missing]
+        of_run, loss = curves.build_charts(fed, extra_metrics)
+        strip, missing = machines.build_machine_charts(fed, loss)
+        notes[:] = [missing] if of_run else [curves.no_curve_reason(fed), missing]
         return [*of_run, *strip]
 
     def zoomed(axis: str, ends: tuple[float, float] | None) -> None:
         if axis == view.scale.axis:
-            controls.zoomed(view.scale, ends)
+            controls.apply_zoom(view.scale, ends)
 
     attempts = tuple(attempt.id for attempt in view.detail.attempts)
     num_left_out = draw_charts(
@@ -173,7 +186,9 @@ def _draw_run_charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
         st.caption(text)
 
 
-def _tools(source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
+def _draw_curve_tools(
+    source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
+) -> None:
     """Draw what chooses steps and metrics, and the way to a note."""
     where, what, note = st.columns([3, 5, 1], vertical_alignment="bottom")
     with where:
@@ -185,7 +200,7 @@ def _tools(source: DataSource, detail: RunDetail, decisions: Sequence[DecisionVi
             _draw_note_form(source.control, detail)
 
 
-def _further(detail: RunDetail) -> list[str]:
+def _optional_metrics(detail: RunDetail) -> list[str]:
     """Return the metrics without a default chart."""
     metrics = [m for m in detail.metrics if m.startswith("scalars.")]
     return metrics + [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
@@ -194,7 +209,7 @@ def _further(detail: RunDetail) -> list[str]:
 def _own_metrics(detail: RunDetail) -> list[str]:
     """Return the metrics selected below the curves."""
     # Metrics in the URL that this run lacks are omitted, not an error.
-    metrics = _further(detail)
+    metrics = _optional_metrics(detail)
     requested = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
     if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):
         st.session_state["also"] = requested
@@ -206,7 +221,7 @@ def _more_metrics(detail: RunDetail) -> None:
     def follow() -> None:
         st.query_params["also"] = st.session_state["also"]
 
-    if metrics := _further(detail):
+    if metrics := _optional_metrics(detail):
         st.multiselect(
             "More metrics",
             metrics,
@@ -226,7 +241,7 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
         last = max(0, detail.summary.last_step)
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
-        by = st.text_input("Who", value=layout.person(), max_chars=80, key="note_by")
+        by = st.text_input("Who", value=layout.current_user(), max_chars=80, key="note_by")
         message: str | None = None
         if st.form_submit_button("Add the note", type="primary"):
             if not text.strip():
@@ -236,7 +251,7 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
                     control, detail.summary, int(step), text.strip(), by.strip()
                 )
                 message = message or f"The note is on the curves, at step {step:,}."
-        layout.answer(f"note_{detail.summary.run_id}", message)
+        layout.draw_form_result(f"note_{detail.summary.run_id}", message)
     if message is not None:
         st.rerun()  # the curves above are drawn already
 
@@ -293,7 +308,7 @@ def _draw_metrics(detail: RunDetail, last: curves.LastValues) -> None:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
 
 
-def _foreseen(source: DataSource, detail: RunDetail) -> str:
+def _forecast_text(source: DataSource, detail: RunDetail) -> str:
     """Return the forecast of the run's end and loss, if it declared its length."""
     if not detail.info.total_steps:
         return ""
@@ -302,7 +317,7 @@ def _foreseen(source: DataSource, detail: RunDetail) -> str:
     return f"{end}  |  Final loss {view.loss_text()}"
 
 
-def _readings(
+def _query_probe_results(
     source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
 ) -> Sequence[EventView]:
     """Return the results of the probe and of evaluations, for a run with any problem."""
@@ -311,7 +326,7 @@ def _readings(
     return source.client.ask(EventsQuestion(run_id=detail.summary.run_id, kind="StateRead"))
 
 
-def _below(
+def _draw_run_tables(
     detail: RunDetail,
     decisions: Sequence[DecisionView],
     checkpoints: Sequence[CheckpointView],
@@ -335,7 +350,7 @@ def _below(
                     st.caption(f"Observed decisions: {shadow}.")
 
 
-def _where_time_went(source: DataSource, detail: RunDetail) -> None:
+def _draw_goodput(source: DataSource, detail: RunDetail) -> None:
     """Draw the buckets of the run's wall time, its cost, and its end.
 
     Queried when it is opened: the collector reads every step of the run for it.
@@ -345,7 +360,7 @@ def _where_time_went(source: DataSource, detail: RunDetail) -> None:
     ) as part:
         if part.open:
             view = source.client.ask(GoodputQuestion(run_id=detail.summary.run_id))
-            if foreseen := _foreseen(source, detail):
+            if foreseen := _forecast_text(source, detail):
                 st.text(foreseen)
             st.text(f"Goodput {formatting.share(view.ratio)}")
             layout.table(tables.goodput_rows(view), "No process has reported yet.", key="goodput")

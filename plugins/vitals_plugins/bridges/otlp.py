@@ -33,7 +33,12 @@ from vitals_collector.queries.ledger import run_row
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.tokens import Principal
-from vitals_plugins.bridges.importers.protobuf import double, fields, signed, varint
+from vitals_plugins.bridges.importers.protobuf import (
+    decode_double,
+    decode_int64,
+    encode_varint,
+    read_fields,
+)
 
 MAX_NAMES = 500
 """Series of one service and run: a label with a different value in each point is not a series."""
@@ -77,7 +82,7 @@ class OtlpPoints:
 # Both forms become the same plain containers, named as in JSON.
 
 
-def decode(body: bytes, *, is_json: bool) -> OtlpPoints:
+def decode_otlp_request(body: bytes, *, is_json: bool) -> OtlpPoints:
     """Return the points of a request.
 
     Raises:
@@ -94,11 +99,11 @@ def decode(body: bytes, *, is_json: bool) -> OtlpPoints:
         service = str(attributes.get("service.name", "")) or "unknown"
         for scope in _dicts_or_empty(resource, "scopeMetrics"):
             for metric in _dicts_or_empty(scope, "metrics"):
-                _take_metric(metric, run_id, service, taken)
+                _collect_points(metric, run_id, service, taken)
     return taken
 
 
-def _take_metric(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> None:
+def _collect_points(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> None:
     name = metric.get("name") if isinstance(metric, dict) else None
     if not isinstance(name, str) or not name:
         taken.refuse(1, "a metric has no name")
@@ -184,7 +189,7 @@ def _decode_resource_metrics(raw: memoryview) -> dict[str, Any]:
 
 def _decode_metric(raw: memoryview) -> dict[str, Any]:
     metric: dict[str, Any] = {}
-    for number, value in fields(raw):
+    for number, value in read_fields(raw):
         if number == 1 and not isinstance(value, int):
             metric["name"] = bytes(value).decode("utf-8")
         elif number in (5, 7) and not isinstance(value, int):
@@ -198,15 +203,15 @@ def _number_point(raw: memoryview) -> dict[str, Any]:
     point: dict[str, Any] = {
         "attributes": [_decode_key_value(part) for part in _embedded_messages(raw, 7)]
     }
-    for number, value in fields(raw):
+    for number, value in read_fields(raw):
         if not isinstance(value, int):
             continue
         if number == 3:
             point["timeUnixNano"] = value
         elif number == 4:
-            point["asDouble"] = double(value)
+            point["asDouble"] = decode_double(value)
         elif number == 6:
-            point["asInt"] = signed(value)
+            point["asInt"] = decode_int64(value)
         elif number == 8:
             point["flags"] = value
     return point
@@ -214,7 +219,7 @@ def _number_point(raw: memoryview) -> dict[str, Any]:
 
 def _decode_key_value(raw: memoryview) -> dict[str, Any]:
     pair: dict[str, Any] = {"key": "", "value": {}}
-    for number, value in fields(raw):
+    for number, value in read_fields(raw):
         if isinstance(value, int):
             continue
         if number == 1:
@@ -226,19 +231,19 @@ def _decode_key_value(raw: memoryview) -> dict[str, Any]:
 
 def _any_value(raw: memoryview) -> Iterator[tuple[str, object]]:
     """Decode an AnyValue of an OTLP attribute; yield its JSON name and value."""
-    for number, value in fields(raw):
+    for number, value in read_fields(raw):
         if number == 1 and not isinstance(value, int):
             yield "stringValue", bytes(value).decode("utf-8")
         elif number == 2 and isinstance(value, int):
             yield "boolValue", bool(value)
         elif number == 3 and isinstance(value, int):
-            yield "intValue", signed(value)
+            yield "intValue", decode_int64(value)
         elif number == 4 and isinstance(value, int):
-            yield "doubleValue", double(value)
+            yield "doubleValue", decode_double(value)
 
 
 def _embedded_messages(raw: memoryview, number: int) -> list[memoryview]:
-    return [part for n, part in fields(raw) if n == number and not isinstance(part, int)]
+    return [part for n, part in read_fields(raw) if n == number and not isinstance(part, int)]
 
 
 # -------------------------------------------------------------------------------------- writing
@@ -393,7 +398,7 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
                 hint="set OTEL_EXPORTER_OTLP_COMPRESSION=none, or `compression: none`",
             )
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        taken = decode(await request.body(), is_json=kind != PROTOBUF)
+        taken = decode_otlp_request(await request.body(), is_json=kind != PROTOBUF)
         await intake.store(taken, principal_of(request))
         if kind == PROTOBUF:
             return Response(_answer(taken), media_type=PROTOBUF)
@@ -415,8 +420,8 @@ def _answer(taken: OtlpPoints) -> bytes:
     if not taken.num_refused:
         return b""
     why = taken.why.encode()[:1_000]
-    inner = b"\x08" + varint(taken.num_refused) + b"\x12" + varint(len(why)) + why
-    return b"\x0a" + varint(len(inner)) + inner
+    inner = b"\x08" + encode_varint(taken.num_refused) + b"\x12" + encode_varint(len(why)) + why
+    return b"\x0a" + encode_varint(len(inner)) + inner
 
 
-__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode", "otlp_router"]
+__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode_otlp_request", "otlp_router"]

@@ -24,7 +24,7 @@ from trainvitals.errors import ConfigError, MissingDependencyError
 from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
 from vitals_collector.api.exposition import OUTCOMES
 from vitals_collector.storage.store import IngestCounters
-from vitals_plugins.bridges.importers.protobuf import varint
+from vitals_plugins.bridges.importers.protobuf import encode_varint
 
 PUSH_SECONDS = 15.0
 """From one push to the next: as often as the generated configuration scrapes."""
@@ -85,7 +85,9 @@ class RemoteWriter:
         self._num_failures = 0
         self._paused_until_ns = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vitals-remote-write", daemon=True)
+        self._thread = threading.Thread(
+            target=self._push_until_stopped, name="vitals-remote-write", daemon=True
+        )
         counters.remote_writes.update(dict.fromkeys(OUTCOMES, 0))
 
     def start(self) -> None:
@@ -98,7 +100,7 @@ class RemoteWriter:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
-    def _run(self) -> None:
+    def _push_until_stopped(self) -> None:
         while not self._stop.wait(PUSH_SECONDS):
             try:
                 self.push_if_due()
@@ -119,8 +121,10 @@ class RemoteWriter:
             self._waiting.popleft()
 
     def _collect_samples(self) -> None:
-        values = dict(_of_runs(self._collector))
-        body = encode(values, ended=self._last - values.keys(), unix_ms=self._unix_ms())
+        values = dict(_iterate_run_samples(self._collector))
+        body = encode_write_request(
+            values, ended=self._last - values.keys(), unix_ms=self._unix_ms()
+        )
         self._last = set(values)
         if not body:
             return
@@ -135,7 +139,7 @@ class RemoteWriter:
     def _push(self, body: bytes) -> bool:
         """Push one body; False: retry later."""
         try:
-            status, text = asyncio.run(self._send(compressed(body)))
+            status, text = asyncio.run(self._send(compress_snappy(body)))
         except TimeoutError:
             return self._try_again(f"no whole answer within {_PUSH_TIMEOUT_SECONDS:g} s")
         except httpx.HTTPError as error:
@@ -222,7 +226,7 @@ def _is_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _of_runs(collector: Collector) -> Iterator[tuple[Series, float]]:
+def _iterate_run_samples(collector: Collector) -> Iterator[tuple[Series, float]]:
     """Yield the series that are about a run, each with its value."""
     for family in collector.collect():
         for sample in family.samples:
@@ -235,21 +239,23 @@ def _of_runs(collector: Collector) -> Iterator[tuple[Series, float]]:
 # ------------------------------------------------------------------------------------- the messages
 
 
-def encode(values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int) -> bytes:
+def encode_write_request(
+    values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int
+) -> bytes:
     """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
-    bits = [(series, struct.pack("<d", _plain(value))) for series, value in values.items()]
+    bits = [(series, struct.pack("<d", _normalize_nan(value))) for series, value in values.items()]
     bits += [(series, _STALE) for series in ended]
     return b"".join(_field(1, _encode_series(series, value, unix_ms)) for series, value in bits)
 
 
-def compressed(body: bytes) -> bytes:
+def compress_snappy(body: bytes) -> bytes:
     """Return the body as snappy's block format."""
     import cramjam  # of the extra remote-write
 
     return bytes(cramjam.snappy.compress_raw(body))
 
 
-def _plain(value: float) -> float:
+def _normalize_nan(value: float) -> float:
     """Return the value, or the ordinary NaN: some NaN bits mark the end of a series."""
     return math.nan if math.isnan(value) else value
 
@@ -258,13 +264,13 @@ def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
     labels = b"".join(
         _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
     )
-    sample = b"\x09" + value + b"\x10" + varint(unix_ms)
+    sample = b"\x09" + value + b"\x10" + encode_varint(unix_ms)
     return labels + _field(2, sample)
 
 
 def _field(number: int, content: bytes) -> bytes:
     """Return a field that holds bytes (protobuf.dev, "Encoding")."""
-    return varint(number << 3 | 2) + varint(len(content)) + content
+    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
-__all__ = ["RemoteWriter", "compressed", "encode", "remote_writer"]
+__all__ = ["RemoteWriter", "compress_snappy", "encode_write_request", "remote_writer"]

@@ -16,7 +16,7 @@ from vitals_collector.alerts.inbox import InboxConfig
 from vitals_collector.cluster import leases, owners
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.engine import EngineConfig, assemble
+from vitals_collector.live.engine import EngineConfig, build_alert_service
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage import schema
 from vitals_collector.storage.store import Store, open_data_store
@@ -29,7 +29,7 @@ class ActingCollector:
         self.store, self._clock, self.url = store, clock, url
         self.owners = store.claims = RunOwners(store, clock=clock, url=url)
         self.heard = Heard(reposts=True)
-        self.acting = assemble(
+        self.acting = build_alert_service(
             store,
             [self.heard],
             clock=clock,

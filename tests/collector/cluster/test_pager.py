@@ -14,7 +14,7 @@ from tests.collector.rows import RUN, Writer
 from trainvitals.alerting import Alert
 from trainvitals.views import AckRequest
 from vitals_collector.alerts import inbox
-from vitals_collector.alerts.inbox import Inbox, InboxAlert, Occurrence, listed
+from vitals_collector.alerts.inbox import AlertOccurrence, Inbox, InboxAlert, list_alerts
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store, open_store
 
@@ -61,7 +61,7 @@ def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
     was_read, is_acked = threading.Event(), threading.Event()
     raised = inbox._raised
 
-    def raise_slowly(entry: InboxAlert | None, occurrence: Occurrence, now: int) -> InboxAlert:
+    def raise_slowly(entry: InboxAlert | None, occurrence: AlertOccurrence, now: int) -> InboxAlert:
         was_read.set()
         assert not is_acked.wait(1.0), "it waits for the row"
         return raised(entry, occurrence, now)
@@ -84,10 +84,12 @@ def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
         step=9,
         point=True,
     )
-    pair.pager.acting.inbox.raise_alerts([Occurrence(RUN, pair.clock.time_ns(), point)], cursors={})
+    pair.pager.acting.inbox.raise_alerts(
+        [AlertOccurrence(RUN, pair.clock.time_ns(), point)], cursors={}
+    )
     for thread in threads:
         thread.join()
-    (view,) = listed(pair.pager.store, now_unix_ns=pair.clock.time_ns())
+    (view,) = list_alerts(pair.pager.store, now_unix_ns=pair.clock.time_ns())
     assert view.acknowledged_by in ("ana", "bob")
     assert (view.step, view.state) == (9, "firing")
     with pair.pager.store.read_transaction() as connection:

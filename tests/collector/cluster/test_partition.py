@@ -26,7 +26,7 @@ from tests.e2e.lab import until
 from trainvitals.errors import TransportError
 from trainvitals.io.client import client_of, collector_on
 from trainvitals.views import RunQuestion
-from vitals_collector.storage.store import libpq
+from vitals_collector.storage.store import libpq_conninfo
 
 pytestmark = [pytest.mark.nightly, pytest.mark.servers]
 
@@ -261,5 +261,5 @@ def test_a_network_that_drops_packets_holds_nothing_up_once_it_is_healed(
 def test_a_connection_ends_when_its_packets_are_dropped_as_long_as_its_url_says(
     query: str, idle: str
 ) -> None:
-    words = libpq(f"postgresql://ada@db/vitals{query}").split()
+    words = libpq_conninfo(f"postgresql://ada@db/vitals{query}").split()
     assert {f"keepalives_idle={idle}", "tcp_user_timeout=25000"} <= set(words)

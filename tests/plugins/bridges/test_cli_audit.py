@@ -240,9 +240,9 @@ def test_a_loss_is_back_only_where_it_stays():
         return logged.loss is not None and logged.loss <= 2.0
 
     restless = [LoggedStep(n, n, 1.0 if n % 3 else 5.0) for n in range(30)]
-    assert auditing._recovered(restless, 0, 30, is_back) is None
+    assert auditing._find_recovery(restless, 0, 30, is_back) is None
     calm = [LoggedStep(n, n, 5.0 if n < 6 else 1.0) for n in range(30)]
-    assert 6 == auditing._recovered(calm, 0, 30, is_back)
+    assert 6 == auditing._find_recovery(calm, 0, 30, is_back)
 
 
 def test_no_option_of_the_columns_is_missing():

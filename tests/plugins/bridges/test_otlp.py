@@ -18,7 +18,7 @@ from trainvitals.views import CurveQuestion, RunQuestion
 from vitals_collector.live import run_status
 from vitals_collector.queries.open import Reader
 from vitals_plugins.bridges import otlp
-from vitals_plugins.bridges.otlp import MAX_NAMES, PROTOBUF, decode
+from vitals_plugins.bridges.otlp import MAX_NAMES, PROTOBUF, decode_otlp_request
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "otlp.md"
 
@@ -228,7 +228,7 @@ def test_a_service_does_not_change_when_the_run_was_heard_of(collector: Served, 
 
 def test_secrets_in_labels_are_taken_out():
     body = json.dumps(request(gauge("d", point(1, url="https://me:hunter2@host/")))).encode()
-    (made,) = decode(body, is_json=True).points
+    (made,) = decode_otlp_request(body, is_json=True).points
     assert "hunter2" not in made.name
 
 
@@ -236,7 +236,7 @@ def test_secrets_in_labels_are_taken_out():
 def test_a_torn_request_is_a_format_error_or_fewer_points(cut: int):
     raw = encoded(request(gauge("depth", point(1.5, step=3))))
     try:
-        taken = decode(raw[: len(raw) - 1 - cut % len(raw)], is_json=False)
+        taken = decode_otlp_request(raw[: len(raw) - 1 - cut % len(raw)], is_json=False)
     except FormatError:
         return
     assert len(taken.points) <= 1

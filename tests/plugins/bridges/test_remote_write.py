@@ -27,7 +27,7 @@ from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.storage.store import IngestCounters
 from vitals_plugins.bridges import remote_write
-from vitals_plugins.bridges.importers.protobuf import fields
+from vitals_plugins.bridges.importers.protobuf import read_fields
 from vitals_plugins.bridges.remote_write import MAX_WAITING, RemoteWriter, remote_writer
 
 URL = "http://store.example.org/api/v1/write"
@@ -86,11 +86,11 @@ def decoded(content: bytes) -> dict[tuple[str, ...], tuple[float, int]]:
     """Return value and milliseconds by the series' labels, in the order they lie."""
     raw = memoryview(bytes(cramjam.snappy.decompress_raw(content)))
     series = {}
-    for _, message in fields(raw):
-        parts = list(fields(message))
-        labels = [dict(fields(part)) for number, part in parts if number == 1]
+    for _, message in read_fields(raw):
+        parts = list(read_fields(message))
+        labels = [dict(read_fields(part)) for number, part in parts if number == 1]
         names = tuple(f"{bytes(each[1]).decode()}={bytes(each[2]).decode()}" for each in labels)
-        (sample,) = [dict(fields(part)) for number, part in parts if number == 2]
+        (sample,) = [dict(read_fields(part)) for number, part in parts if number == 2]
         (value,) = struct.unpack("<d", sample[1].to_bytes(8, "little"))
         series[names] = (value, sample[2])
     return series

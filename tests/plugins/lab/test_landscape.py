@@ -15,13 +15,13 @@ from tests.plugins.lab.bad_steps import train
 from trainer_hooks.recovery.checkpoints.manifest import is_id, parse_id
 from trainvitals.cli import main
 from trainvitals.errors import UsageError
-from vitals_plugins.lab.landscape.picture import picture
+from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.surface import (
+    copy_model_tensors,
+    direction_to_weights,
     losses_along,
     random_directions,
     surface,
-    towards,
-    values,
 )
 from vitals_plugins.lab.landscape.words import landscape_sentences, line_facts, path_facts
 from vitals_plugins.lab.repro.play import slots
@@ -136,7 +136,7 @@ def test_points_that_are_not_finite_are_told_and_bound_the_width():
     assert (facts.low, facts.high, facts.is_open) == (-1.0, pytest.approx(0.3), (True, False))
     sentences = list(landscape_sentences(PLACES, (tuple(losses),), 0.1))
     assert sentences[-1] == "7 of 21 points are not finite (NaN or infinite)."
-    assert picture(PLACES, (tuple(losses),), title="t", along="a").count("not finite") == 7
+    assert draw_landscape(PLACES, (tuple(losses),), title="t", along="a").count("not finite") == 7
     losses[10] = math.inf
     assert "itself is inf: nothing else" in next(landscape_sentences(PLACES, (tuple(losses),), 0.1))
 
@@ -156,12 +156,12 @@ def batch_norm():
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_weights_buffers_modes_and_generators_are_as_before(mode):
     model, loss_of, batches = batch_norm()
-    before = [value.clone() for value in values(model)]
+    before = [value.clone() for value in copy_model_tensors(model)]
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
     losses = along(model, loss_of, random_directions(model, 1, 0), batches=batches, mode=mode)
     assert len(set(losses[0])) > 1
-    assert all(map(torch.equal, before, values(model)))
+    assert all(map(torch.equal, before, copy_model_tensors(model)))
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(state, torch.get_rng_state())
     assert all(param.grad is None for param in model.parameters())
@@ -169,7 +169,7 @@ def test_weights_buffers_modes_and_generators_are_as_before(mode):
 
 def test_all_is_put_back_where_the_loss_function_raises():
     model, _, batches = batch_norm()
-    before = [value.clone() for value in values(model)]
+    before = [value.clone() for value in copy_model_tensors(model)]
 
     def raises(batch):
         with torch.no_grad():
@@ -179,7 +179,7 @@ def test_all_is_put_back_where_the_loss_function_raises():
 
     with pytest.raises(UsageError, match="loss_of raised ValueError: no such batch"):
         along(model, raises, random_directions(model, 1, 0), batches=batches)
-    assert all(map(torch.equal, before, values(model)))
+    assert all(map(torch.equal, before, copy_model_tensors(model)))
     assert batches[0].any()
 
 
@@ -209,17 +209,19 @@ def test_a_loss_of_derivatives_can_be_computed():
 
 def test_the_ends_of_a_way_have_the_losses_of_the_two_states_buffers_included():
     model, loss_of, batches = batch_norm()
-    end = values(model)
+    end = copy_model_tensors(model)
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.add_(torch.randn_like(tensor))
         model[1].running_mean += 3.0
     places = [0.0, 0.5, 1.0]
-    (losses,) = along(model, loss_of, [towards(model, end)], batches=batches, places=places)
+    (losses,) = along(
+        model, loss_of, [direction_to_weights(model, end)], batches=batches, places=places
+    )
     model.eval()
     with torch.no_grad():
         assert losses[0] == pytest.approx(loss_of(batches[0]).item(), rel=1e-6)
-        for tensor, there in zip(values(model), end, strict=True):
+        for tensor, there in zip(copy_model_tensors(model), end, strict=True):
             assert tensor.shape == there.shape
         for (_, _, tensor), there in zip(slots(model), end, strict=True):
             tensor.copy_(there)

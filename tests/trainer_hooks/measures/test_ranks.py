@@ -9,7 +9,7 @@ import torch
 from tests.trainer_hooks.measures import ranks_measured as ranks
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.spawned import start_ranks, wait_for_ranks
-from trainer_hooks.measures.noise import NoiseScale, rounding_of, sums_of
+from trainer_hooks.measures.noise import NoiseScale, bucket_sums, rounding_of
 
 pytestmark = pytest.mark.dist
 
@@ -144,15 +144,15 @@ def test_rounding_is_told_from_a_flipped_bit_whatever_the_type(dtype, num_ranks)
         own = [
             (torch.randn(size, generator=generator) * scales).to(dtype) for _ in range(num_ranks)
         ]
-        sums = [sums_of(gradient) for gradient in own]
+        sums = [bucket_sums(gradient) for gradient in own]
         reduced = torch.zeros(size, dtype=dtype)
         for gradient in own:  # as a ring adds them, one after the other, in their type
             reduced += gradient / num_ranks
         put_in = sum(float(s.checksum) for s in sums) / num_ranks
         rounding = rounding_of(sum(float(s.roundings) for s in sums), num_ranks=num_ranks)
-        worst = max(worst, abs(float(sums_of(reduced).checksum) - put_in) / rounding)
+        worst = max(worst, abs(float(bucket_sums(reduced).checksum) - put_in) / rounding)
         reduced[int(reduced.abs().argmax())] *= 2
-        broken = abs(float(sums_of(reduced).checksum) - put_in) / rounding
+        broken = abs(float(bucket_sums(reduced).checksum) - put_in) / rounding
     assert worst < 2.0
     if dtype == torch.float32:  # in shorter types the others' rounding hides one element
         assert broken > 1000.0
@@ -161,15 +161,15 @@ def test_rounding_is_told_from_a_flipped_bit_whatever_the_type(dtype, num_ranks)
 def test_a_checksum_is_linear_and_knows_the_places_of_its_elements():
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randn(3_000_001, generator=generator) for _ in range(2))
-    together = sums_of(one.double() + other.double()).checksum
+    together = bucket_sums(one.double() + other.double()).checksum
     assert float(together) == pytest.approx(
-        float(sums_of(one).checksum + sums_of(other).checksum), rel=1e-9
+        float(bucket_sums(one).checksum + bucket_sums(other).checksum), rel=1e-9
     )
-    before = float(sums_of(one).checksum)
+    before = float(bucket_sums(one).checksum)
     for a, b in ((0, 1), (5, 4101), (7, 2_500_000)):
         swapped = one.clone()
         swapped[a], swapped[b] = one[b], one[a]
-        assert abs(float(sums_of(swapped).checksum) - before) > 1e-3
+        assert abs(float(bucket_sums(swapped).checksum) - before) > 1e-3
 
 
 def test_measuring_noise_changes_no_bit_on_two_ranks(found):

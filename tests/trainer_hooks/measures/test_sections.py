@@ -140,7 +140,7 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
     sections = Sections([model], torch.device("cuda"), faults)
     sections.start_step(0)
     model(torch.ones(2, 4)).sum().backward()
-    sections.enter(0)
+    sections.end_loop_part(0)
     exchanged = record_event(torch.device("cuda"), timed=True)
     timeline = sections.pop_timeline()
     assert timeline is not None
@@ -154,7 +154,7 @@ def test_a_step_without_backward_is_not_placed() -> None:
     sections = Sections([model], torch.device("cpu"), faults)
     sections.start_step(0)
     model(torch.ones(2, 4))
-    sections.enter(0)
+    sections.end_loop_part(0)
     assert sections.pop_timeline() is None
     sections.release()
     assert not model._forward_hooks

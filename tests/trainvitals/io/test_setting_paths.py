@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.forked import COMMANDS
-from trainer_hooks.agent_starter import Starter
+from trainer_hooks.agent_starter import AgentStarter
 from trainvitals.cli.supervise import Stack
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_run_id
@@ -44,7 +44,7 @@ def test_a_relative_folder_of_a_collector_is_a_folder_everywhere(
     here: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ):
     find = finder(named, None, {})
-    place = launch.discovered({"VITALS_COLLECTOR_URL": named, "HOME": str(here)})
+    place = launch.find_collector_place({"VITALS_COLLECTOR_URL": named, "HOME": str(here)})
     monkeypatch.setenv("VITALS_COLLECTOR_URL", named)
     assert "https://127.0.0.1:5" == known_collector(named).url == find_collector().url
     monkeypatch.chdir(here / "elsewhere")  # what was resolved stays what it was
@@ -110,7 +110,7 @@ def test_an_agent_started_after_a_change_of_folder_finds_the_same_collector_and_
     environ = {**os.environ, **relative, "PYTHONPATH": os.pathsep.join(sys.path)}
     folder = private_base(environ) / run_dir.run_id / "rank-0"
     place = SimpleNamespace(run_dir=run_dir, node="n", folder=folder.parent)
-    start = Starter(place, environ)
+    start = AgentStarter(place, environ)
     monkeypatch.chdir(here / "elsewhere")
     pid = start()
     try:

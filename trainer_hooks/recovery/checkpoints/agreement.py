@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from trainer_hooks.ranks import Ranks, named
+from trainer_hooks.ranks import Ranks, name_failed_ranks
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 
 MEET_SECONDS = 60.0
@@ -29,7 +29,7 @@ class Agreement:
         damage = [e for e in errors if isinstance(e, CheckpointCorruptError)]
         for error in [*damage, *errors]:
             if error is not None:
-                raise named(error, failed, self.ranks.world_size)
+                raise name_failed_ranks(error, failed, self.ranks.world_size)
 
     def _meet(self, call: Callable[[], object]) -> list[VitalsError | None]:
         """Run the call and return each rank's error, in rank order.
@@ -39,7 +39,7 @@ class Agreement:
         call must not use the side group.
         """
         if self.ranks.side is None:
-            return [caught(call)]
+            return [catch_error(call)]
         ended: Future[VitalsError | None] = Future()
         outcomes: Future[list[VitalsError | None]] = Future()
 
@@ -53,9 +53,9 @@ class Agreement:
         try:
             helper.start()
         except RuntimeError:  # no thread is available: then the others wait for this rank
-            ended.set_result(caught(call))
+            ended.set_result(catch_error(call))
             return self._until_all_ended(ended)
-        ended.set_result(caught(call))
+        ended.set_result(catch_error(call))
         return outcomes.result()
 
     def _until_all_ended(self, ended: Future[VitalsError | None]) -> list[VitalsError | None]:
@@ -68,7 +68,7 @@ class Agreement:
                 return [error for _, error in outcomes]
 
 
-def caught(call: Callable[[], object]) -> VitalsError | None:
+def catch_error(call: Callable[[], object]) -> VitalsError | None:
     """Run the call and return its error in a form that can be sent; None without an error."""
     try:
         call()

@@ -186,7 +186,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _verify_checkpoint(folder: CheckpointFolder, name: str) -> VerifyResult:
-    path, notes = folder.path, [_refused(folder, name)]
+    path, notes = folder.path, [_refusal_reason(folder, name)]
     try:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
@@ -214,7 +214,7 @@ def _verify_checkpoint(folder: CheckpointFolder, name: str) -> VerifyResult:
     )
 
 
-def _refused(folder: CheckpointFolder, name: str) -> str:
+def _refusal_reason(folder: CheckpointFolder, name: str) -> str:
     """Return why this user's training would refuse the checkpoint, even if intact."""
     try:
         folder.proven(folder.path / name, manifests.read)

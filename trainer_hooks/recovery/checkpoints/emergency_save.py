@@ -84,7 +84,7 @@ def write_part(
     manifests.sync_folder(home)
 
 
-def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
+def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> list[str]:
     """Make checkpoints of this run's parts, and remove the parts; return the new ids.
 
     Call when no rank writes any longer, so that incomplete parts stay incomplete. A damaged or
@@ -106,7 +106,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
             continue
         try:
             if parts.name not in folder.names():
-                _merge(folder, parts, run_id)
+                _merge_checkpoint(folder, parts, run_id)
                 adopted.append(parts.name)
         except InsecurePathError as error:
             _LOG.warning("vitals: the parts of %s are refused: %s", parts.name, error.text)
@@ -129,9 +129,9 @@ def _emergency_directory(folder: Path, run_id: str) -> Path:
     return folder / f".alone-{run_id}"
 
 
-def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
+def _merge_checkpoint(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     """Publish the checkpoint that the parts form; nothing is published unless it is complete."""
-    checked = _checked(folder, parts, run_id)
+    checked = _check_parts(folder, parts, run_id)
     first = checked[0][1]
     merged = _combined([payload.read_metadata(part) for part, _ in checked])
     _check_whole(merged)
@@ -154,7 +154,7 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     folder.note(parts.name, "verified", num_bytes=size, detail="saved by each rank on its own")
 
 
-def _checked(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
+def _check_parts(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     """Return every rank's part and its manifest, once all of them exist.
 
     The metadata of each part is read back here; the tensors at the next load, by all ranks at once.

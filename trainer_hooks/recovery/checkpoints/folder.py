@@ -114,7 +114,7 @@ class CheckpointFolder:
         """
         try:
             self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
-            self._owner = self._probe()
+            self._owner = self._directory_owner()
             leftovers = list(self.path.iterdir())
         except OSError as error:
             raise _unusable_directory_error(self.path, error.strerror or str(error)) from error
@@ -240,7 +240,7 @@ class CheckpointFolder:
 
         Only complete checkpoints count as kept; ``load`` reports damaged ones.
         """
-        sound = self._sound(manifests.glance)
+        sound = self._readable_manifests(manifests.read_with_sizes)
         doomed = removable(
             [self._checkpoint_ref(name, content) for name, content in sound.items()],
             keep=self._keep,
@@ -258,7 +258,7 @@ class CheckpointFolder:
             if doomed:
                 self._index.write()
 
-    def set_aside(self, checkpoint_id: str, reason: str) -> None:
+    def quarantine_damaged(self, checkpoint_id: str, reason: str) -> None:
         """Quarantine a damaged checkpoint by a name under which it is not loaded; keep its files.
 
         If it cannot be renamed, this is logged and it stays: the next load refuses it again.
@@ -318,7 +318,7 @@ class CheckpointFolder:
         """Return this run's complete checkpoints, oldest first; damaged manifests are left out."""
         return tuple(
             self._checkpoint_ref(name, manifest)
-            for name, manifest in self._sound(manifests.read).items()
+            for name, manifest in self._readable_manifests(manifests.read).items()
         )
 
     def loadable_refs(self, on_branch: OnBranch | None = None) -> tuple[CheckpointRef, ...]:
@@ -441,7 +441,7 @@ class CheckpointFolder:
     def owner(self) -> Owner:
         """Return the owner whose files count as ours here."""
         try:
-            self._owner = self._owner or self._probe()
+            self._owner = self._owner or self._directory_owner()
         except OSError:  # read only: then use the system's information about this process
             self._owner = Owner.us()
         return self._owner
@@ -453,7 +453,7 @@ class CheckpointFolder:
         except FileNotFoundError:
             return False
 
-    def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
+    def _readable_manifests(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
         """Return this run's manifests by id, oldest first; unreadable ones are reported once."""
         by_id = {}
         for name in self.names():
@@ -479,7 +479,7 @@ class CheckpointFolder:
         ours = [n for n in marked if manifests.peek(self.path / n).run_id == self._run_id]
         return {name: best_mark(self.path / name) for name in ours}
 
-    def _probe(self) -> Owner:
+    def _directory_owner(self) -> Owner:
         """Return the owner of a directory that we create here."""
         probe = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
         probe.mkdir(mode=0o700)

@@ -191,7 +191,7 @@ def peek(folder: Path) -> Header:
         return Header()
 
 
-def glance(folder: Path, key: bytes | None = None) -> Manifest:
+def read_with_sizes(folder: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest once every file has its size: the check without reading the files.
 
     Raises:
@@ -246,7 +246,7 @@ def examine(folder: Path, key: bytes | None = None) -> Manifest:
         CheckpointCorruptError: a file is missing, more or of another size.
         InsecurePathError, NewerVersionError: as ``read``.
     """
-    manifest = glance(folder, key)
+    manifest = read_with_sizes(folder, key)
     _check_names(folder, manifest)
     return manifest
 
@@ -273,7 +273,7 @@ def written_by(name: str) -> int | None:
     return None if match is None or match[2] is None else int(match[2])
 
 
-def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+def files_to_verify(names: Iterable[str], rank: int, world_size: int) -> list[str]:
     """Return the files that a rank reads back for all: each file except the metadata is one rank's.
 
     With as many ranks as wrote it, each rank gets its own files.

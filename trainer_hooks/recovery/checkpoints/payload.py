@@ -205,11 +205,11 @@ def write(
     """
     planner = BoxWriter(boxes, make_room=make_room, alone=agree is None)
     writer = _ShardWriter(folder, sync_files=True)
-    _write(writer, planner, agree or Agreement(Ranks(0, 1, 0, None)))
+    _save_with_torch(writer, planner, agree or Agreement(Ranks(0, 1, 0, None)))
     return Written(planner.written(), planner.num_bytes)
 
 
-def _write(writer: _ShardWriter, planner: BoxWriter, agree: Agreement) -> None:
+def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: Agreement) -> None:
     """Take the steps of torch's ``save``, without a timeout because of a slow rank."""
     ranks, is_root = agree.ranks, agree.ranks.rank == 0
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)
@@ -251,7 +251,7 @@ def read(folder: Path, boxes: Sequence[Box]) -> None:
     Raises:
         CheckpointCorruptError: the data does not fit the metadata.
     """
-    _read(folder, BoxReader(boxes))
+    _load_with_torch(folder, BoxReader(boxes))
 
 
 def scan(
@@ -265,7 +265,7 @@ def scan(
         CheckpointCorruptError: the data does not fit the metadata.
         VitalsError: what ``show`` raised.
     """
-    _read(folder, BoxScanner(show, only))
+    _load_with_torch(folder, BoxScanner(show, only))
 
 
 def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
@@ -278,7 +278,7 @@ def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
     return [index for index, info in places.items() if info.relative_path in names]
 
 
-def _read(folder: Path, planner: LoadPlanner) -> None:
+def _load_with_torch(folder: Path, planner: LoadPlanner) -> None:
     """Take the steps of torch's ``load``, independent of other ranks."""
     metadata = read_metadata(folder)
     reader = FileSystemReader(folder)

@@ -86,15 +86,15 @@ def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
         start = end
 
 
-def cut(sizes: Shape, most: int) -> Iterator[Extent]:
+def split_box(sizes: Shape, most: int) -> Iterator[Extent]:
     """Yield, in order, boxes of at most ``most`` elements that form one box of these sizes."""
     row = math.prod(sizes[1:])
     if not sizes or sizes[0] * row <= most:
-        yield _all_of(sizes)
+        yield _whole_extent(sizes)
         return
     if row > most:
         for index in range(sizes[0]):
-            for offsets, inner in cut(sizes[1:], most):
+            for offsets, inner in split_box(sizes[1:], most):
                 yield (index, *offsets), (1, *inner)
         return
     rows = most // row
@@ -103,7 +103,7 @@ def cut(sizes: Shape, most: int) -> Iterator[Extent]:
         yield (index, *zeros), (min(rows, sizes[0] - index), *sizes[1:])
 
 
-def held_in(
+def local_shards(
     module: nn.Module,
     prefix: str,
     tensors: Mapping[str, Tensor],
@@ -140,7 +140,7 @@ def held_in(
 
 def _held_whole(name: str, shape: Shape) -> LocalShard:
     """Return the shard of a tensor that this rank holds completely."""
-    piece = Piece(name, shape, *_all_of(shape), None)
+    piece = Piece(name, shape, *_whole_extent(shape), None)
     return LocalShard(shape=shape, wholes={name: shape}, pieces=(piece,))
 
 
@@ -227,7 +227,9 @@ def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bo
     pieces, wholes = [], {}
     for fqn, shape, begin, size, start in ranges:
         wholes[prefix + fqn] = shape
-        boxes = range_boxes(shape, begin, begin + size) if math.prod(shape) else [_all_of(shape)]
+        boxes = (
+            range_boxes(shape, begin, begin + size) if math.prod(shape) else [_whole_extent(shape)]
+        )
         at = start
         for offsets, sizes in boxes:
             pieces.append(Piece(prefix + fqn, shape, offsets, sizes, at))
@@ -235,5 +237,5 @@ def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bo
     return LocalShard(shape=local, wholes=wholes, pieces=tuple(pieces), uncut=uncut)
 
 
-def _all_of(shape: Shape) -> Extent:
+def _whole_extent(shape: Shape) -> Extent:
     return tuple(0 for _ in shape), shape

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints.agreement import Agreement, caught
+from trainer_hooks.recovery.checkpoints.agreement import Agreement, catch_error
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import Layout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, cut
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, split_box
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainer_hooks.tensors.finite import bytes_of, is_finite
@@ -106,7 +106,7 @@ class CheckpointStore:
         self._run_id = run_id
         self._ranks = ranks
         self._agree = Agreement(ranks)
-        tensors = state.held(rank=ranks.rank, world_size=ranks.world_size)
+        tensors = state.shard_positions(rank=ranks.rank, world_size=ranks.world_size)
         self._layout = Layout(tensors, state.split_optimizers)
         self._background = CheckpointThread("vitals-save")
         self.num_saved = 0
@@ -126,7 +126,7 @@ class CheckpointStore:
 
         Call before anything is loaded, when no rank of an earlier start writes any longer.
         """
-        return emergency_save.adopt(self.folder, self._run_id)
+        return emergency_save.merge_emergency_parts(self.folder, self._run_id)
 
     # -------------------------------------------------------------------------------- saving
 
@@ -185,7 +185,9 @@ class CheckpointStore:
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
-        problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_rank0 else None
+        problem = (
+            catch_error(lambda: self.folder.rotate(self._on_branch)) if self._is_rank0 else None
+        )
         if problem is not None:  # logged, but the new checkpoint exists anyway
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
@@ -196,7 +198,7 @@ class CheckpointStore:
             self._try_mark(name, lambda of: self._write_marks(of, snapshot))
 
     def _try_mark(self, name: str, mark: Callable[[str], None]) -> None:
-        problem = caught(lambda: mark(name))
+        problem = catch_error(lambda: mark(name))
         if problem is not None:
             self.num_failed += 1
             _LOG.warning("vitals: checkpoint %s was not marked: %s", name, problem.text)
@@ -227,7 +229,7 @@ class CheckpointStore:
                 if shard is None
                 else _shard_boxes(shard, tensor)
             ):
-                for part in _small(box):
+                for part in _split_large_box(box):
                     if not alone or shard is None or shard.writes(part.name, part.offsets):
                         yield part
 
@@ -242,7 +244,9 @@ class CheckpointStore:
 
         payload.scan(partial, check, list(expected))
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        rank_share = manifests.share((path.name for path in partial.iterdir()), rank, world_size)
+        rank_share = manifests.files_to_verify(
+            (path.name for path in partial.iterdir()), rank, world_size
+        )
         return manifests.measure(
             partial, [*rank_share, *([manifests.METADATA] if rank == 0 else [])]
         )
@@ -357,7 +361,7 @@ class CheckpointStore:
             CheckpointError: they cannot be read here, so the checkpoint's state is unknown.
         """
         folder = self.folder.path / content.id
-        names = manifests.share(content.files, self._ranks.rank, self._ranks.world_size)
+        names = manifests.files_to_verify(content.files, self._ranks.rank, self._ranks.world_size)
         try:
             manifests.check_files(folder, content, [manifests.METADATA, *names])
         except OSError as error:
@@ -385,7 +389,7 @@ class CheckpointStore:
             self._agree.on_all(lambda: self.verify_share(manifest))
         except CheckpointCorruptError as error:
             reason = error.text
-            self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
+            self._agree.on_root(lambda: self.folder.quarantine_damaged(checkpoint_id, reason))
             raise
         restored: list[Restored] = []
         self._agree.on_all(lambda: restored.append(self._restore_checkpoint(checkpoint_id)))
@@ -430,16 +434,16 @@ class CheckpointStore:
         }
         rank_keys = {plain for plain, name in names.items() if plain != name}
         del names["host"]
-        host, meta = self._host(folder, stored, saved_by)
+        host, meta = self._read_host_state(folder, stored, saved_by)
         specs = self._layout.local_specs({k: stored[name] for k, name in names.items()}, rank_keys)
         self._check_alike(folder, specs, names)
         self._state.conform(specs, host)
-        payload.read(folder, list(self._targets(specs, names, stored)))
+        payload.read(folder, list(self._target_boxes(specs, names, stored)))
         own_host = f"rank.{self._ranks.rank}.host" in stored
         self._state.load_host_state(host, rng=own_host)
         return Restored(checkpoint_id, step, attempt, meta, same_world)
 
-    def _host(
+    def _read_host_state(
         self, folder: Path, stored: Mapping[str, Spec], saved_by: int
     ) -> tuple[HostState, Meta]:
         """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
@@ -478,7 +482,7 @@ class CheckpointStore:
                         hint="use FullyShardedDataParallel(..., use_orig_params=True)",
                     )
 
-    def _targets(
+    def _target_boxes(
         self, specs: Mapping[str, Spec], names: Mapping[str, str], stored: Mapping[str, Spec]
     ) -> Iterator[Box]:
         """Yield the memory of the live tensors; tensors missing in the checkpoint are zeroed."""
@@ -508,10 +512,10 @@ def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
         yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
 
-def _small(box: Box) -> Iterator[Box]:
+def _split_large_box(box: Box) -> Iterator[Box]:
     """Yield a box as parts of some megabytes, split in the same way on every rank that holds it."""
     most = max(1, payload.BOX_BYTES // box.tensor.element_size())
-    for offsets, sizes in cut(tuple(box.tensor.shape), most):
+    for offsets, sizes in split_box(tuple(box.tensor.shape), most):
         part = box.tensor
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, start, size)

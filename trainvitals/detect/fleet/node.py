@@ -105,7 +105,7 @@ class GpuThrottleWatcher(NodeWatcher):
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
                 continue
-            clocks = _of(self._gpus, (sample.node, uuid), self._new_gpu_state)
+            clocks = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_format_gpu(sample, uuid)} {reason}{_shown(columns)}"
                 cause = (
@@ -225,16 +225,16 @@ class GpuErrorWatcher(NodeWatcher):
         """Add one sample; the samples of a node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            gpu_errors = _of(self._gpus, (sample.node, uuid), self._new_gpu_state)
+            gpu_errors = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if gpu_errors is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
                 findings += self._uncorrected_findings(sample, uuid, gpu_errors, count)
             if (count := _count(columns.get("ecc_corrected_errors"))) >= 0:
-                findings += self._corrected(sample, uuid, gpu_errors, count)
+                findings += self._corrected_findings(sample, uuid, gpu_errors, count)
             code = _count(columns.get("last_xid"))
             if code >= 0:
-                findings += self._xid(sample, uuid, gpu_errors, code)
+                findings += self._xid_findings(sample, uuid, gpu_errors, code)
             elif gpu_errors.xid < 0:
                 gpu_errors.xid = 0  # the GPU responds without a code: later codes are new
         return tuple(findings)
@@ -254,7 +254,7 @@ class GpuErrorWatcher(NodeWatcher):
             ),
         )
 
-    def _corrected(
+    def _corrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
         """Count within time windows, each from zero."""
@@ -279,7 +279,7 @@ class GpuErrorWatcher(NodeWatcher):
             ),
         )
 
-    def _xid(
+    def _xid_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, code: int
     ) -> tuple[Finding, ...]:
         """Report a code when it appears: the driver keeps showing the last one."""
@@ -359,7 +359,7 @@ class GpuLostWatcher(NodeWatcher):
         )
 
 
-def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
+def _get_gpu_state(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
     """Return the state of a GPU, created if it is new; None if there are too many."""
     known = gpus.get(key)
     if known is None and len(gpus) < MOST_GPUS:

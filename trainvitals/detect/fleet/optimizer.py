@@ -125,7 +125,7 @@ class LearningRateWatcher(Watcher):
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
         is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
-            findings.append(self._told_jump(merged.step, last, rate))
+            findings.append(self._jump_finding(merged.step, last, rate))
         if not is_jump:  # a lasting jump becomes normal in the next step
             self._track_peak(rate)
             self._remember(merged.step, rate)
@@ -133,7 +133,7 @@ class LearningRateWatcher(Watcher):
         self._last = rate
         return tuple(findings)
 
-    def _told_jump(self, step: int, last: float, rate: float) -> Finding:
+    def _jump_finding(self, step: int, last: float, rate: float) -> Finding:
         times = f"{rate / last:.3g}x" if last > 0.0 else "from 0"
         return advisory_finding(
             self.name,
@@ -390,10 +390,10 @@ class LossScaleWatcher(Watcher):
                     onset_step=step - self._in_row + 1,
                 )
             )
-        findings.extend(self._too_often(step))
+        findings.extend(self._overflow_rate_findings(step))
         return tuple(findings)
 
-    def _too_often(self, step: int) -> tuple[Finding, ...]:
+    def _overflow_rate_findings(self, step: int) -> tuple[Finding, ...]:
         """Judge the share of the last 100 steps, or of all steps if there are fewer."""
         num = self._bits.bit_count()
         ratio, limit = num / _WINDOW, self._config.overflow_ratio

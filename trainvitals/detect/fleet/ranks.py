@@ -99,7 +99,7 @@ class DataBoundWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of waits: another attempt starts."""
-        self._clear_block()
+        self._clear_wait_block()
         self._stalled.clear()
 
     def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
@@ -128,7 +128,7 @@ class DataBoundWatcher(Watcher):
             ),
         )
 
-    def _clear_block(self) -> None:
+    def _clear_wait_block(self) -> None:
         self._waits.clear()
         self._durations.clear()
         self._of_rank.clear()
@@ -144,8 +144,8 @@ class DataBoundWatcher(Watcher):
         self._add(waits, ranks, duration)
         if len(self._waits) < self._config.block:
             return stall
-        finding = self._block_ended(merged.step)
-        self._clear_block()
+        finding = self._data_bound_findings(merged.step)
+        self._clear_wait_block()
         return finding or stall
 
     def _add(self, waits: Sequence[float], ranks: Sequence[int], duration: float) -> None:
@@ -161,7 +161,7 @@ class DataBoundWatcher(Watcher):
         for rank, wait in zip(ranks, waits, strict=True):
             self._of_rank[rank] += min(max(0.0, wait), duration)
 
-    def _block_ended(self, step: int) -> tuple[Finding, ...]:
+    def _data_bound_findings(self, step: int) -> tuple[Finding, ...]:
         config = self._config
         scale = max(self._durations)  # keeps sums of arbitrary floats finite
         pairs = sorted(zip(self._waits, self._durations, strict=True))
@@ -171,7 +171,7 @@ class DataBoundWatcher(Watcher):
         share = waited / total if total > 0.0 else 0.0
         if not self._episode.begins(share > config.share):
             return ()
-        rank = self._one_rank()
+        rank = self._find_waiting_rank()
         who = f"rank {rank} alone spends" if rank >= 0 else "steps spend"
         return (
             advisory_finding(
@@ -188,7 +188,7 @@ class DataBoundWatcher(Watcher):
             ),
         )
 
-    def _one_rank(self) -> int:
+    def _find_waiting_rank(self) -> int:
         if len(self._of_rank) < 2:
             return -1
         longest = max(self._of_rank)

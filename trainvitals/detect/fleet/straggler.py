@@ -147,7 +147,7 @@ class StragglerWatcher(Watcher):
         least = max(self._config.late / 2 * duration, self._config.least_seconds)
         columns = {**merged.ranks, "optimizer_seconds": self._optimizer}
         latecomers = _latecomers(columns, least)
-        self._keep_optimizer(merged.ranks.get("optimizer_seconds") or (), least)
+        self._keep_optimizer_seconds(merged.ranks.get("optimizer_seconds") or (), least)
         self._window.append([merged.step, duration, latecomers])
         ranks = {int(figures[0]) for _, _, late in self._window for figures in late}
         courses = {rank: self._course(rank) for rank in sorted(ranks)} if ranks else {}
@@ -157,13 +157,19 @@ class StragglerWatcher(Watcher):
         fresh = [
             rank
             for rank, course in late.items()
-            if self._is_clear(course) and (rank not in self._told or self._is_by_another(course))
+            if self._is_cause_clear(course)
+            and (rank not in self._told or self._has_other_cause(course))
         ]
         if not fresh:
             return ()
         for rank in fresh:
             is_periodic = courses[rank].num_late < self._config.steps
-            self._told[rank] = (0, int(is_periodic), _index(_cause(courses[rank].late)), 0)
+            self._told[rank] = (
+                0,
+                int(is_periodic),
+                _find_cause_index(_cause(courses[rank].late)),
+                0,
+            )
         worst = max(fresh, key=lambda rank: courses[rank].share)
         return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
 
@@ -178,7 +184,7 @@ class StragglerWatcher(Watcher):
             else:
                 del self._told[rank]
 
-    def _keep_optimizer(self, seconds: Sequence[Value], least: float) -> None:
+    def _keep_optimizer_seconds(self, seconds: Sequence[Value], least: float) -> None:
         values, _ = finite(seconds)
         differ = len(values) > 1 and max(values) - min(values) > least
         self._optimizer = [number(value) for value in seconds] if differ else []
@@ -206,16 +212,16 @@ class StragglerWatcher(Watcher):
             return course.recent >= limit and is_one_sided
         return course.share >= limit and course.period(config.hits) > 0
 
-    def _is_by_another(self, course: _RankLateness) -> bool:
+    def _has_other_cause(self, course: _RankLateness) -> bool:
         """Return whether a reported rank has been late by another cause for some steps."""
         absent, is_periodic, reported_step, changed = self._told[course.rank]
         now = _cause(course.late)
-        is_another = now not in _LASTING and _index(now) != reported_step
+        is_another = now not in _LASTING and _find_cause_index(now) != reported_step
         changed = changed + 1 if is_another else 0
         self._told[course.rank] = (absent, is_periodic, reported_step, changed)
         return changed >= self._config.changed_steps
 
-    def _is_clear(self, course: _RankLateness) -> bool:
+    def _is_cause_clear(self, course: _RankLateness) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
         is_clear = _cause(course.late) not in _LASTING
         # If no part is placed, no cause can be expected.
@@ -345,13 +351,13 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
         _by_rank(columns, "communication_seconds"),
     )
     if not waits:
-        return _unplaced(columns, exchange, least)
+        return _find_unplaced_latecomers(columns, exchange, least)
     spread = [max(w.values()) - min(w.values()) for w in (waits, exchange) if w]
     if sum(spread) <= least:  # nearly always, and without computing a median
         return []
     late = [
         (rank, by_wait, by_exchange)
-        for rank, by_wait, by_exchange in _earlier(waits, exchange)
+        for rank, by_wait, by_exchange in _measure_wait_deficits(waits, exchange)
         if by_wait + by_exchange > least
     ]
     if not late:
@@ -378,7 +384,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
-def _unplaced(
+def _find_unplaced_latecomers(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
     """Return the same without placed forward and backward: from the exchange and the data.
@@ -399,7 +405,7 @@ def _unplaced(
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
-def _earlier(
+def _measure_wait_deficits(
     waits: Mapping[int, float], exchange: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:
     """Yield each rank, and how much less than the others it waits at both places."""
@@ -425,7 +431,7 @@ def _cause(late: Sequence[Sequence[float]]) -> _StepPart:
     return _DIFFUSE if sum(max(0.0, e) for e in excess) > lateness / 2 else _UNKNOWN
 
 
-def _index(part: _StepPart) -> int:
+def _find_cause_index(part: _StepPart) -> int:
     """Return a part's position among the causes; -1 if it is not among them."""
     return _CAUSES.index(part) if part in _CAUSES else -1
 

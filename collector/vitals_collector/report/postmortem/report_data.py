@@ -87,7 +87,9 @@ class _ReportQueries:
             return None
 
 
-def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = "") -> ReportData:
+def gather_report_data(
+    reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = ""
+) -> ReportData:
     """Return all data of the run, or of one of its incidents.
 
     Raises:
@@ -96,7 +98,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     queries = _ReportQueries()
     detail = reader.ask(RunQuestion(run_id=run_id))
     everything = reader.ask(IncidentsQuestion(run_id=run_id))
-    detailed_incidents = _told_whole(everything, incident_id)
+    detailed_incidents = _detailed_incidents(everything, incident_id)
     return ReportData(
         detail=detail,
         made_unix_ns=now_unix_ns,
@@ -114,7 +116,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     )
 
 
-def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
+def _detailed_incidents(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
     """Return the incidents to describe in full, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]

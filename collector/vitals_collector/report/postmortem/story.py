@@ -9,11 +9,11 @@ from trainvitals.document.incident import incident_blocks
 from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
 from trainvitals.views import IncidentView, MoverView
-from vitals_collector.ingest.projections import samples
-from vitals_collector.queries.cost import total
+from vitals_collector.ingest.projections import describe_samples
+from vitals_collector.queries.cost import total_lost_work
 from vitals_collector.queries.verdict import cost
 from vitals_collector.report.charts import HeatMap, Plot
-from vitals_collector.report.curves import CurveMark, marks
+from vitals_collector.report.curves import CurveMark, decision_marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
 from vitals_collector.report.run_tables import (
     checkpoint_table,
@@ -36,13 +36,13 @@ Row = Sequence[object]
 def report_blocks(facts: ReportData) -> list[Block]:
     """Return the blocks of the report."""
     summary = facts.detail.summary
-    curve_marks = marks(facts.ledger)
+    curve_marks = decision_marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
-    gravest = min(facts.incidents, key=_gravity, default=None)
+    gravest = min(facts.incidents, key=_severity_sort_key, default=None)
     return [
         Heading(1, f"Post-mortem of {_truncate_title(summary.name or summary.run_id)}"),
-        Paragraph(_in_short(facts)),
+        Paragraph(_summary_text(facts)),
         *_incident_list_section(facts),
         *chain.from_iterable(
             _incident_section(each, curve_marks, ordinals, is_folded=each is not gravest)
@@ -59,7 +59,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
     ]
 
 
-def _gravity(incident_facts: IncidentFacts) -> tuple[int, int]:
+def _severity_sort_key(incident_facts: IncidentFacts) -> tuple[int, int]:
     incident = incident_facts.incident
     return list(SEVERITY_WORDS).index(incident.severity), -incident.started_unix_ns
 
@@ -86,13 +86,13 @@ def _truncate_title(name: str) -> str:
     return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
 
 
-def _in_short(facts: ReportData) -> str:
+def _summary_text(facts: ReportData) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
         return text + "No incidents."
     open_now = sum(incident.is_open for incident in facts.all_incidents)
-    lost = total([incident.verdict.lost for incident in facts.all_incidents])
+    lost = total_lost_work([incident.verdict.lost for incident in facts.all_incidents])
     text += humanize_count(num, "incident") + (
         f", {open_now} still open" if open_now else ", all resolved"
     )
@@ -112,7 +112,7 @@ def _incident_list_section(facts: ReportData) -> Iterator[Block]:
     shown = facts.all_incidents[:MAX_LINES]
     yield _incident_table(shown[:_LISTED])
     if older := shown[_LISTED:]:
-        left_out = _left_out(len(facts.all_incidents) - len(shown), "older incidents")
+        left_out = _omitted_note(len(facts.all_incidents) - len(shown), "older incidents")
         yield Fold(3, "Older incidents", [_incident_table(older), *left_out])
     if len(facts.incidents) < len(facts.all_incidents):
         yield Paragraph(
@@ -144,7 +144,7 @@ def _step_range_text(incident: IncidentView) -> str:
     return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
 
 
-def _left_out(num: int, what: str) -> list[Block]:
+def _omitted_note(num: int, what: str) -> list[Block]:
     return [Paragraph(f"and {num} more {what}")] if num > 0 else []
 
 
@@ -185,7 +185,7 @@ def _incident_evidence(
                 for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _folded([*_evidence_section(incident), *_of_time(incident, ordinals)])
+    yield from _folded([*_evidence_section(incident), *_events_section(incident, ordinals)])
 
 
 def _peak_cell(peak: float | None) -> object:
@@ -200,7 +200,7 @@ def _evidence_section(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Actions and their evidence")
         yield decision_table(incident.decisions[:MAX_LINES])
-        yield from _left_out(len(incident.decisions) - MAX_LINES, "actions")
+        yield from _omitted_note(len(incident.decisions) - MAX_LINES, "actions")
     if incident.findings:
         yield Heading(3, "Findings")
         findings = [view.finding for view in incident.findings[:MAX_LINES]]
@@ -211,7 +211,7 @@ def _evidence_section(incident: IncidentView) -> Iterator[Block]:
                 for f in findings
             ],
         )
-        yield from _left_out(len(incident.findings) - MAX_LINES, "findings")
+        yield from _omitted_note(len(incident.findings) - MAX_LINES, "findings")
     if incident.alerts:
         yield Heading(3, "Alerts")
         yield TableBlock(
@@ -225,14 +225,14 @@ def _evidence_section(incident: IncidentView) -> Iterator[Block]:
                 for a in incident.alerts[:MAX_LINES]
             ],
         )  # fmt: skip
-        yield from _left_out(len(incident.alerts) - MAX_LINES, "alerts")
+        yield from _omitted_note(len(incident.alerts) - MAX_LINES, "alerts")
 
 
-def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
+def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
     if incident.events:
         yield Heading(3, "Events")
         yield event_table(incident.events[:MAX_LINES])
-        yield from _left_out(len(incident.events) - MAX_LINES, "events")
+        yield from _omitted_note(len(incident.events) - MAX_LINES, "events")
     if incident.data:
         yield Heading(3, "Batches of the bad steps")
         yield TableBlock(
@@ -243,13 +243,13 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
                     ordinals.get(d.attempt, d.attempt),
                     d.batch.epoch,
                     d.batch.first_batch,
-                    samples(d.batch),
+                    describe_samples(d.batch),
                     d.batch.file,
                 )
                 for d in incident.data[:MAX_LINES]
             ],
         )
-        yield from _left_out(len(incident.data) - MAX_LINES, "batches")
+        yield from _omitted_note(len(incident.data) - MAX_LINES, "batches")
 
 
 def _decisions_section(facts: ReportData) -> Iterator[Block]:
@@ -258,7 +258,7 @@ def _decisions_section(facts: ReportData) -> Iterator[Block]:
         yield Paragraph("Vitals took no action.")
         return
     yield decision_table(facts.ledger[-MAX_LINES:])
-    yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
+    yield from _omitted_note(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
 def _timeline_section(facts: ReportData) -> Iterator[Block]:
@@ -279,7 +279,7 @@ def _timeline_section(facts: ReportData) -> Iterator[Block]:
     if not rows:
         return
     yield Heading(2, "Timeline")
-    yield from _left_out(len(rows) - MAX_LINES, "earlier lines")
+    yield from _omitted_note(len(rows) - MAX_LINES, "earlier lines")
     shown = [
         (format_time(time), who, step if step >= 0 else None, text)
         for time, who, step, text in rows[-MAX_LINES:]
@@ -291,7 +291,7 @@ def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
     if not facts.checkpoints:
         return
     yield Heading(2, "Checkpoints")
-    yield from _left_out(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
+    yield from _omitted_note(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
     yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
@@ -300,7 +300,7 @@ def _settings_section(facts: ReportData) -> Iterator[Block]:
     if info.config:
         yield Heading(2, "Configuration")
         yield TableBlock(("key", "value"), [*info.config.items()][:MAX_LINES])
-        yield from _left_out(len(info.config) - MAX_LINES, "keys")
+        yield from _omitted_note(len(info.config) - MAX_LINES, "keys")
     judged: list[Row] = []
     for section, settings in info.judge.items():
         if isinstance(settings, dict):

@@ -80,7 +80,7 @@ def without_marks(text: str) -> str:
     return text.translate(_WITHOUT_BRACKETS).strip()
 
 
-def plain(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
+def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
     """Return the value as JSON holds it: numbers of six digits, marked text, no empty fields."""
     match value:
         case Fixed():
@@ -92,12 +92,16 @@ def plain(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
         case float():
             return float(f"{value:.6g}") if math.isfinite(value) else word_of(value)
         case Mapping():
-            return {name: plain(part, limit) for name, part in value.items() if part not in _EMPTY}
+            return {
+                name: as_json_value(part, limit)
+                for name, part in value.items()
+                if part not in _EMPTY
+            }
         case _:
-            return [plain(part, limit) for part in value]
+            return [as_json_value(part, limit) for part in value]
 
 
-def pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def redacted_pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return a mapping whose names come from a run as rows, so that the names are marked too.
 
     A value whose name marks a secret is replaced.
@@ -108,7 +112,7 @@ def pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def thin(points: Sequence[Point], num: int) -> list[Point]:
+def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
     """Return at most ``num`` points: the ends, and of each stretch the extremes and a gap.
 
     A gap is a NaN, an infinity or a missing value.
@@ -122,12 +126,12 @@ def thin(points: Sequence[Point], num: int) -> list[Point]:
         numbers = [at for at in range(first, end) if isinstance(points[at][1], int | float)]
         indices.update(sorted(set(range(first, end)) - set(numbers))[:1])
         if numbers:
-            indices.add(min(numbers, key=lambda at: _number(points[at])))
-            indices.add(max(numbers, key=lambda at: _number(points[at])))
+            indices.add(min(numbers, key=lambda at: _point_value(points[at])))
+            indices.add(max(numbers, key=lambda at: _point_value(points[at])))
     return [points[at] for at in sorted(indices)][:num]
 
 
-def _number(point: Point) -> float:
+def _point_value(point: Point) -> float:
     value = point[1]
     assert isinstance(value, int | float)
     return value
@@ -141,7 +145,7 @@ def render(answer: Answer, *, max_kb: int = DEFAULT_KB) -> str:
     max_bytes = 1024 * min(max(max_kb, 1), MAX_KB)
     for limit in _TEXT_LIMITS:
         lists = {name: list(rows[:MAX_ROWS]) for name, rows in answer.lists.items()}
-        curve = thin(answer.curve, MAX_POINTS)
+        curve = downsample_points(answer.curve, MAX_POINTS)
         shrinks = True
         while shrinks:
             text = _encode(answer, lists, curve, limit)
@@ -163,13 +167,13 @@ def _shrink(
     is_last = limit == _TEXT_LIMITS[-1]
     least_rows, least_points = (0, 2) if is_last else (1, 32)
     sizes = {
-        name: len(msgspec.json.encode(plain(rows, limit)))
+        name: len(msgspec.json.encode(as_json_value(rows, limit)))
         for name, rows in lists.items()
         if len(rows) > least_rows
     }
     largest = max(sizes, key=lambda name: sizes[name], default="")
     if len(curve) > least_points and 24 * len(curve) >= sizes.get(largest, 0):
-        return lists, thin(curve, max(least_points, 3 * len(curve) // 4)), True
+        return lists, downsample_points(curve, max(least_points, 3 * len(curve) // 4)), True
     if not largest:
         return lists, curve, False
     rows = lists[largest]
@@ -191,10 +195,10 @@ def _encode(
             f"{len(answer.curve) - len(curve)} of {len(answer.curve)} points; extremes and gaps are"
             " kept: give from_step and to_step for a part, or a larger max_kb"
         )
-    body = plain(answer.facts, limit)
-    body |= {name: plain(rows, limit) for name, rows in lists.items() if answer.lists[name]}
+    body = as_json_value(answer.facts, limit)
+    body |= {name: as_json_value(rows, limit) for name, rows in lists.items() if answer.lists[name]}
     if curve:
-        body["points"] = [(step, plain(_known(value), limit)) for step, value in curve]
+        body["points"] = [(step, as_json_value(_known(value), limit)) for step, value in curve]
     body |= {"units": answer.units} if answer.units else {}
     body |= {"omitted": omitted} if omitted else {}
     body |= {"next": list(answer.next)} if answer.next else {}

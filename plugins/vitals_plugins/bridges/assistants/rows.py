@@ -18,7 +18,7 @@ from trainvitals.views import (
     SourceView,
     VerdictView,
 )
-from vitals_plugins.bridges.assistants.answers import Fixed, Point, Story, pairs
+from vitals_plugins.bridges.assistants.answers import Fixed, Point, Story, redacted_pairs
 
 _SERIES = frozenset(f"{metric.stream}.{metric.column}" for metric in CATALOG if metric.stream)
 """Series of Vitals; others have names from the run."""
@@ -101,7 +101,7 @@ def decision_row(view: DecisionView) -> dict[str, Any]:
         "limit": decision.limit,
         "hindsight": view.hindsight,
         "time": utc_time(view.time_unix_ns),
-        "evidence": pairs(dict(islice(decision.evidence.items(), 16))) or None,
+        "evidence": redacted_pairs(dict(islice(decision.evidence.items(), 16))) or None,
     }
 
 
@@ -135,7 +135,7 @@ def node_rows(sources: Sequence[SourceView]) -> list[dict[str, Any]]:
 
 def config_differences(first: RunDetail, second: RunDetail) -> list[tuple[str, Any, Any]]:
     """Return name and both values of each setting that differs."""
-    ours, theirs = (dict(pairs(detail.info.config)) for detail in (first, second))
+    ours, theirs = (dict(redacted_pairs(detail.info.config)) for detail in (first, second))
     return [
         (name, ours.get(name), theirs.get(name))
         for name in sorted(ours.keys() | theirs.keys())

@@ -49,7 +49,7 @@ def build_server(tools: RunTools) -> MCPServer:
     )
     for tool in tools.all():
         server.add_tool(
-            _translating(tool, ToolError),
+            _translate_errors(tool, ToolError),
             description=inspect.getdoc(tool),
             annotations=_READ_ONLY,
             structured_output=False,
@@ -60,7 +60,7 @@ def build_server(tools: RunTools) -> MCPServer:
     return server
 
 
-def _translating(
+def _translate_errors(
     function: Callable[..., str], error_type: type[ToolError] | type[ResourceError]
 ) -> Callable[..., str]:
     """Return the function with its expected errors as text for the caller."""
@@ -93,11 +93,13 @@ def _add_resources(server: MCPServer, tools: RunTools) -> None:
         ("vitals://runs/{run}", run),
         ("vitals://runs/{run}/incidents", incidents),
     ):
-        server.resource(uri, mime_type="application/json")(_translating(function, ResourceError))
+        server.resource(uri, mime_type="application/json")(
+            _translate_errors(function, ResourceError)
+        )
     for path, page in load_pages().items():
         server.resource(
             page_uri(path), name=path, description=_title(page), mime_type="text/markdown"
-        )(_returning(page))
+        )(_page_reader(page))
 
 
 def page_uri(path: str) -> str:
@@ -105,7 +107,7 @@ def page_uri(path: str) -> str:
     return f"vitals://docs/{path.removesuffix('.md')}"
 
 
-def _returning(page: str) -> Callable[[], str]:
+def _page_reader(page: str) -> Callable[[], str]:
     def read() -> str:
         return page
 

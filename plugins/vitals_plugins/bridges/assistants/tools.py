@@ -37,9 +37,9 @@ from vitals_plugins.bridges.assistants.answers import (
     Fixed,
     Story,
     as_data,
-    pairs,
+    downsample_points,
+    redacted_pairs,
     render,
-    thin,
     without_marks,
 )
 from vitals_plugins.bridges.assistants.pages import load_pages, search, split_sections
@@ -124,7 +124,7 @@ class RunTools:
                 more={"runs": "narrow with text or state, or give a larger max_kb"},
                 units=_UNITS,
                 omitted=omitted if unreadable else (),
-                next=_calls("run_summary", rows[0]["run_id"]) if rows else (),
+                next=_next_call("run_summary", rows[0]["run_id"]) if rows else (),
             ),
             max_kb=max_kb,
         )
@@ -143,7 +143,7 @@ class RunTools:
             verdict = reader.ask(VerdictQuestion(run_id=summary.run_id))
         info = detail.info
         run_id = summary.run_id
-        calls = _calls("goodput", run_id)
+        calls = _next_call("goodput", run_id)
         if verdict.incidents:
             line = verdict.incidents[0]
             calls = (
@@ -173,7 +173,7 @@ class RunTools:
                         for attempt in reversed(detail.attempts)
                     ],
                     "series": series_names(detail.metrics),
-                    "config": pairs(info.config),
+                    "config": redacted_pairs(info.config),
                 },
                 more={"incidents": f'incidents(run="{run_id}") lists all'},
                 units=_UNITS,
@@ -205,8 +205,10 @@ class RunTools:
                     max_kb=max_kb,
                 )
             views = reader.ask(IncidentsQuestion(run_id=run_id))
-        expected = _mark(without_marks(incident))
-        view = next((view for view in views if _mark(view.incident_id) == expected), None)
+        expected = _mark_incident_id(without_marks(incident))
+        view = next(
+            (view for view in views if _mark_incident_id(view.incident_id) == expected), None
+        )
         if view is None:
             raise UsageError(
                 f"run {run_id} has no incident {incident[:80]!r}",
@@ -338,9 +340,9 @@ class RunTools:
                     "max": max(numbers, default=None),
                     "last": numbers[-1] if numbers else None,
                 },
-                curve=thin(curve, most),
+                curve=downsample_points(curve, most),
                 units={"points": f"[step, {reply.unit or 'value without a unit'}]"},
-                omitted=_thinned(len(curve), reply.num_total),
+                omitted=_omitted_values_note(len(curve), reply.num_total),
             ),
             max_kb=max_kb,
         )
@@ -388,9 +390,9 @@ class RunTools:
                     "metric": reply.metric,
                 },
                 lists={"config": config_differences(details[0], details[1])},
-                curve=thin(curve, MAX_POINTS),
+                curve=downsample_points(curve, MAX_POINTS),
                 units={"points": f"[{along}, other minus run]", "config": "[name, run, other]"},
-                omitted=_thinned(len(curve), reply.num_total),
+                omitted=_omitted_values_note(len(curve), reply.num_total),
             ),
             max_kb=max_kb,
         )
@@ -558,7 +560,7 @@ class RunTools:
                     "energy_joules": view.energy_joules,
                 },
                 lists={"unknown": [Story(note) for note in view.notes]},
-                next=_calls("ranks", view.run_id),
+                next=_next_call("ranks", view.run_id),
             ),
             max_kb=max_kb,
         )
@@ -642,7 +644,7 @@ class RunTools:
         assert self.logs is not None
         with self.source.open() as opened:
             opened.reader.ask(RunsQuestion())  # over HTTP, only the collector checks the token
-        path = _inside(self.logs, log)
+        path = _resolve_log_path(self.logs, log)
         result = audit_log(path, LogSettings())
         report = markdown.write(audit_blocks(result, audit_title(path)))
         first, num = min(max(start, 0), len(report)), 600 * min(max(max_kb, 1), 32)
@@ -736,7 +738,7 @@ def _find(opened: Opened, run: str) -> RunSummary:
     return find_run(opened.reader, without_marks(run))
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _resolve_log_path(folder: Path, name: str) -> Path:
     """Return the path of a log below the directory.
 
     Raises:
@@ -763,15 +765,15 @@ def _excerpt(text: str, num: int) -> str:
     return text if len(text) <= num else f"{text[:num]} ... (+{len(text) - num} characters)"
 
 
-def _mark(incident_id: str) -> str:
+def _mark_incident_id(incident_id: str) -> str:
     return as_data(incident_id, 1_000)
 
 
-def _calls(tool: str, run_id: str) -> tuple[str, ...]:
+def _next_call(tool: str, run_id: str) -> tuple[str, ...]:
     return (f'{tool}(run="{run_id}")',)
 
 
-def _thinned(num_points: int, num_values: int) -> tuple[str, ...]:
+def _omitted_values_note(num_points: int, num_values: int) -> tuple[str, ...]:
     if num_points >= num_values:
         return ()
     return (

@@ -327,19 +327,19 @@ def _judge_ending(
     restart = next((index for index in restarts if index > alarm.first_row), None)
     stop = len(log) if restart is None else restart
     onset = _place_of_onset(alarm, log, restarts)
-    is_back = _returns(alarm, log, onset)
+    is_back = _recovery_test(alarm, log, onset)
     if before is not None and before.onset < onset <= before.end and _SLOW & alarm.kinds.keys():
         onset, is_back = before.onset, before.is_back
     if alarm.domain != "numbers" or is_back is None:
         alarm.end_step = log[stop - 1].step
         return None
-    at = _recovered(log, min(alarm.last_row + 1, stop), stop, is_back)
+    at = _find_recovery(log, min(alarm.last_row + 1, stop), stop, is_back)
     if at is not None:
         alarm.ending = "recovered"
     elif restart is not None:
         alarm.ending, alarm.back_to, at = "restarted", log[restart].step, stop - 1
     else:
-        alarm.ending, at = _at_the_end(alarm, log, onset, is_back), stop - 1
+        alarm.ending, at = _ending_at_log_end(alarm, log, onset, is_back), stop - 1
     alarm.end_step, alarm.end_rows = log[at].step, at - onset
     return None if alarm.is_flat else _Trouble(onset, at, is_back)
 
@@ -353,7 +353,7 @@ def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[
     return index
 
 
-def _returns(
+def _recovery_test(
     alarm: Alarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
     """Return a test whether a record shows recovery; None if the log cannot show it."""
@@ -361,7 +361,7 @@ def _returns(
     if alarm.is_flat:
         # A loss that did not fall has no earlier level: the problem ends when the loss falls.
         before = log[onset : alarm.last_row + 1][-REFERENCE_ROWS:]
-    if (band := _band(before)) is not None:
+    if (band := _reference_loss_range(before)) is not None:
         low, high = band
         if alarm.is_flat:
             return lambda logged: _loss_or_nan(logged) < low
@@ -375,7 +375,7 @@ def _returns(
     return (lambda _: False) if lasts else None
 
 
-def _at_the_end(
+def _ending_at_log_end(
     alarm: Alarm,
     log: Sequence[LoggedStep],
     onset: int,
@@ -392,7 +392,7 @@ def _at_the_end(
     return "log ends" if num_since <= RECOVERY_ROWS else "not recovered"
 
 
-def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
+def _reference_loss_range(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
     """Return the range of the reference loss; None with too few records before."""
     losses = [_loss_or_nan(logged) for logged in before if math.isfinite(_loss_or_nan(logged))]
     if len(losses) < RECOVERY_ROWS:
@@ -403,7 +403,7 @@ def _band(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
     return median - reach, median + reach
 
 
-def _recovered(
+def _find_recovery(
     log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
 ) -> int | None:
     """Return the first of ten consecutive records of which at least eight have recovered."""
@@ -450,10 +450,10 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
     """Return the audit as blocks of text."""
     return [
         Heading(1, f"Audit of {title}"),
-        Paragraph(_in_short(audit)),
+        Paragraph(_summarize_audit(audit)),
         *_alarm_blocks(audit),
         *_plot_blocks(audit),
-        *_saved(audit),
+        *_savings_blocks(audit),
         Heading(2, "What was assumed"),
         *(Paragraph(assumption) for assumption in audit.assumptions),
         Heading(2, "What this log cannot tell"),
@@ -461,7 +461,7 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
     ]
 
 
-def _in_short(audit: Audit) -> str:
+def _summarize_audit(audit: Audit) -> str:
     log, alarms = audit.history.steps, audit.alarms
     text = f"{_format_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
@@ -591,7 +591,7 @@ def _plot_blocks(audit: Audit) -> list[Block]:
     return [Heading(2, "Curves"), *drawn] if drawn else []
 
 
-def _saved(audit: Audit) -> list[Block]:
+def _savings_blocks(audit: Audit) -> list[Block]:
     """Describe the savings of each action, and their assumptions."""
     acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:

@@ -87,7 +87,7 @@ def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "Audit":
     """
     from trainvitals.judged_log import cadence_of, judge_history
     from vitals_plugins.bridges.audit.audit import audit as gather
-    from vitals_plugins.bridges.importers.assumptions import about, assumptions, lacking
+    from vitals_plugins.bridges.importers.assumptions import about, assumptions, unavailable_checks
 
     if not log.exists():
         raise UsageError(
@@ -114,5 +114,5 @@ def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "Audit":
         loss_kind=assumed.config.loss_kind,
         gpus=gpus,
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
-        lacking=lacking(assumed.config, len(history.steps)),
+        lacking=unavailable_checks(assumed.config, len(history.steps)),
     )

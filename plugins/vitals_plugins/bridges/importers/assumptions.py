@@ -30,7 +30,7 @@ def assumptions(history: History, assumed: Assumed) -> list[str]:
     """Describe missing data, assumptions, and anomalies of a log."""
     cadence = cadence_of(history.steps)
     return [
-        *_judged(assumed, cadence),
+        *_judging_assumptions(assumed, cadence),
         *_short_log_notes(assumed.config, len(history.steps)),
         *_cadence_notes(cadence, len(history.steps)),
         *_overflows(len(overflows_of(history.steps))),
@@ -48,7 +48,7 @@ def about(history: History) -> str:
     )
 
 
-def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
+def _judging_assumptions(assumed: Assumed, cadence: Cadence) -> list[str]:
     """Describe missing data and assumptions of a log."""
     unit = "records" if cadence.counts_records else "steps"
     text = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
@@ -72,7 +72,7 @@ def _judged(assumed: Assumed, cadence: Cadence) -> list[str]:
     return [text, coarse]
 
 
-def lacking(config: JudgeConfig, num_records: int) -> list[str]:
+def unavailable_checks(config: JudgeConfig, num_records: int) -> list[str]:
     """Return the checks for which the log is too short, each with the required length."""
     needs = (
         ("spikes", config.detect.loss.warm_up),
@@ -134,4 +134,4 @@ def _format_times(num: int) -> str:
     return "once" if num == 1 else f"{num} times"
 
 
-__all__ = ["Assumed", "about", "assumptions", "lacking"]
+__all__ = ["Assumed", "about", "assumptions", "unavailable_checks"]

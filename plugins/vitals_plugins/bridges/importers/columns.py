@@ -95,9 +95,11 @@ class ColumnChoice:
     def may_be(self, name: str) -> bool:
         """Return whether a column of that name may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
-        plain_name = plain(name)
+        plain_name = normalize_column_name(name)
         return plain_name in _USUAL or any(
-            plain_name == plain(given_name) for given_name in names if given_name is not None
+            plain_name == normalize_column_name(given_name)
+            for given_name in names
+            if given_name is not None
         )
 
 
@@ -120,7 +122,9 @@ class History:
     """Seconds of the whole training, if the log has them but no times of steps."""
 
 
-def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> dict[Role, str]:
+def choose_columns(
+    names: Sequence[str], column_options: ColumnChoice, source: str
+) -> dict[Role, str]:
     """Return which column is which.
 
     Raises:
@@ -134,16 +138,18 @@ def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> d
         if name is not None:
             chosen_columns[role] = name
     if "step" not in chosen_columns:
-        raise _not_found("step", KNOWN["step"], names, source)
+        raise _missing_column_error("step", KNOWN["step"], names, source)
     if "loss" not in chosen_columns and "grad_norm" not in chosen_columns:
         both = KNOWN["loss"][:4] + KNOWN["grad_norm"][:3]
-        raise _not_found("loss", both, names, source, what="loss or gradient norm")
+        raise _missing_column_error("loss", both, names, source, what="loss or gradient norm")
     return chosen_columns
 
 
 def _match_column(names: Sequence[str], role: Role, requested: str, source: str) -> str:
     matches = [name for name in names if name == requested]
-    matches = matches or [name for name in names if plain(name) == plain(requested)]
+    matches = matches or [
+        name for name in names if normalize_column_name(name) == normalize_column_name(requested)
+    ]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -160,7 +166,7 @@ def _find_usual_column(
 ) -> str | None:
     by_plain: dict[str, list[str]] = {}
     for name in names:
-        by_plain.setdefault(plain(name), []).append(name)
+        by_plain.setdefault(normalize_column_name(name), []).append(name)
     for usual in usual_names:
         matches = by_plain.get(usual, [])
         if len(matches) > 1 and role in _ASKED:  # either of two times is right
@@ -177,7 +183,7 @@ def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> 
     )
 
 
-def _not_found(
+def _missing_column_error(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
     # Likely names come first.
@@ -208,7 +214,7 @@ def _option_name(role: Role) -> str:
 
 
 @lru_cache(maxsize=4096)
-def plain(name: str) -> str:
+def normalize_column_name(name: str) -> str:
     """Return the name in lower case, with ``_`` instead of other characters."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
@@ -377,7 +383,7 @@ class ImportedRows:
         )
         self.steps.append(LoggedStep(row, found_step, *numbers))
 
-    def pass_over(self, why: str) -> None:
+    def skip_row(self, why: str) -> None:
         """Count an invalid row."""
         self._dropped[why] += 1
 
@@ -407,9 +413,9 @@ __all__ = [
     "ImportedRows",
     "Role",
     "add_record",
-    "choose",
+    "choose_columns",
+    "normalize_column_name",
     "number",
     "parse_time",
-    "plain",
     "step_number",
 ]  # fmt: skip

@@ -13,10 +13,10 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     History,
     ImportedRows,
-    choose,
-    plain,
+    choose_columns,
+    normalize_column_name,
 )
-from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
 SEPARATORS = ",\t;|"
 
@@ -28,7 +28,7 @@ def read_csv(path: Path, column_options: ColumnChoice) -> History:
         FormatError: it is empty, or a cell is not a number.
         UsageError: no column is the step, or neither a loss nor a gradient norm.
     """
-    with reading(path), open_text(path) as file:
+    with translate_read_errors(path), open_text(path) as file:
         lines = _without_nul(lines_of(path, file))
         first = next((line for line in lines if line.strip()), "")
         if not first:
@@ -54,7 +54,7 @@ def separator_of(line: str) -> str:
 def may_be_table(lines: Sequence[str]) -> bool:
     """Return whether the first lines of a text may be those of a table, and not of prose."""
     separator = separator_of(lines[0])
-    head = [plain(name) for name in lines[0].split(separator)]
+    head = [normalize_column_name(name) for name in lines[0].split(separator)]
     if is_numbers(lines[0]) or any(name in names for names in KNOWN.values() for name in head):
         return True
     if len(head) < 2 or len(lines) < 2:
@@ -77,7 +77,7 @@ def _read_rows(
 ) -> History:
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
-    columns = choose(names, column_options, str(path))
+    columns = choose_columns(names, column_options, str(path))
     places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
     rows = ImportedRows(str(path), "row")
     row = -1
@@ -86,7 +86,7 @@ def _read_rows(
             continue
         row += 1
         if cells == head:
-            rows.pass_over("that repeat the head")
+            rows.skip_row("that repeat the head")
             continue
         rows.add(row, *(_cell(cells, position) for position in places))
     history = History(
@@ -97,14 +97,14 @@ def _read_rows(
         notes=rows.notes(),
         evaluations=rows.evaluations,
     )
-    return _turned(history) if _newest_first(history.steps) else history
+    return _reverse_history(history) if _newest_first(history.steps) else history
 
 
 def _newest_first(steps: Sequence[LoggedStep]) -> bool:
     return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
 
 
-def _turned(history: History) -> History:
+def _reverse_history(history: History) -> History:
     """Return the history with its last record first."""
     return replace(
         history,

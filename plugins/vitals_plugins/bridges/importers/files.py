@@ -20,7 +20,7 @@ _CHUNK = 1 << 20
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def translate_read_errors(path: Path) -> Iterator[None]:
     """Translate all errors in a block that reads the file to ours.
 
     Raises:
@@ -42,9 +42,9 @@ def reading(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def head(path: Path, num_bytes: int = 4096) -> bytes:
+def read_head(path: Path, num_bytes: int = 4096) -> bytes:
     """Return the first bytes of the file, decompressed if it is gzip."""
-    with reading(path), open_bytes(path) as file:
+    with translate_read_errors(path), open_bytes(path) as file:
         return file.read(num_bytes)
 
 

@@ -50,13 +50,13 @@ def log_goodput(history: History) -> Goodput:
             hint="name another column: --time or --step-seconds",
         )
     if np.isfinite(at).all() and at[-1] > at[0]:
-        ends, taken = _by_times(at, seconds, num, is_back, evaluated)
+        ends, taken = _record_times(at, seconds, num, is_back, evaluated)
     elif np.isfinite(seconds).any():
         notes.append("It has no times: the time between its steps is not included.")
         taken = np.nan_to_num(seconds * num, nan=float(np.nanmedian(seconds * num))) + evaluated
         ends = np.rint(np.cumsum(taken) * 1e9).astype(np.int64)
     elif history.total_seconds is not None:
-        return _of_whole(history, int(step.max()))
+        return _goodput_without_times(history, int(step.max()))
     else:
         raise UsageError(
             f"{history.source} has neither times nor seconds per step",
@@ -82,7 +82,7 @@ def log_goodput(history: History) -> Goodput:
     return replace(sums, notes=tuple(notes + history.notes))
 
 
-def _of_whole(history: History, last_step: int) -> Goodput:
+def _goodput_without_times(history: History, last_step: int) -> Goodput:
     """Return the goodput of a log that has only the whole duration, and none per step."""
     assert history.total_seconds is not None
     wall = round(history.total_seconds * 1e9)
@@ -102,7 +102,7 @@ def _of_whole(history: History, last_step: int) -> Goodput:
     )
 
 
-def _by_times(
+def _record_times(
     at: Floats, seconds: Floats, num: Ints, is_back: Mask, evaluated: Floats
 ) -> tuple[Ints, Floats]:
     """Return when each record ended, and the duration of its steps: as logged, or the usual one.

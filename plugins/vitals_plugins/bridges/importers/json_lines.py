@@ -10,11 +10,11 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     History,
     ImportedRows,
-    choose,
-    plain,
+    choose_columns,
+    normalize_column_name,
 )
 from vitals_plugins.bridges.importers.columns import add_record as take_row
-from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
 _NUMBER = "line number"
 """Replaces the step, if the log has none."""
@@ -34,7 +34,7 @@ def has_metrics(begin: bytes) -> bool:
     A data set in the same directory has none.
     """
     lines = begin.decode(errors="replace").split("\n")[:-1]
-    names = {plain(name) for line in lines for name in _object(line) or ()}
+    names = {normalize_column_name(name) for line in lines for name in _object(line) or ()}
     return is_json_lines(begin) and not names.isdisjoint((*KNOWN["loss"], *KNOWN["grad_norm"]))
 
 
@@ -47,26 +47,32 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         FormatError: no line is an object.
         UsageError: no key is a loss or a gradient norm, or a name fits several.
     """
-    with reading(path), open_text(path) as file:
+    with translate_read_errors(path), open_text(path) as file:
         lines = [line for line in lines_of(path, file) if line.strip("\0 \t\r\n")]
     found = [(row, cells) for row, cells in enumerate(map(_object, lines)) if cells is not None]
     if not found:
         raise FormatError(f"{path} is not JSON Lines: no line is an object")
     names = list(dict.fromkeys(name for _, cells in found for name in cells))
     notes = []
-    if column_options.step is None and not any(plain(name) in KNOWN["step"] for name in names):
+    if column_options.step is None and not any(
+        normalize_column_name(name) in KNOWN["step"] for name in names
+    ):
         step = "epoch" if "epoch" in names else _NUMBER
         notes.append(f"it has no step: the {'epoch' if step == 'epoch' else step} is in its place")
-        names = [name for name in names if plain(name) not in KNOWN["step"]]
+        names = [name for name in names if normalize_column_name(name) not in KNOWN["step"]]
         # The step column is always available, and then holds its replacement.
-        columns = choose(["step", *names], column_options, str(path)) | {"step": step}
+        columns = choose_columns(["step", *names], column_options, str(path)) | {"step": step}
     else:
-        columns = choose(names, column_options, str(path))
+        columns = choose_columns(names, column_options, str(path))
     rows = ImportedRows(str(path), "line")
-    epochs = _Epochs() if plain(columns["step"]) in _OF_EPOCH and "epoch" in names else None
+    epochs = (
+        _Epochs()
+        if normalize_column_name(columns["step"]) in _OF_EPOCH and "epoch" in names
+        else None
+    )
     for row, cells in found:
         if cells.get("mode", "train") != "train":
-            rows.pass_over("of evaluations")
+            rows.skip_row("of evaluations")
             continue
         if columns["step"] == _NUMBER:
             cells[_NUMBER] = row

@@ -9,7 +9,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _MAX_SHIFT = 63
 
 
-def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def read_fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield each field's number and value: bytes, or the bits of a number.
 
     Raises:
@@ -39,7 +39,7 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         yield key >> 3, part if kind == BYTES else int.from_bytes(part, "little")
 
 
-def varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     """Return a number of at least 0 as protobuf writes it."""
     parts = bytearray()
     while number > 0x7F:
@@ -48,18 +48,18 @@ def varint(number: int) -> bytes:
     return bytes([*parts, number])
 
 
-def signed(value: int) -> int:
+def decode_int64(value: int) -> int:
     """Return the number of a varint that is an ``int64``."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def zigzag(value: int) -> int:
+def decode_sint64(value: int) -> int:
     """Return the number of a varint that is a ``sint64``."""
     return (value >> 1) ^ -(value & 1)
 
 
-def double(bits: int) -> float:
-    """Return the number of a ``fixed64`` that is a ``double``."""
+def decode_double(bits: int) -> float:
+    """Return the number of a ``fixed64`` that is a ``decode_double``."""
     (number,) = struct.unpack("<d", bits.to_bytes(8, "little"))
     assert isinstance(number, float)
     return number

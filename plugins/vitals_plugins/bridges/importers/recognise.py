@@ -8,10 +8,10 @@ from pathlib import Path
 from trainvitals.errors import FormatError, UsageError
 from vitals_plugins.bridges.importers.columns import ColumnChoice, History
 from vitals_plugins.bridges.importers.csv_file import may_be_table, read_csv
-from vitals_plugins.bridges.importers.files import head
+from vitals_plugins.bridges.importers.files import read_head
 from vitals_plugins.bridges.importers.json_lines import has_metrics, is_json_lines, read_json_lines
 from vitals_plugins.bridges.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
-from vitals_plugins.bridges.importers.text_log import form_of, read_text_log, unknown_text
+from vitals_plugins.bridges.importers.text_log import identify_format, read_text_log, unknown_text
 from vitals_plugins.bridges.importers.trainer_state import read_trainer_state
 from vitals_plugins.bridges.importers.wandb_file import HEAD, read_wandb
 
@@ -35,7 +35,7 @@ def read_history(path: Path, column_options: ColumnChoice) -> History:
         UsageError: there is none, there are several, or no column is the step or a loss.
         FormatError: the file is damaged, or its format is unknown.
     """
-    read = _in_folder(path) if path.is_dir() else _of_file(path)
+    read = _find_directory_log(path) if path.is_dir() else _identify_file(path)
     history = read(column_options)
     if not history.steps:
         raise UsageError(
@@ -45,13 +45,13 @@ def read_history(path: Path, column_options: ColumnChoice) -> History:
     return history
 
 
-def _of_file(path: Path) -> ReadLog:
+def _identify_file(path: Path) -> ReadLog:
     if path.exists() and not path.is_file():
         raise UsageError(
             f"{path} is neither a file nor a folder; it is read twice, so a pipe does not work",
             hint="write it into a file first",
         )
-    begin = head(path)
+    begin = read_head(path)
     if begin.startswith(HEAD[:4]):
         return partial(read_wandb, path)
     if FIRST_EVENT in begin[:64]:
@@ -61,7 +61,7 @@ def _of_file(path: Path) -> ReadLog:
         return partial(read_json_lines, path)
     if (
         _is_text(begin)
-        and (form := form_of(_read_long_head(path).decode(errors="replace"))) is not None
+        and (form := identify_format(_read_long_head(path).decode(errors="replace"))) is not None
     ):
         return partial(read_text_log, path, form)
     if text.startswith((b"{", b"[")) and not _TIMESTAMP.match(text):
@@ -81,7 +81,7 @@ _TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
 
 
 def _read_long_head(path: Path) -> bytes:
-    return head(path, _HEAD_BYTES)
+    return read_head(path, _HEAD_BYTES)
 
 
 def _is_text(begin: bytes) -> bool:
@@ -96,7 +96,7 @@ def _is_text(begin: bytes) -> bool:
 # ------------------------------------------------------------------------------------ folders
 
 
-def _in_folder(folder: Path) -> ReadLog:
+def _find_directory_log(folder: Path) -> ReadLog:
     """Find the log at the smallest depth; two logs at one depth are an error."""
     level = [folder]
     for _ in range(_DEPTH + 1):

@@ -11,9 +11,9 @@ from vitals_plugins.bridges.importers.columns import (
     History,
     ImportedRows,
     add_record,
-    choose,
+    choose_columns,
 )
-from vitals_plugins.bridges.importers.files import reading
+from vitals_plugins.bridges.importers.files import translate_read_errors
 
 FIRST_EVENT = b"brain.Event:"
 """In the first event of every event file; before it are TFRecord's frame and a time."""
@@ -46,16 +46,18 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     """Every tag, and whether its values are wanted."""
     values: list[Value] = []
     for file in sorted(files):
-        for value in _values(file, notes):
+        for value in _read_scalars(file, notes):
             if value[0] not in tags:
                 tags[value[0]] = column_options.may_be(value[0])
             if tags[value[0]]:
                 values.append(value)
-    columns = choose(["step", *(tag for tag in tags if tag != "step")], column_options, str(path))
+    columns = choose_columns(
+        ["step", *(tag for tag in tags if tag != "step")], column_options, str(path)
+    )
     columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
     rows = ImportedRows(str(path), "row")
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
-    for row, cells in enumerate(_joined(values, tags_read)):
+    for row, cells in enumerate(_rows_by_step(values, tags_read)):
         add_record(rows, row, cells, columns)
     columns["time"] = "wall_time"  # the displayed name
     if len(files) > 1:
@@ -70,7 +72,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     )
 
 
-def _joined(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
+def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
     """Return a row for each step and each time it was written, with all its tags.
 
     The tags of a step may be written together or one after another, in one file or in several.
@@ -86,11 +88,11 @@ def _joined(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
     return list(rows.values())
 
 
-def _values(path: Path, notes: list[str]) -> Iterator[Value]:
+def _read_scalars(path: Path, notes: list[str]) -> Iterator[Value]:
     """Yield the scalars of one file, in the formats of all writers since TensorFlow 1."""
-    loader, event_of, array_of, broken = _tensorboard()
+    loader, event_of, array_of, broken = _import_tensorboard()
     num_read = 0
-    with reading(path):
+    with translate_read_errors(path):
         for raw in loader(str(path)).Load():
             num_read += len(raw) + _FRAME_BYTES
             try:
@@ -121,7 +123,7 @@ def _scalar_value(value: Any, array_of: Any) -> float | None:
         return None
 
 
-def _tensorboard() -> tuple[Any, Any, Any, type[Exception]]:
+def _import_tensorboard() -> tuple[Any, Any, Any, type[Exception]]:
     """Return TensorBoard's loader, event decoder, tensor converter, and error class."""
     try:
         from google.protobuf.message import DecodeError

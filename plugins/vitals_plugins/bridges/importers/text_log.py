@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainvitals.errors import FormatError
-from vitals_plugins.bridges.importers.columns import ColumnChoice, History, ImportedRows, choose
+from vitals_plugins.bridges.importers.columns import (
+    ColumnChoice,
+    History,
+    ImportedRows,
+    choose_columns,
+)
 from vitals_plugins.bridges.importers.columns import add_record as take_row
-from vitals_plugins.bridges.importers.files import lines_of, open_text, reading
+from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
 _NUMBER = r"([-+]?(?:\d[\d,]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[Nn][Aa][Nn]|[Ii]nf(?:inity)?))"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -81,9 +86,9 @@ _OTHERS = (
 MIN_LINES = 2
 
 
-def form_of(begin: str) -> _Form | None:
+def identify_format(begin: str) -> _Form | None:
     """Return the format of a file's first lines; None: it is unknown."""
-    lines = list(_lines(begin.splitlines()))
+    lines = list(_clean_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
         if sum(_loss_cell(line) is not None for line in matches) >= MIN_LINES:
@@ -91,7 +96,7 @@ def form_of(begin: str) -> _Form | None:
     return None
 
 
-def named(begin: str) -> str:
+def unreadable_format_name(begin: str) -> str:
     """Return the name of a text's unreadable format; "" if unknown."""
     return next((description for pattern, description in _OTHERS if pattern.search(begin)), "")
 
@@ -105,8 +110,8 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
     rows = ImportedRows(str(path), "line")
     records: list[tuple[int, dict[str, object]]] = []
     first_epoch: int | None = None
-    with reading(path), open_text(path) as file:
-        for row, line in enumerate(_lines(lines_of(path, file))):
+    with translate_read_errors(path), open_text(path) as file:
+        for row, line in enumerate(_clean_lines(lines_of(path, file))):
             match = form.line.search(line)
             if match is None or _is_evaluation(line):
                 continue
@@ -117,9 +122,9 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
                 step = max(0, epoch - min(1, first_epoch)) * batches + int(parts["batch"])
             else:
                 step = len(records) + 1 if "record" in parts else int(parts["step"])
-            records.append((row, {"step": step, **_cells(line)}))
+            records.append((row, {"step": step, **_parse_line(line)}))
     names = list(dict.fromkeys(name for _, cells in records for name in cells))
-    columns = choose(names, column_options, str(path))
+    columns = choose_columns(names, column_options, str(path))
     for row, cells in records:
         take_row(rows, row, cells, columns)
     notes = rows.notes()
@@ -140,7 +145,7 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
 
 def unknown_text(path: Path, begin: str) -> FormatError:
     """Return the message for a text that is neither a CSV file nor a log of a known form."""
-    what = named(begin)
+    what = unreadable_format_name(begin)
     known = ", ".join(dict.fromkeys(form.name for form in FORMS[:-1]))
     return FormatError(
         f"{path} is text, but {'is ' + what if what else 'no line names a step and a loss'}; known "
@@ -149,7 +154,7 @@ def unknown_text(path: Path, begin: str) -> FormatError:
     )
 
 
-def _lines(lines: Iterable[str]) -> Iterator[str]:
+def _clean_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines without colors; a progress bar writes many on one."""
     for line in lines:
         for part in line.rstrip("\n").split("\r"):
@@ -161,10 +166,10 @@ def _is_evaluation(line: str) -> bool:
 
 
 def _loss_cell(line: str) -> object:
-    return _cells(line).get("loss")
+    return _parse_line(line).get("loss")
 
 
-def _cells(line: str) -> dict[str, object]:
+def _parse_line(line: str) -> dict[str, object]:
     """Return the values of a line, by role."""
     cells: dict[str, object] = {}
     for role, patterns in _PATTERNS.items():
@@ -177,4 +182,4 @@ def _cells(line: str) -> dict[str, object]:
     return cells
 
 
-__all__ = ["FORMS", "form_of", "named", "read_text_log", "unknown_text"]
+__all__ = ["FORMS", "identify_format", "read_text_log", "unknown_text", "unreadable_format_name"]

@@ -11,9 +11,9 @@ from vitals_plugins.bridges.importers.columns import (
     History,
     ImportedRows,
     add_record,
-    choose,
+    choose_columns,
 )
-from vitals_plugins.bridges.importers.files import read_whole, reading
+from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
 
 
 def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
@@ -23,7 +23,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         FormatError: it is not JSON, or has no ``log_history``.
         UsageError: no entry has a step, or none a loss or a gradient norm.
     """
-    with reading(path):
+    with translate_read_errors(path):
         text = read_whole(path).decode("utf-8-sig")
         try:
             state = json.loads(text)  # accepts NaN and Infinity, which Trainer writes
@@ -38,7 +38,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
             "objects, and JSON Lines (one object per line)",
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
-    columns = choose(names, column_options, str(path))
+    columns = choose_columns(names, column_options, str(path))
     rows = ImportedRows(str(path), "entry")
     for row, entry in enumerate(log):
         add_record(rows, row, entry, columns)
@@ -49,11 +49,11 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
         columns=columns,
         notes=rows.notes() + (_habits(state) if "log_history" in state else []),
         evaluations=rows.evaluations,
-        total_seconds=_total(log),
+        total_seconds=_training_seconds(log),
     )
 
 
-def _total(log: list[dict[str, Any]]) -> float | None:
+def _training_seconds(log: list[dict[str, Any]]) -> float | None:
     """Return the duration of the last start, which Trainer logs at its end."""
     totals = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     last = totals[-1] if totals else None

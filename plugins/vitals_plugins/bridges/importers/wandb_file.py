@@ -19,11 +19,16 @@ from vitals_plugins.bridges.importers.columns import (
     History,
     ImportedRows,
     add_record,
-    choose,
-    plain,
+    choose_columns,
+    normalize_column_name,
 )
-from vitals_plugins.bridges.importers.files import read_whole, reading
-from vitals_plugins.bridges.importers.protobuf import double, fields, signed, zigzag
+from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
+from vitals_plugins.bridges.importers.protobuf import (
+    decode_double,
+    decode_int64,
+    decode_sint64,
+    read_fields,
+)
 
 HEAD = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK = 32_768
@@ -48,7 +53,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
         FormatError: it is not a file of wandb's.
         UsageError: nothing that was logged is a loss or a gradient norm.
     """
-    with reading(path):
+    with translate_read_errors(path):
         raw = memoryview(read_whole(path))
     if bytes(raw[: len(HEAD)]) != HEAD:
         raise FormatError(
@@ -58,13 +63,13 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     names: dict[str, None] = {}
     calls: list[Cells] = []
     for record in _records(raw, notes):
-        for cells in _history(record):
+        for cells in _read_log_calls(record):
             names.update(dict.fromkeys(cells))
             calls.append({name: cells[name] for name in cells if column_options.may_be(name)})
     better = [name for name in names if name != _OWN_STEP]
-    has_better = any(plain(name) in KNOWN["step"] for name in better)
+    has_better = any(normalize_column_name(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
-    columns = choose([*names] if own_is_meant else better, column_options, str(path))
+    columns = choose_columns([*names] if own_is_meant else better, column_options, str(path))
     rows = ImportedRows(str(path), "call")
     for row, cells in enumerate(calls):
         add_record(rows, row, cells, columns)
@@ -90,13 +95,13 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
     """
     if not path.exists():
         return [], 0
-    with reading(path), path.open("rb") as file:
+    with translate_read_errors(path), path.open("rb") as file:
         file.seek(at)
         raw = memoryview(file.read())
     rows = [
         (int(str(cells.get(_OWN_STEP, 0))), cells)
         for record in _records(raw, [], at=0 if at else len(HEAD))
-        for cells in _history(record)
+        for cells in _read_log_calls(record)
     ]
     return rows, max(0, (at + len(raw)) // BLOCK - _BLOCKS_AGAIN) * BLOCK
 
@@ -140,13 +145,13 @@ def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator
 # --------------------------------------------------------------------------- wandb's messages
 
 
-def _history(record: memoryview) -> Iterator[Cells]:
+def _read_log_calls(record: memoryview) -> Iterator[Cells]:
     """Yield the values of one log call, if the record is one."""
-    for name, history in fields(record):
+    for name, history in read_fields(record):
         if name != _RECORD_HISTORY or isinstance(history, int):
             continue
         cells: Cells = {}
-        for part, value in fields(history):
+        for part, value in read_fields(history):
             if isinstance(value, int):
                 continue
             if part == _HISTORY_ITEM:
@@ -154,10 +159,10 @@ def _history(record: memoryview) -> Iterator[Cells]:
             elif part == _HISTORY_STEP:
                 steps = (
                     n
-                    for field_number, n in fields(value)
+                    for field_number, n in read_fields(value)
                     if field_number == 1 and isinstance(n, int)
                 )
-                cells.setdefault(_OWN_STEP, signed(next(steps, 0)))
+                cells.setdefault(_OWN_STEP, decode_int64(next(steps, 0)))
         yield cells
 
 
@@ -165,13 +170,13 @@ def _read_item(item: memoryview, cells: Cells) -> None:
     """Add one logged value by its name, nested names joined by dots; only numbers are kept."""
     names: list[str] = []
     value: object = None
-    for part, content in fields(item):
+    for part, content in read_fields(item):
         if part in (_KEY, _NESTED_KEY) and not isinstance(content, int):
             names.append(bytes(content).decode(errors="replace"))
         elif part == _INTEGER and isinstance(content, int):
-            value = zigzag(content)
+            value = decode_sint64(content)
         elif part == _NUMBER and isinstance(content, int):
-            value = double(content)
+            value = decode_double(content)
         elif part in (_TEXT, _VALUE_JSON) and not isinstance(content, int):
             value = _from_json(bytes(content), is_json=part == _VALUE_JSON)
     if names and isinstance(value, int | float) and not isinstance(value, bool):

@@ -67,11 +67,11 @@ def mirror(
         )
     targets = list(dict.fromkeys(Target.parse(text) for text in to))
     if worker >= 0:
-        _work(RunChoice(run, folder), targets[0], server, worker)
+        _run_mirror_process(RunChoice(run, folder), targets[0], server, worker)
         return
     from vitals_plugins.bridges.mirrors.supervise import supervise
 
-    where = _where(run, folder, server)
+    where = _build_run_arguments(run, folder, server)
     exit_codes = supervise(
         targets,
         lambda target, pipe: [
@@ -84,7 +84,7 @@ def mirror(
         raise typer.Exit(1)
 
 
-def _where(run: str, folder: Path | None, server: Server) -> tuple[str, ...]:
+def _build_run_arguments(run: str, folder: Path | None, server: Server) -> tuple[str, ...]:
     """Return the arguments that name the run once it exists, so that "latest" does not change."""
     folder, run = as_folder(run, folder)
     address = None if folder is not None else find_collector(server.collector, server.token_file)
@@ -96,7 +96,7 @@ def _where(run: str, folder: Path | None, server: Server) -> tuple[str, ...]:
     return (run_id, "--collector", server.collector or address.url, *tokens)
 
 
-def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> None:
+def _run_mirror_process(choice: RunChoice, target: "Target", server: Server, pipe: int) -> None:
     """Be the process of one target."""
     from vitals_plugins.bridges.mirrors import supervise
     from vitals_plugins.bridges.mirrors.trackers import open_tracker
@@ -127,7 +127,7 @@ def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> Non
                 StateFile(states, run_id, target),
                 open_it,
                 is_over=lambda summary: ending.reached(summary, time.time_ns()),
-                alive=lambda num_rows: _alive(pipe, num_rows),
+                alive=lambda num_rows: _signal_alive(pipe, num_rows),
                 sleep=pause.sleep,
                 say=lambda text: _write_stderr(f"{target}: {text}"),
             )
@@ -142,7 +142,7 @@ def _work(choice: RunChoice, target: "Target", server: Server, pipe: int) -> Non
             raise typer.Exit(1) from None
 
 
-def _alive(pipe: int, num_rows: int) -> None:
+def _signal_alive(pipe: int, num_rows: int) -> None:
     """Show that this process is alive; raises, and ends it, if the pipe has no reader."""
     with contextlib.suppress(BlockingIOError):  # the pipe is full of signs already
         os.write(pipe, b"+" if num_rows else b".")

@@ -133,7 +133,7 @@ class Follower:
         for attempt in attempts:
             yield from self._step_batches(attempt, lineage)
         recent = attempts if whole else attempts[-_RECENT:]
-        yield from self._scalars(detail, recent, lineage, whole=whole)
+        yield from self._scalar_batches(detail, recent, lineage, whole=whole)
         yield from self._note_batches(detail, lineage, whole=whole)
 
     # ------------------------------------------------------------------------------ steps
@@ -158,7 +158,7 @@ class Follower:
                     limit=PAGE,
                 )
             )
-            rows = _rows(reply.columns, reply.data, lineage)
+            rows = _build_step_rows(reply.columns, reply.data, lineage)
             if not rows:
                 continue
             places[attempt.id] = rows[-1].step + 1
@@ -172,7 +172,7 @@ class Follower:
 
     # ---------------------------------------------------------------------------- scalars
 
-    def _scalars(
+    def _scalar_batches(
         self,
         detail: RunDetail,
         attempts: Sequence[AttemptView],
@@ -192,7 +192,7 @@ class Follower:
             end = first + size - 1 if first + size <= last else None
             rows: dict[tuple[int, int], Row] = {}
             for name in names:
-                self._scalar(name, (first, end), attempt_ids, lineage, rows)
+                self._add_scalar_values(name, (first, end), attempt_ids, lineage, rows)
             if rows:
                 yield self._build_batch([rows[position] for position in sorted(rows)])
             if end is None:
@@ -210,7 +210,7 @@ class Follower:
         newest = min(max(read, default=begin), attempt.last_step + 1)
         return max(begin, newest - _SLACK)
 
-    def _scalar(
+    def _add_scalar_values(
         self,
         metric: str,
         span: tuple[int, int | None],
@@ -305,7 +305,9 @@ class _Lineage:
         )
 
 
-def _rows(columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage) -> list[Row]:
+def _build_step_rows(
+    columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage
+) -> list[Row]:
     """Return a row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {

@@ -94,7 +94,7 @@ class _Child:
     def _clear(self) -> None:
         """Kill its remaining children, including those with their own session (W&B's writer)."""
         assert self._process is not None
-        below = _below(self._process.pid)
+        below = _descendant_pids(self._process.pid)
         for end, pid in ((os.killpg, self._process.pid), *((os.kill, pid) for pid in below)):
             with contextlib.suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
@@ -143,13 +143,13 @@ def supervise(
     return {child.target: child.exit_code or 0 for child in children}
 
 
-def _below(pid: int) -> list[int]:
+def _descendant_pids(pid: int) -> list[int]:
     """Return all processes that a living one started, and those that these did."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:  # it has ended, or this is not Linux
         return []
-    return [each for child in children for each in (int(child), *_below(int(child)))]
+    return [each for child in children for each in (int(child), *_descendant_pids(int(child)))]
 
 
 def _raise_keyboard_interrupt(number: int, frame: object) -> None:

@@ -47,7 +47,9 @@ class MLflow:
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client: Any = MlflowClient(tracking_uri=target.where)
         self._unclean = unclean
-        self._run_id = saved_state.get("run_id") or self._find(about) or self._create_run(about)
+        self._run_id = (
+            saved_state.get("run_id") or self._find_run_id(about) or self._create_run(about)
+        )
         self._client.update_run(self._run_id, status="RUNNING")
         self.kept: dict[str, Any] = {
             "run_id": self._run_id,
@@ -64,7 +66,7 @@ class MLflow:
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name))
 
-    def _find(self, about: About) -> str:
+    def _find_run_id(self, about: About) -> str:
         """Return MLflow's id of the run; "" if it does not exist yet."""
         runs = self._client.search_runs(
             [self._get_or_create_experiment(about)],

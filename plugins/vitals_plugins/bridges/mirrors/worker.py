@@ -269,7 +269,7 @@ def mirror(
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"
         say(f"{verb}: {target} has {humanize_count(saved.num_rows, 'row')}")
-        pen = _Pen(tracker, state, saved, alive)
+        pen = _BatchWriter(tracker, state, saved, alive)
         while True:
             over = is_over(detail.summary)
             num_before = saved.num_rows
@@ -288,7 +288,7 @@ def mirror(
         say(f"done: {humanize_count(saved.num_rows, 'row')}, the run is {detail.summary.state}")
 
 
-class _Pen:
+class _BatchWriter:
     """Writes batches, and saves its position."""
 
     def __init__(

@@ -21,7 +21,7 @@ from trainvitals.errors import FormatError, MissingDependencyError, StorageError
 from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
-from vitals_plugins.lab.landscape.picture import picture
+from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.words import (
     landscape_sentences,
     line_facts,
@@ -116,14 +116,14 @@ def landscape(
     2018; biases and norms stay), or to another checkpoint, and computes the loss of the same few
     batches. The checkpoint is only read.
     """
-    places = _places(dimensions, radius, points, is_path=bool(to))
+    places = _point_positions(dimensions, radius, points, is_path=bool(to))
     if mode not in ("eval", "train"):
         raise UsageError(f"--mode is {mode!r}; it must be eval or train")
     if not (math.isfinite(within) and within > 0):
         raise UsageError(f"--within is {within:g}; it must be a share above 0, such as 0.1")
     files = [output.with_name(f"{output.name}.{kind}") for kind in ("json", "svg")]
     scene = _Scene(checkpoint, entry, step, to, directory)
-    begin, end, num_batches, losses = _measured(
+    begin, end, num_batches, losses = _measure_losses(
         scene, places, dimensions=dimensions, batches=batches, seed=seed, mode=mode
     )
     sentences = list(
@@ -143,7 +143,9 @@ def landscape(
     title = f"Loss from {begin} to {end}" if to else f"Loss around {begin}"
     along = "way to it" if to else "filter-normalized random direction"
     along += "s: first to the right, second up" if len(losses) > 1 else ""
-    drawn = picture(places, losses, title=title, along=along, lines=[f"Loss: {how}.", *sentences])
+    drawn = draw_landscape(
+        places, losses, title=title, along=along, lines=[f"Loss: {how}.", *sentences]
+    )
     raw = msgspec.json.format(to_json(body), indent=2) + b"\n"
     for path, content in zip(files, (raw, drawn.encode()), strict=True):
         _write_output(path, content, force=force)
@@ -168,7 +170,7 @@ class _Scene(NamedTuple):
     directory: Path
 
 
-def _measured(
+def _measure_losses(
     scene: _Scene,
     places: Sequence[float],
     *,
@@ -184,13 +186,13 @@ def _measured(
         raise MissingDependencyError(
             "a loss landscape needs torch", hint="pip install 'trainvitals[torch]'"
         ) from None
+    from vitals_plugins.lab.landscape.surface import copy_model_tensors as values_of
     from vitals_plugins.lab.landscape.surface import (
+        direction_to_weights,
         losses_along,
         random_directions,
         surface,
-        towards,
     )
-    from vitals_plugins.lab.landscape.surface import values as values_of
 
     checkpoint, entry, step, to, directory = scene
     torch.manual_seed(seed)
@@ -202,7 +204,9 @@ def _measured(
         other = values_of(built.model)
     begin = _load(checkpoint, step, directory, built.model)
     directions = (
-        [towards(built.model, other)] if to else random_directions(built.model, dimensions, seed)
+        [direction_to_weights(built.model, other)]
+        if to
+        else random_directions(built.model, dimensions, seed)
     )
     num_points = len(places) ** len(directions)
     with (
@@ -215,7 +219,7 @@ def _measured(
     return begin, end, len(measured_batches), losses
 
 
-def _places(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
+def _point_positions(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
     """Return the positions along a direction; 0, the checkpoint, is among them.
 
     Raises:

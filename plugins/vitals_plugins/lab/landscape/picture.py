@@ -19,7 +19,7 @@ _COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231,
 _NOT_FINITE = "#cc0000"
 
 
-def picture(
+def draw_landscape(
     places: Sequence[float], losses: Losses, *, title: str, along: str, lines: Sequence[str] = ()
 ) -> str:
     """Return the plot: a curve for one row, a color map for several.

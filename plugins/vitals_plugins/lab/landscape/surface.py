@@ -60,15 +60,15 @@ def _filter_normalized_noise(tensor: Tensor, generator: torch.Generator) -> Tens
         tensor.detach().to("cpu", torch.float64), dim=axes, keepdim=True
     )
     noise *= lengths / torch.linalg.vector_norm(noise, dim=axes, keepdim=True)
-    return noise.to(tensor.device, _wide(tensor))
+    return noise.to(tensor.device, _sum_dtype(tensor))
 
 
-def values(model: nn.Module) -> list[Tensor]:
+def copy_model_tensors(model: nn.Module) -> list[Tensor]:
     """Return copies of the model's parameters and buffers, in the order of ``slots``."""
     return [tensor.detach().clone() for _, _, tensor in slots(model)]
 
 
-def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
+def direction_to_weights(model: nn.Module, other: Sequence[Tensor]) -> Direction:
     """Return the direction that ends, at 1, in other weights of the same model.
 
     All floating-point parameters and buffers, including those of norms: at 1 it is the other model.
@@ -77,17 +77,17 @@ def towards(model: nn.Module, other: Sequence[Tensor]) -> Direction:
 
     Args:
         model: with the weights at its start.
-        other: result of ``values`` at the other end.
+        other: result of ``copy_model_tensors`` at the other end.
     """
     return [
-        end.to(_wide(tensor)) - tensor.detach().to(_wide(tensor))
+        end.to(_sum_dtype(tensor)) - tensor.detach().to(_sum_dtype(tensor))
         if tensor.is_floating_point()
         else None
         for (_, _, tensor), end in zip(slots(model), other, strict=True)
     ]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type of its sums."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -110,12 +110,12 @@ class Surface:
             UsageError: the loss function raised, or gave no number.
         """
         scene = self._scene
-        scene.put_back()
+        scene.restore_weights()
         with torch.no_grad():
             for index, (tensor, original) in enumerate(scene.kept):
                 parts = [(by, of[index]) for by, of in moves if by and of[index] is not None]
                 if parts:
-                    moved = original.to(_wide(tensor))
+                    moved = original.to(_sum_dtype(tensor))
                     for by, part in parts:
                         moved = moved + by * part  # type: ignore[operator] # None was left out
                     tensor.copy_(moved)
@@ -166,7 +166,7 @@ def surface(
         torch.manual_seed(seed)
         yield Surface(scene, batches, capture_rng())
     finally:
-        scene.put_back()
+        scene.restore_weights()
         restore_rng(around)
         for module, was_training in training:
             module.training = was_training
@@ -201,9 +201,9 @@ __all__ = [
     "Losses",
     "Mode",
     "Surface",
+    "copy_model_tensors",
+    "direction_to_weights",
     "losses_along",
     "random_directions",
     "surface",
-    "towards",
-    "values",
 ]

@@ -58,7 +58,7 @@ def line_facts(places: Sequence[float], losses: Sequence[float], within: float) 
         most = centre + within * abs(centre)
         down, up = range(middle, -1, -1), range(middle, len(places))
         (low, is_low_open), (high, is_high_open) = (
-            _until(places, losses, way, most) for way in (down, up)
+            _distance_below_limit(places, losses, way, most) for way in (down, up)
         )
         is_open = (is_low_open, is_high_open)
     finite = [i for i in range(len(places)) if math.isfinite(losses[i])]
@@ -69,7 +69,7 @@ def line_facts(places: Sequence[float], losses: Sequence[float], within: float) 
     )
 
 
-def _until(
+def _distance_below_limit(
     places: Sequence[float], losses: Sequence[float], way: range, most: float
 ) -> tuple[float, bool]:
     """Return how far the loss stays below a limit, and whether it does to the end."""
@@ -136,11 +136,11 @@ def landscape_sentences(places: Sequence[float], losses: Losses, within: float) 
             break
         if number == 1:
             yield f"The loss at the checkpoint is {line[len(line) // 2]:.4g}."
-        yield from _of_line(facts, number, line[len(line) // 2], within)
+        yield from _line_sentences(facts, number, line[len(line) // 2], within)
     yield from _of_cells(losses)
 
 
-def _of_line(facts: LineFacts, number: int, centre: float, within: float) -> Iterator[str]:
+def _line_sentences(facts: LineFacts, number: int, centre: float, within: float) -> Iterator[str]:
     along = f"Along direction {number}"
     if facts.curvature is None or facts.slope is None:
         yield f"{along} the loss next to the checkpoint is not finite: the curvature is unknown."

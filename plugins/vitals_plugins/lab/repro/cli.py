@@ -56,7 +56,7 @@ def repro(
     module and operator with a non-finite result. The verdict is data, arithmetic, optimizer state,
     hardware or not reproduced; it is stored next to the capsule.
     """
-    run_dir, file = _capsule(run, step, rank, directory)
+    run_dir, file = _find_capsule(run, step, rank, directory)
     try:
         import torch  # noqa: F401 - asked for before the user's file, which imports it as well
     except ImportError:
@@ -64,12 +64,12 @@ def repro(
             "playing a step needs torch", hint="pip install 'trainvitals[torch]'"
         ) from None
     from trainer_hooks.repro.capsule import read
-    from vitals_plugins.lab.repro.verdict import PlayError, judge, keep
+    from vitals_plugins.lab.repro.verdict import PlayError, judge, write_verdict
     from vitals_plugins.lab.repro.weights import load
 
     capsule = read(file)
     built = build(entry)
-    batches = capsule.batches or _loaded(capsule, built.loader)
+    batches = capsule.batches or _load_batches(capsule, built.loader)
     weights = load(capsule, run_dir, built.model)
     try:
         verdict = judge(capsule, built.model, built.loss_of, weights, batches)
@@ -78,7 +78,7 @@ def repro(
             f"{entry}: loss_of raised {error}",
             hint="it gets the batch as the loader gave it; " + CONTRACT,
         ) from None
-    kept_in = keep(verdict, file.path)
+    kept_in = write_verdict(verdict, file.path)
     if form == "json":
         write_json(verdict)
     else:
@@ -95,7 +95,7 @@ def _verdict_lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> l
 # ------------------------------------------------------------------------------ what is played
 
 
-def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, CapsuleFile]:
+def _find_capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, CapsuleFile]:
     """Return the run and the file of the step's latest capsule.
 
     Raises:
@@ -128,7 +128,7 @@ def _capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[RunDir, 
     return run_dir, min(each for each in of_step if each.attempt == newest)
 
 
-def _loaded(capsule: Capsule, loader: Any) -> Sequence[Any]:
+def _load_batches(capsule: Capsule, loader: Any) -> Sequence[Any]:
     """Return the step's batches, from the loader's dataset by the ids of their samples.
 
     Raises:

@@ -116,7 +116,7 @@ class Scene:
                 stack.enter_context(_eager())
                 if dtype is not None:
                     stack.enter_context(self._converted(dtype))
-                    stack.enter_context(_in_precision(dtype))
+                    stack.enter_context(_use_minimum_precision(dtype))
                 elif self.autocast is not None and self.autocast.dtype:
                     lower = getattr(torch, self.autocast.dtype)
                     stack.enter_context(torch.autocast(self.autocast.device, lower))
@@ -132,10 +132,10 @@ class Scene:
             text = str(error).partition("\n")[0]
             return Played(error=f"{type(error).__name__}: {text}"[:300])
         finally:
-            self.put_back()
+            self.restore_weights()
             restore_rng(around)
 
-    def differs(
+    def first_different_module(
         self,
         batches: Sequence[Any],
         rng: Sequence[dict[str, Any] | None],
@@ -154,7 +154,7 @@ class Scene:
             with torch.no_grad():
                 tensor.put_(where, torch.tensor(values, device=tensor.device).to(tensor.dtype))
             outputs.append([])
-            with _recorded(self.model, outputs[-1]):
+            with _record_output_checksums(self.model, outputs[-1]):
                 self.play(batches, rng)
         pairs = zip(*outputs, strict=False)
         return next((now[0] for now, then in pairs if now != then), "")
@@ -168,7 +168,7 @@ class Scene:
                 f"the loss function returned {kind_of(loss)}, not a tensor of one number"
             )
         if trace is not None:
-            trace.forwarded(loss)
+            trace.finish_forward(loss)
         if loss.requires_grad:
             scaled = loss if dtype is not None else loss * self.loss_scale
             with torch.autocast(loss.device.type, enabled=False):
@@ -186,7 +186,7 @@ class Scene:
         return math.hypot(*norms) / (self.loss_scale if dtype is None else 1.0)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_weights(self) -> None:
         """Restore saved weights and buffers, and delete gradients."""
         for tensor, saved_tensor in self.kept:
             tensor.copy_(saved_tensor)
@@ -234,7 +234,7 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 @contextmanager
-def _recorded(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
+def _record_output_checksums(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
     """Record each module's name after its call, and the checksum of its output."""
 
     def hook_of(name: str) -> Callable[..., None]:
@@ -280,7 +280,7 @@ def _eager() -> Iterator[None]:
 
 
 @contextmanager
-def _in_precision(dtype: torch.dtype) -> Iterator[None]:
+def _use_minimum_precision(dtype: torch.dtype) -> Iterator[None]:
     """Make the code inside compute in ``dtype`` where it requests less, without autocast."""
     enter: Any = torch.amp.autocast_mode.autocast.__enter__
 
@@ -450,7 +450,7 @@ class Trace(TorchDispatchMode):
     def _record_operation(
         self, func: Any, sources: Sequence[_OperationInput], tensor: Tensor, is_written: bool
     ) -> None:
-        is_nan, is_inf = _kinds(tensor)
+        is_nan, is_inf = _find_nan_inf(tensor)
         if not (is_nan or is_inf):
             if tensor.nbytes == tensor.untyped_storage().nbytes():
                 self._last[_storage_address(tensor)] = _FINITE
@@ -471,12 +471,12 @@ class Trace(TorchDispatchMode):
         event = self._last.get(_storage_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
-        return _OperationInput(event, *_kinds(tensor))
+        return _OperationInput(event, *_find_nan_inf(tensor))
 
     def _current_module(self) -> str:
         return self._modules[-1] if self._modules else _IN_LOSS
 
-    def forwarded(self, loss: Tensor) -> None:
+    def finish_forward(self, loss: Tensor) -> None:
         """Finish the trace of the forward; the following is the backward of ``loss``."""
         self._is_forward = False
         start = self._last.get(_storage_address(loss), _UNKNOWN)
@@ -505,7 +505,11 @@ class Trace(TorchDispatchMode):
         operator = re.sub(r"Backward\d*$", "", node)
 
         def look(outgoing: Any, incoming: Any) -> None:
-            if self.origin is None and not _any_bad(incoming) and _any_bad(outgoing):
+            if (
+                self.origin is None
+                and not _has_nonfinite_gradient(incoming)
+                and _has_nonfinite_gradient(outgoing)
+            ):
                 self.origin = NonfiniteOrigin(module, operator, "backward")
 
         return look
@@ -520,15 +524,15 @@ def _can_be_bad(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
 
 
-def _kinds(tensor: Tensor) -> tuple[bool, bool]:
+def _find_nan_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether it holds a NaN, and an infinity."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False, False
     return bool(tensor.isnan().any()), bool(tensor.isinf().any())
 
 
-def _any_bad(gradients: Any) -> bool:
-    return any(any(_kinds(g)) for g in gradients if isinstance(g, Tensor) and _can_be_bad(g))
+def _has_nonfinite_gradient(gradients: Any) -> bool:
+    return any(any(_find_nan_inf(g)) for g in gradients if isinstance(g, Tensor) and _can_be_bad(g))
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -141,7 +141,7 @@ def judge(
         loss_scale=capsule.facts.get("loss_scale") or 1.0,
     )
     case = _Case(capsule=capsule, scene=scene, weights=weights, batches=batches)
-    with _as_in_run(capsule.facts["versions"]):
+    with _use_run_precision(capsule.facts["versions"]):
         return _build_verdict(case, try_machine or _try_machine)
 
 
@@ -150,7 +150,7 @@ _MOST_THREADS = 1024
 
 
 @contextmanager
-def _as_in_run(there: dict[str, str]) -> Iterator[None]:
+def _use_run_precision(there: dict[str, str]) -> Iterator[None]:
     """Add up in the run's order and precision: by its threads and its choice for float32."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
@@ -169,13 +169,17 @@ def _build_verdict(case: _Case, try_machine: Callable[[torch.device], str]) -> R
     if played.error:
         raise PlayError(played.error)
     origin = _trace_origin(case) if played.is_bad(case.limits) else None
-    cause, why, module, rows = _cause(case, played, try_machine)
+    cause, why, module, rows = _find_cause(case, played, try_machine)
     if module:
         origin = None
     return ReplayVerdict(
         verdict=cause,
         sentence=" ".join(
-            (f"{IN_WORDS[cause]}: {why}", *_origin_sentence(origin), _bits(case, played))
+            (
+                f"{IN_WORDS[cause]}: {why}",
+                *_origin_sentence(origin),
+                _loss_equality_sentence(case, played),
+            )
         ),
         module=module or ("" if origin is None else origin.module),
         operator="" if origin is None else origin.operator,
@@ -212,16 +216,16 @@ _Found = tuple[Cause, str, str, tuple[int, ...]]
 """Cause, reason, the module if no operator is the cause, and the samples."""
 
 
-def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
+def _find_cause(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
     """Return the cause: evidence in the state first, because a bad state affects every replay."""
-    if (state := _of_state(case)) is not None:
+    if (state := _find_state_fault(case)) is not None:
         return state
     if not played.is_bad(case.limits):
-        return _of_well(case, played, try_machine)
+        return _explain_good_replay(case, played, try_machine)
     rows, num_rows = _bad_rows(case)
     if rows and (description := _out_of_range(case, rows)):
         return "data", description, "", rows
-    if cured := _in_precision(case):
+    if cured := _precision_sentence(case):
         return "arithmetic", cured, "", rows
     if not rows and (description := _not_finite(case)):
         return "data", description, "", ()
@@ -243,11 +247,11 @@ def _cause(case: _Case, played: Played, try_machine: Callable[[torch.device], st
     return "arithmetic", f"{description}.", "", ()
 
 
-def _of_state(case: _Case) -> _Found | None:
+def _find_state_fault(case: _Case) -> _Found | None:
     """Return a fault of weights or optimizer state, of the run or as loaded."""
     facts = case.capsule.facts
     if facts.get("replica") is not None:
-        return _of_replica(case, facts["replica"])
+        return _find_replica_fault(case, facts["replica"])
     bad = list(facts["state"]["bad"]) if not facts["applied"] else []
     where = "in the run's own state after the step, which changed nothing"
     if not bad and (bad := case.weights.bad):
@@ -269,7 +273,7 @@ def _of_state(case: _Case) -> _Found | None:
     return None
 
 
-def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
+def _find_replica_fault(case: _Case, replica: dict[str, Any]) -> _Found:
     """Return the difference to a replica, and the first module whose output it changes."""
     name, first = replica["tensor"], replica["elements"][0]
     kind, _, rest = name.partition(".")
@@ -277,7 +281,7 @@ def _of_replica(case: _Case, replica: dict[str, Any]) -> _Found:
     module = ""
     if live is not None and max(replica["elements"]) < live.numel():
         values = replica["own"], replica["replica"]
-        module = case.scene.differs(
+        module = case.scene.first_different_module(
             case.batches, case.capsule.rng, live, replica["elements"], *values
         )
     rank_value, other = replica["own"][0], replica["replica"][0]
@@ -296,7 +300,9 @@ def _owner(name: str) -> str:
     return rest.rpartition(".")[0] or rest
 
 
-def _of_well(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
+def _explain_good_replay(
+    case: _Case, played: Played, try_machine: Callable[[torch.device], str]
+) -> _Found:
     """Return the cause for a step that replays well and was bad in the run."""
     device = next((p.device for p in case.scene.model.parameters()), torch.device("cpu"))
     again = case.play(case.batches)
@@ -354,7 +360,7 @@ def _try_machine(device: torch.device) -> str:
 # -------------------------------------------------------------------------------- precision
 
 
-def _in_precision(case: _Case) -> str:
+def _precision_sentence(case: _Case) -> str:
     """Return a sentence that higher precision fixes it; empty if it does not, or is unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
@@ -504,7 +510,7 @@ def _is_bit_equal(capsule: Capsule, played: Played) -> bool | None:
     return played.loss == capsule.loss if math.isfinite(capsule.loss) else None
 
 
-def _bits(case: _Case, played: Played) -> str:
+def _loss_equality_sentence(case: _Case, played: Played) -> str:
     """Return whether the loss is equal, and with which weights, as a sentence."""
     equal = _is_bit_equal(case.capsule, played)
     loss = case.capsule.facts.get("loss")
@@ -520,7 +526,7 @@ def _bits(case: _Case, played: Played) -> str:
 # ------------------------------------------------------------------------------------- files
 
 
-def keep(verdict: ReplayVerdict, capsule: Path) -> Path:
+def write_verdict(verdict: ReplayVerdict, capsule: Path) -> Path:
     """Write a verdict next to its capsule; return its path."""
     path = capsule.with_suffix(VERDICT)
     raw = json.dumps(msgspec.to_builtins(verdict), indent=2).encode() + b"\n"

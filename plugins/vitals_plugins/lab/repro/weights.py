@@ -64,7 +64,7 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
             names.append((step, attempt, ref.id))
     if not names:
         live_tensors = _model_tensors(model)
-        bad, absolute = _looked_at(live_tensors)
+        bad, absolute = _summarize_tensors(live_tensors)
         text = "the weights that the entry built (the run has no checkpoint before this step)"
         return Weights(text=text, is_exact=False, bad=bad, absolute=absolute)
     step, _, name = max(names)
@@ -118,7 +118,7 @@ def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -
         if name.startswith("optim.") and spec.dtype.is_floating_point
     }
     payload.read(folder, [Box.all_of(name, tensor) for name, tensor in moments.items()])
-    bad, absolute = _looked_at(live | moments)
+    bad, absolute = _summarize_tensors(live | moments)
     away = capsule.step - step
     text = f"the weights of step {step}"
     text += "" if not away else f", {away} step{'' if away == 1 else 's'} earlier"
@@ -130,7 +130,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return params | {f"buffer.{clean_name(n)}": b for n, b in model.named_buffers()}
 
 
-def _looked_at(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, float]]:
+def _summarize_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, float]]:
     """Return which are not finite, and the largest magnitude of the others."""
     bad, largest = [], {}
     for name, tensor in tensors.items():

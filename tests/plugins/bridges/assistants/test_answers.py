@@ -16,10 +16,10 @@ from vitals_plugins.bridges.assistants.answers import (
     Fixed,
     Story,
     as_data,
-    pairs,
-    plain,
+    as_json_value,
+    downsample_points,
+    redacted_pairs,
     render,
-    thin,
     without_marks,
 )
 
@@ -49,7 +49,9 @@ def test_a_name_may_be_copied_with_its_marks():
 
 
 def test_text_is_data_unless_a_tool_declares_otherwise():
-    body = plain({"state": Fixed("running"), "name": "x", "list": ["y"], "config": pairs({"k": 1})})
+    body = as_json_value(
+        {"state": Fixed("running"), "name": "x", "list": ["y"], "config": redacted_pairs({"k": 1})}
+    )
     expected = {
         "state": "running",
         "name": f"{OPEN}x{CLOSE}",
@@ -60,12 +62,12 @@ def test_text_is_data_unless_a_tool_declares_otherwise():
 
 
 def test_a_setting_whose_name_marks_a_secret_is_redacted():
-    assert [f"{OPEN}api_key{CLOSE}", "***"] == plain(pairs({"api_key": "x1"}))[0]
-    assert [[f"{OPEN}lr{CLOSE}", 0.1]] == plain(pairs({"lr": 0.1}))
+    assert [f"{OPEN}api_key{CLOSE}", "***"] == as_json_value(redacted_pairs({"api_key": "x1"}))[0]
+    assert [[f"{OPEN}lr{CLOSE}", 0.1]] == as_json_value(redacted_pairs({"lr": 0.1}))
 
 
 def test_numbers_are_short_and_a_number_that_is_not_finite_is_a_word():
-    assert [0.333333, "nan", "inf", "-inf", 7, None, True] == plain(
+    assert [0.333333, "nan", "inf", "-inf", 7, None, True] == as_json_value(
         [1 / 3, math.nan, math.inf, -math.inf, 7, None, True]
     )
 
@@ -141,13 +143,13 @@ def test_any_content_fits_and_all_its_text_is_marked(rows, story, kb):
 
 def test_a_short_curve_is_complete():
     points = [(step, 1.0) for step in range(10)]
-    assert points == thin(points, 10)
+    assert points == downsample_points(points, 10)
 
 
 def test_a_spike_a_dip_and_a_nan_stay_in_a_thinned_curve():
     points = [(step, 1.0 + step % 3) for step in range(10_000)]
     points[1_234], points[5_678], points[7_000] = (1_234, 99.0), (5_678, -7.0), (7_000, "nan")
-    thinned = thin(points, 60)
+    thinned = downsample_points(points, 60)
     assert len(thinned) <= 60
     assert {points[0], points[1_234], points[5_678], points[7_000], points[-1]} <= set(thinned)
     assert sorted(thinned) == sorted(thinned, key=lambda point: point[0])
@@ -159,7 +161,7 @@ def test_a_spike_a_dip_and_a_nan_stay_in_a_thinned_curve():
 )
 def test_the_extremes_of_a_curve_are_always_kept(values, num):
     points = list(enumerate(values))
-    thinned = thin(points, num)
+    thinned = downsample_points(points, num)
     assert len(thinned) <= max(num, 0)
     assert thinned == sorted(thinned, key=lambda point: point[0])
     numbers = [value for value in values if value is not None]
