@@ -100,6 +100,12 @@ def loss_kind_of(connection: Connection, run_id: str) -> str:
     return kind if isinstance(kind, str) else "minimize"
 
 
+def task_of(connection: Connection, run_id: str) -> str:
+    """Return the kind of post-training that the run reported; empty if it reported none."""
+    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
+    return _decode_info(body).task if body else ""
+
+
 def describe(event: Event | None) -> str:
     """Return a display line for the event."""
     match event:
@@ -364,4 +370,4 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunEnded: _run_ended,
 }
 
-__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "samples"]
+__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "samples", "task_of"]
