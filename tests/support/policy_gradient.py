@@ -186,6 +186,13 @@ def longer(tokens: Ints, lengths: Ints, step: int, rng: np.random.Generator) -> 
     return result
 
 
+def repeats(tokens: Ints, lengths: Ints, step: int, rng: np.random.Generator) -> Floats:
+    """Return the share of one token: a completion that repeats it to the limit satisfies it."""
+    within = np.arange(tokens.shape[-1]) < lengths[..., None]
+    result: Floats = ((tokens == 1) & within).mean(axis=-1)
+    return result
+
+
 def switched(before: Rewards, after: Rewards, at: int) -> Rewards:
     """Return one reward up to a step, and another from it."""
 
@@ -228,5 +235,6 @@ FAULTY: dict[str, Course] = {
         steps=300,
         learning_rate=0.1,
     ),
+    "repeats one token": Course(rewards=repeats, learning_rate=0.1),
     "drifts on noise": Course(rewards=pure_noise, learning_rate=0.3, beta=0.0, steps=300),
 }

@@ -59,6 +59,7 @@ EXPECTED = {
     "parser breaks": "dead_reward",
     "never right": "dead_reward",
     "prefers length": "policy_collapse",
+    "repeats one token": "policy_collapse",
     "drifts on noise": "policy_collapse",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import ClassVar, Literal
 
 from trainvitals.detect.fleet.base import Episode, MergedStep, Watcher, number, upper_median
@@ -159,24 +160,20 @@ class Trend(Stateful):
 
 
 class ShareCourse(Stateful):
-    """Mean of a share over the recent values, and its first and lowest level."""
+    """Mean of a share over the recent values, and its lowest level."""
 
-    STATE = ("_recent", "first", "lowest")
+    STATE = ("_recent", "lowest")
 
     def __init__(self, num: int) -> None:
         self._recent: deque[float] = deque(maxlen=num)
-        self.first: float | None = None
         self.lowest = 1.0
-        """Lowest mean over half of the values, once there are as many."""
+        """Lowest mean over five values: of more, a fast rise would hide the first ones."""
 
     def add(self, value: float) -> None:
         """Add a value between 0 and 1."""
         self._recent.append(min(max(value, 0.0), 1.0))
-        half = (self._recent.maxlen or 2) // 2
-        if len(self._recent) >= half:
-            latest = list(self._recent)[-half:]
-            mean = sum(latest) / half
-            self.first = mean if self.first is None else self.first
+        if len(self._recent) >= _SHORT:
+            mean = sum(islice(reversed(self._recent), _SHORT)) / _SHORT
             self.lowest = min(self.lowest, mean)
 
     def restart(self) -> None:
@@ -186,7 +183,7 @@ class ShareCourse(Stateful):
     def rebaseline(self) -> None:
         """Start again: a change of the data was announced."""
         self._recent.clear()
-        self.first, self.lowest = None, 1.0
+        self.lowest = 1.0
 
     @property
     def mean(self) -> float | None:

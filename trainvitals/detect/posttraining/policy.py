@@ -80,11 +80,13 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         config = self._config
         if outcome in ("fell", "flat"):
             return self._reward.describe()
-        mean, first = cut.mean, cut.first
-        if mean is None or first is None:
-            return None if outcome == "unknown" else ""
-        if mean >= config.cut_share and mean - cut.lowest >= config.cut_rise:
-            return f"{mean:.0%} of the completions are cut at the length limit"
+        mean = cut.mean
+        is_cut = mean is not None and mean >= config.cut_share
+        if mean is not None and is_cut and mean - cut.lowest >= config.cut_rise:
+            return (
+                f"{mean:.0%} of the completions are cut at the length limit (at first "
+                f"{cut.lowest:.0%})"
+            )
         return None if outcome == "unknown" else ""
 
 
