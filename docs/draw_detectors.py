@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
+from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_SCALARS, OF_STEPS
 from docs.drawn.entry import Entry
 from docs.drawn.svg import Panel, draw
 from docs.drawn.trained import (
@@ -69,6 +69,16 @@ SETS = (
         "over all ranks. These detectors only report. A finding is reported once, and again only "
         "after it was absent for a while; their settings are the defaults in the code.",
         OF_STEPS,
+    ),
+    (
+        "On scalars of post-training",
+        "`trainvitals/detect/posttraining/set.py:PostTrainingDetectors` runs in the collector, on "
+        "the scalars that rank 0 records, if the run declared its kind: the Hugging Face callback "
+        "takes it from the trainer's class, other loops give `watch(task=...)` or "
+        "`attach(task=...)`. The scalars of one step are judged once a later step was logged. "
+        "These detectors only report. The [guide](guides/post-training.md) has the names of the "
+        "scalars by library. All of them share the settings listed at the first one.",
+        OF_SCALARS,
     ),
     (
         "On samples of a node",

@@ -34,6 +34,7 @@ from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.run import judge_returned
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
+from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
 
@@ -54,7 +55,8 @@ def attach(
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
-    loss_kind: LossKind = "minimize",
+    loss_kind: LossKind | None = None,
+    task: Task | None = None,
     on_hang: OnHang = "alert",
 ) -> Attached:
     """Guard a loop that steps its optimizers itself. Call on all ranks, before the first step.
@@ -84,6 +86,7 @@ def attach(
         signals: additional signals to measure, and how often. The noise scale needs the norm
             before the clip, as outliers do.
         loss_kind: meaning of the loss, as in ``watch``.
+        task: kind of a post-training run, as in ``watch``.
         on_hang: reaction to a hang, as in ``watch``.
 
     Returns:
@@ -105,7 +108,8 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
-        loss_kind=loss_kind,
+        loss_kind=loss_kind or loss_kind_of_task(task) or "minimize",
+        task=task,
         on_hang=on_hang,
         owns_clip=max_norm is not None,
         owns_step=False,

@@ -55,6 +55,7 @@ from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
+from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
 from trainvitals.records import (
@@ -85,6 +86,7 @@ def watch(
     signals: SignalSettings | None = None,
     early_stopping: EarlyStopping | None = None,
     loss_kind: LossKind | None = None,
+    task: Task | None = None,
     scheduler_every: SchedulerEvery = "step",
     on_hang: OnHang = "alert",
     total_steps: int | None = None,
@@ -127,8 +129,11 @@ def watch(
             state is kept for ``monitor.restore_best()``.
         loss_kind: ``minimize`` for a loss that should fall. With ``rl`` (a policy loss) and
             ``adversarial`` (a GAN loss) the loss never withholds an update, and its level is only
-            reported; gradient norms are judged as usual. None: ``minimize`` for one model,
-            ``adversarial`` for several.
+            reported; gradient norms are judged as usual. None: that of ``task``, otherwise
+            ``minimize`` for one model, ``adversarial`` for several.
+        task: kind of a post-training run: ``sft``, ``dpo``, ``cpo``, ``orpo``, ``kto``,
+            ``reward_model``, ``grpo``, ``rloo`` or ``ppo``. Its scalars (``monitor.observe``) are
+            then judged, such as reward, entropy and KL divergence. None: they are not.
         scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
             ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()``.
         on_hang: ``restart``: the node's agent ends a hung job once the page has held for 60 s, so
@@ -168,7 +173,10 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind or ("adversarial" if isinstance(whole, Models) else "minimize"),
+        loss_kind=loss_kind
+        or loss_kind_of_task(task)
+        or ("adversarial" if isinstance(whole, Models) else "minimize"),
+        task=task,
         scheduler_every=scheduler_every,
         on_hang=on_hang,
         total_steps=total_steps,
@@ -246,6 +254,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
             judge=run.judge.config,
             total_steps=arguments.total_steps or 0,
             schedule=run.features[ScheduleFeature].name,
+            task=arguments.task or "",
         )
         restored = _start_run(run, run_paths, info)
         if ranks.rank == 0:

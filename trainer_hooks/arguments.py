@@ -25,6 +25,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import Models, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
+from trainvitals.detect.posttraining.names import TASKS, Task, is_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -56,6 +57,7 @@ class Arguments:
     engine: Engine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
+    task: Task | None = None
     scheduler_every: SchedulerEvery = "step"
     on_hang: OnHang = "alert"
     total_steps: int | None = None
@@ -115,6 +117,7 @@ class Arguments:
             how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
             _check_loss_kind(self.loss_kind)
+            _check_task(self.task)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
             self.declared_schedule()
@@ -227,6 +230,14 @@ def _check_loss_kind(value: object) -> None:
         raise UsageError(
             f"loss_kind is {value!r}; it must be one of {', '.join(get_args(LossKind))}",
             hint="'minimize' for a loss that training minimizes, 'rl' or 'adversarial' otherwise",
+        )
+
+
+def _check_task(value: object) -> None:
+    if value is not None and not is_task(value):
+        raise UsageError(
+            f"task is {value!r}; it must be one of {', '.join(TASKS)}",
+            hint="the kind of post-training; leave it out for any other training",
         )
 
 

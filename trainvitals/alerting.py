@@ -377,6 +377,82 @@ ALERTS: tuple[AlertSpec, ...] = (
         "weights. `vitals show RUN --metric steps.weight_norm` shows when it began.",
     ),
     AlertSpec(
+        name="PolicyCollapsed",
+        severity="notify",
+        point=True,
+        help="The policy became nearly deterministic, and its reward did not rise, was lost, or "
+        "its completions no longer end.",
+        to_do="Go back to a checkpoint before the entropy fell. Lower the learning rate or raise "
+        "beta; check that the reward has a signal that no fixed text satisfies.",
+    ),
+    AlertSpec(
+        name="RewardDead",
+        severity="notify",
+        point=True,
+        help="In nearly all groups the completions have equal rewards, so there is no gradient, "
+        "and the reward is not at its best.",
+        to_do="Read some completions with their rewards. Check the reward's parser; filter prompts "
+        "that always or never succeed; raise the temperature or the completions per prompt.",
+    ),
+    AlertSpec(
+        name="PolicyDiverged",
+        severity="notify",
+        point=True,
+        help="The policy moves away from its reference, and the reward does not rise or was lost.",
+        to_do="Raise beta or lower the learning rate, and continue from the checkpoint with the "
+        "best reward.",
+    ),
+    AlertSpec(
+        name="CompletionsCut",
+        severity="notify",
+        point=True,
+        help="Nearly all completions are cut at the length limit, and the reward does not rise or "
+        "was lost.",
+        to_do="Read some completions. Check the end-of-sequence token of the chat template and the "
+        "length limit; penalize or mask cut completions.",
+    ),
+    AlertSpec(
+        name="RewardHacked",
+        severity="notify",
+        point=True,
+        help="The training reward is at its best while a held-out reward was lost.",
+        to_do="Read the completions with the highest rewards, close the gap of the reward, and "
+        "continue from the checkpoint with the best held-out reward.",
+    ),
+    AlertSpec(
+        name="PolicyUpdateTooLarge",
+        severity="notify",
+        point=True,
+        help="The updates of a batch move the policy too far from the one that sampled it.",
+        to_do="Lower the learning rate or the number of updates per batch; use fresher samples.",
+    ),
+    AlertSpec(
+        name="SamplerDiffers",
+        severity="notify",
+        point=True,
+        help="The sampler's log-probabilities differ from the trainer's: the samples are not from "
+        "the policy that is trained.",
+        to_do="Check that new weights reach the sampler, and that precision, quantization, "
+        "temperature and chat template are the same in both.",
+    ),
+    AlertSpec(
+        name="ChosenImprobable",
+        severity="notify",
+        point=True,
+        help="In preference training the chosen completions become improbable, like the rejected "
+        "ones.",
+        to_do="Lower the learning rate, raise beta, or add an SFT term to the loss.",
+    ),
+    AlertSpec(
+        name="PreferenceLeaked",
+        severity="notify",
+        point=True,
+        help="Nearly all preference pairs are ranked correctly from the start: they differ in "
+        "something trivial.",
+        to_do="Compare some pairs as tokens: template, length, marks, and whether the model was "
+        "trained on them.",
+    ),
+    AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,

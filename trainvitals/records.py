@@ -369,6 +369,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Declared optimizer steps of the whole run; 0: not declared."""
     schedule: str = ""
     """Schedule that its learning rates are compared with, for display."""
+    task: str = ""
+    """Kind of a post-training run, whose scalars are judged; empty: any other run."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):

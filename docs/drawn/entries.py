@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from docs.drawn import loop, nodes, steps, waits
+from docs.drawn import loop, nodes, posttraining, steps, waits
 from docs.drawn.entry import Entry
 from trainvitals.detect.registry import DETECTORS
 
@@ -14,5 +14,6 @@ def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 IN_LOOP = _in_order(loop.ENTRIES)
 OF_STEPS = _in_order((*steps.ENTRIES, *waits.ENTRIES))
+OF_SCALARS = _in_order(posttraining.ENTRIES)
 OF_NODES = _in_order(nodes.ENTRIES)
-ENTRIES = (*IN_LOOP, *OF_STEPS, *OF_NODES)
+ENTRIES = (*IN_LOOP, *OF_STEPS, *OF_SCALARS, *OF_NODES)

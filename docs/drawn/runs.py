@@ -19,6 +19,7 @@ from trainvitals.detect import (
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000
@@ -185,6 +186,42 @@ def watched(
     ]
     if limit is not None:
         drawn.append(Line(label=limit[0], points=levels, role="limit"))
+    return _panel(title, drawn, mine, x_label="step", y_label=y_label, log=log)
+
+
+def logged(
+    title: str,
+    rows: Sequence[Mapping[str, float]],
+    detector: str = "",
+    *,
+    lines: Mapping[str, str],
+    task: str = "grpo",
+    y_label: str,
+    log: bool = False,
+) -> Panel:
+    """Run the detectors of a post-training run on its scalars, and return the panel.
+
+    Args:
+        title: title of the course.
+        rows: the scalars of each step.
+        detector: expected detector; empty: no findings are expected.
+        lines: scalars to draw, by label.
+        task: kind of the run.
+        y_label: name of the axis.
+        log: draw logarithms.
+    """
+    detectors, findings = PostTrainingDetectors(task), list[Finding]()
+    for number, values in enumerate(rows):
+        findings += detectors.update(values, step=number, attempt=1, time_unix_ns=0)
+    drawn = [
+        Line(
+            label=label,
+            points=[(float(n), row[name]) for n, row in enumerate(rows) if name in row],
+            role="other" if number else "value",
+        )
+        for number, (label, name) in enumerate(lines.items())
+    ]
+    mine = check(title, findings, detector)
     return _panel(title, drawn, mine, x_label="step", y_label=y_label, log=log)
 
 

@@ -5,13 +5,14 @@ import re
 
 import pytest
 
-from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
+from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_SCALARS, OF_STEPS
 from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet import set as fleet
 from trainvitals.detect.fleet.speed import PaceConfig
+from trainvitals.detect.posttraining.set import WATCHERS
 
 NAMES = [entry.name for entry in ENTRIES]
 
@@ -33,6 +34,9 @@ class TestNoneIsLeftOut:
     def test_every_watcher_of_the_set_has_an_entry(self):
         there = set(FleetDetectors().state_dict()["watchers"]) | functions_that_tell()
         assert there == {entry.name for entry in (*OF_STEPS, *OF_NODES)}
+
+    def test_every_detector_of_scalars_has_an_entry_in_its_order(self):
+        assert [watcher.name for watcher in WATCHERS] == [entry.name for entry in OF_SCALARS]
 
     def test_every_watcher_that_is_public_has_an_entry(self):
         classes = [item for item in vars(fleet).values() if inspect.isclass(item)]

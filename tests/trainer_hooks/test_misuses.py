@@ -203,6 +203,10 @@ def an_unknown_on_hang(p):
     p.watch(on_hang="kill")
 
 
+def an_unknown_task(p):
+    p.watch(task="gpro")
+
+
 def a_scheduler_that_needs_a_metric(p):
     p.watch(lr_scheduler.ReduceLROnPlateau(p.optimizer))
 
@@ -364,6 +368,7 @@ REFUSED = {
         "on_hang is 'kill'; it must be 'alert' or 'restart'",
         "'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
     ),
+    an_unknown_task: ("task is 'gpro'; it must be one of sft, dpo", "leave it out for any other"),
     an_unknown_scheduler_every: (
         "scheduler_every is 'batch'; it must be 'step' or 'epoch'",
         "'epoch' for those that count epochs",

@@ -524,6 +524,15 @@ def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path
     assert msgspec.convert(info.judge, type(config)) == config
 
 
+def test_the_kind_of_post_training_is_recorded_and_gives_the_meaning_of_the_loss():
+    with Loop(mode="guard", task="grpo").monitor as monitor:
+        kind = run_of(monitor).judge.config.loss_kind
+        info = RunDir.open(run_directory(monitor)).info()
+    assert ("grpo", "rl") == (info.task, kind)
+    with Loop(mode="guard", task="grpo", loss_kind="minimize").monitor as monitor:
+        assert "minimize" == run_of(monitor).judge.config.loss_kind
+
+
 def test_a_setting_that_does_not_exist_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("VITALS_LADDER_MARGINS", "5")
     with pytest.raises(ConfigError, match="VITALS_LADDER_MARGINS"):

@@ -9,6 +9,7 @@ import trainvitals
 from trainvitals.alerting import ALERTED_KINDS, ALERTS, alerts_for_finding
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.detect.registry import ACTED_CAUSES, DETECTORS, DOMAINS, KINDS, kinds_about
 from trainvitals.records import Finding
 
@@ -43,6 +44,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     rows = [name for name in DETECTORS if name in fed]
     assert fed == rows
     watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
+    watchers |= {watcher.name for watcher in WATCHERS}
     assert watchers <= set(DETECTORS)
     of_others = {"hang", "outlier", "probe", "evaluation", "snapshots", "policy", "rule", "loop"}
     of_others |= {"replicas", "schedule", "shipper"}

@@ -8,6 +8,7 @@ import pytest
 
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.outliers import RobustWindow
+from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.policy import Judge
 from trainvitals.stateful import Stateful, StatefulRow, hexadecimal, row, table
 
@@ -193,11 +194,29 @@ IN_STORES = {
 }
 
 
+OF_SCALARS = {
+    "policy_collapse": "place episode entropy reward cut",
+    "dead_reward": "place episode share reward num",
+    "kl_runaway": "place episode recent at_best reward",
+    "truncation": "place episode cut reward",
+    "reward_hacking": "place episode reward held_out best num_below",
+    "policy_ratio": "place episode clipped ratio",
+    "sampler_gap": "place episode gap",
+    "preference": "place episode chosen rejected first early first_step",
+}
+
+
 def test_the_keys_of_what_checkpoints_hold_do_not_change() -> None:
     state = Judge().detector_state()
     assert IN_CHECKPOINTS.keys() | {"suspended", "known_rate"} == state.keys()
     assert IN_CHECKPOINTS == {name: " ".join(state[name]) for name in IN_CHECKPOINTS}
     assert ["window", "first", "limit", "age"] == list(state["outlier"]["loss"])
+
+
+def test_the_keys_of_the_detectors_over_scalars_do_not_change() -> None:
+    states = [PostTrainingDetectors(task).state_dict()["watchers"] for task in ("grpo", "dpo")]
+    kept = {name: " ".join(state) for of_task in states for name, state in of_task.items()}
+    assert OF_SCALARS == kept
 
 
 def test_what_a_store_of_an_earlier_version_lacks_begins_anew() -> None:

@@ -39,6 +39,7 @@ from trainer_hooks.integrations.zero import (
 )
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
+from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW
@@ -60,6 +61,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
+    task = options.get("task")
     arguments = Arguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
@@ -73,7 +75,8 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tags=options.get("tags", ()),
         state=options.get("state"),
         signals=options.get("signals"),
-        loss_kind=options.get("loss_kind", "minimize"),
+        loss_kind=options.get("loss_kind") or loss_kind_of_task(task) or "minimize",
+        task=task,
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )

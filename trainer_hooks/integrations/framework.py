@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from trainer_hooks.measures.settings import SignalSettings
 from trainvitals.detect.outliers import LossKind
+from trainvitals.detect.posttraining.names import Task
 from trainvitals.errors import MissingDependencyError
 from trainvitals.records import OnHang
 
@@ -29,7 +30,8 @@ class Options(TypedDict, total=False):
     tags: Sequence[str]
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
-    loss_kind: LossKind
+    loss_kind: LossKind | None
+    task: Task | None
     on_hang: OnHang
 
 

@@ -20,6 +20,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainer_hooks.lifecycle.shutdown import EndState
+from trainvitals.detect.posttraining.names import task_of_class
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -47,7 +48,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
                 before the clip are unknown: non-finite steps are still skipped, but outliers are
                 not.
             options: as for ``trainer_hooks.attach``. Defaults of ``run`` and ``config`` are the
-                trainer's.
+                trainer's; that of ``task`` follows from its class, if it is one of TRL's trainers
+                or derived from one.
         """
         self._trainer = trainer
         self._options = options
@@ -73,6 +75,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         options = Options(**self._options)
         options.setdefault("run", args.run_name)
         options.setdefault("config", args.to_sanitized_dict())
+        options.setdefault("task", task_of_class(type(self._trainer)))
         self.attached = self._attach(kwargs["model"], kwargs["optimizer"], options)
         if self._trainer is None and state.is_world_process_zero:
             _LOG.warning(

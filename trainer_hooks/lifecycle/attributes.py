@@ -40,6 +40,7 @@ def run_info(
     judge: JudgeConfig,
     total_steps: int = 0,
     schedule: str = "",
+    task: str = "",
 ) -> RunInfo:
     """Return the attributes of the run; secrets are removed by ``redaction``."""
     tag_list = [tags] if isinstance(tags, str) else tags
@@ -60,6 +61,7 @@ def run_info(
         judge=msgspec.to_builtins(judge),
         total_steps=total_steps,
         schedule=_text(schedule),
+        task=task,
     )
 
 

@@ -99,6 +99,18 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="weight_norm", alert="WeightNormMoved"),
         Kind(name="activation", alert="ActivationsGrew", subject="layer"),
         Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
+        Kind(name="policy_collapse", alert="PolicyCollapsed"),
+        Kind(name="dead_reward", alert="RewardDead"),
+        Kind(name="kl_runaway", alert="PolicyDiverged"),
+        Kind(name="truncation", alert="CompletionsCut"),
+        Kind(name="reward_hacking", alert="RewardHacked"),
+        Kind(name="policy_ratio", alert="PolicyUpdateTooLarge", causes=("clip_saturated",)),
+        Kind(name="sampler_gap", alert="SamplerDiffers"),
+        Kind(
+            name="preference",
+            alert="ChosenImprobable",
+            alerts={"preference_leak": "PreferenceLeaked"},
+        ),
         Kind(name="throughput", alert="ThroughputFell", domain="speed"),
         Kind(
             name="data_bound",
@@ -308,6 +320,19 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(
             name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}
         ),
+        # Over the scalars of a post-training run, if it declared its kind.
+        DetectorSpec(
+            name="policy_collapse", where="collector", kinds={"policy_collapse": "advisory"}
+        ),
+        DetectorSpec(name="dead_reward", where="collector", kinds={"dead_reward": "advisory"}),
+        DetectorSpec(name="kl_runaway", where="collector", kinds={"kl_runaway": "advisory"}),
+        DetectorSpec(name="truncation", where="collector", kinds={"truncation": "advisory"}),
+        DetectorSpec(
+            name="reward_hacking", where="collector", kinds={"reward_hacking": "advisory"}
+        ),
+        DetectorSpec(name="policy_ratio", where="collector", kinds={"policy_ratio": "advisory"}),
+        DetectorSpec(name="sampler_gap", where="collector", kinds={"sampler_gap": "advisory"}),
+        DetectorSpec(name="preference", where="collector", kinds={"preference": "advisory"}),
         # Over the heartbeats of the ranks; in the collector for a job on several nodes.
         DetectorSpec(
             name="hang",

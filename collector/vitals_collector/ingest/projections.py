@@ -100,6 +100,12 @@ def loss_kind_of(connection: Connection, run_id: str) -> str:
     return kind if isinstance(kind, str) else "minimize"
 
 
+def task_of(connection: Connection, run_id: str) -> str:
+    """Return the kind of post-training that the run reported; empty if it reported none."""
+    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
+    return _decode_info(body).task if body else ""
+
+
 def describe_event(event: Event | None) -> str:
     """Return a display line for the event."""
     match event:
@@ -380,4 +386,5 @@ __all__ = [
     "describe_samples",
     "loss_kind_of",
     "note_processes",
+    "task_of",
 ]

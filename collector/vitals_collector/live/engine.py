@@ -181,6 +181,7 @@ class AlertEngine:
         run_ids: set[str] = set()
         changed: set[str] = set()
         noted: set[str] = set()
+        with_scalars: set[str] = set()
         dirty: set[Writer] = set()
         while self._came:
             with suppress(IndexError):  # another thread popped it
@@ -189,6 +190,8 @@ class AlertEngine:
                     run_ids.add(identity.run_id)
                     if batch.header.stream_schema.stream in WATCHED:
                         rows.append(batch)
+                    elif batch.header.stream_schema.stream == "scalars":
+                        with_scalars.add(identity.run_id)
                     for row in events:
                         if isinstance(row.event, _AWAITED):
                             dirty.add((identity.run_id, identity.incarnation))
@@ -199,6 +202,8 @@ class AlertEngine:
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
+        for run_id in with_scalars:
+            self._watching.note_scalars(run_id)
         self._runs.touch(run_ids, at_once=False)
         self._runs.touch(changed, at_once=True)
         if dirty:

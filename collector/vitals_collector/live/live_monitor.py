@@ -30,6 +30,7 @@ from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
+from vitals_collector.live.scalar_watch import ScalarState, ScalarWatch
 from vitals_collector.live.step_join import (
     BEFORE_ALL,
     LAYER_COLUMNS,
@@ -205,6 +206,8 @@ class RunWatchState(msgspec.Struct, kw_only=True):
     """First step from which this process could detect onsets."""
     lasting: list[Finding] = []
     """Findings whose condition lasts: a straggler, a drop of throughput."""
+    scalars: ScalarState = msgspec.field(default_factory=ScalarState)
+    """Judged scalars of a post-training run."""
 
 
 # ------------------------------------------------- ranks on several nodes that make no progress
@@ -304,10 +307,14 @@ class FollowedRun:
     has_new_onset: bool = False
     """Whether a series left its course since this was stored."""
     _still: StillNodes = field(default_factory=StillNodes)
+    _scalars: ScalarWatch = field(init=False)
+    _scalar_findings: list[TimedFinding] = field(default_factory=list)
+    """Those since the last call of ``advance``."""
 
     def __post_init__(self) -> None:
         self._onsets = OnsetTracker(self.saved.onsets or ())
         self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
+        self._scalars = ScalarWatch(self.run_id, self.saved.scalars)
         self.watchers.gpus = self._fresh.gpus
         self._num_unmerged = self.steps.num_missing
 
@@ -355,7 +362,9 @@ class FollowedRun:
             and (blocks := fresh.read_stored(*moment, HOSTS, budget))
         ):
             num_read += self._add_blocks(blocks, now_ns)
-        self.has_changed = self.has_changed or num_read > 0
+        judged = self.saved.scalars.judged
+        self._scalar_findings += map(TimedFinding._make, self._scalars.read(moment, budget))
+        self.has_changed |= num_read > 0 or judged != self.saved.scalars.judged
         self._saves = self._new_checkpoints(moment.sql)
         if has_more or self._is_paused:
             self._look_for_pause(moment.sql, now_ns)
@@ -369,7 +378,12 @@ class FollowedRun:
     @property
     def is_read(self) -> bool:
         """Whether there was nothing more to read."""
-        return self._fresh.is_read
+        return self._fresh.is_read and self._scalars.is_read
+
+    @property
+    def reads_scalars(self) -> bool:
+        """Whether the run's scalars are judged."""
+        return self._scalars.is_used
 
     @property
     def is_drained(self) -> bool:
@@ -488,6 +502,8 @@ class FollowedRun:
         if is_running:
             at = self._now_of_run(now_ns)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
+        records += self._scalar_findings
+        self._scalar_findings = []
         if merged or rounds or records:
             self._keep_lasting(records)
         self.has_changed = self.has_changed or bool(merged or records)
@@ -501,7 +517,7 @@ class FollowedRun:
             for record in records
             if record.finding.cause != STALL
         }
-        on = self.watchers.lasting() if lasting else frozenset()
+        on = self.watchers.lasting() | self._scalars.lasting() if lasting else frozenset()
         self.saved.lasting = [finding for finding in lasting.values() if finding.detector in on]
 
     def take_unmerged(self) -> int:
@@ -580,6 +596,7 @@ class FollowedRun:
             onsets=list(self._onsets.onsets),
             judged_from=self._onsets.judged_from,
             next_seq=self.saved.next_seq + num_findings,
+            scalars=self._scalars.state(),
         )
 
     def _processed_seqs(self) -> Mapping[Writer, int]:
@@ -701,6 +718,12 @@ class LiveMonitor:
     def note(self, run_id: str) -> None:
         """Remember that the store has something new of a run: rows, names or a checkpoint."""
         self._live.note(run_id)
+
+    def note_scalars(self, run_id: str) -> None:
+        """Remember that the store has new scalars, if those of the run are judged."""
+        followed = self._open.get(run_id)
+        if followed is not None and followed.reads_scalars:
+            self.note(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
         """Load the stored state of runs that this collector has acquired.

@@ -1,0 +1,220 @@
+"""Examples of the detectors over the scalars of post-training runs."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from docs.drawn.entry import Entry
+from docs.drawn.runs import logged
+from docs.drawn.svg import Panel
+from trainvitals.detect.posttraining import policy, preference, sampling
+from trainvitals.detect.posttraining.settings import PostTrainingConfig
+
+Rows = Sequence[dict[str, float]]
+_STEPS = 140
+
+
+def _rows(num: int = _STEPS, **scalars: Callable[[int], float]) -> Rows:
+    """Return scalars as functions of the step; ``__`` in a name is a slash."""
+    return [{name.replace("__", "/"): of(n) for name, of in scalars.items()} for n in range(num)]
+
+
+def _noisy(seed: int, of: Callable[[int], float], scale: float = 0.02) -> Callable[[int], float]:
+    values = random.Random(seed).choices(range(-100, 101), k=_STEPS)
+    return lambda n: of(n) + scale * values[n] / 100.0
+
+
+def _rise(first: float, last: float, num: int = 60, since: int = 0) -> Callable[[int], float]:
+    """Return a course from one level to another."""
+    return lambda n: first + (last - first) * min(max(n - since, 0) / num, 1.0)
+
+
+def _decay(first: float, last: float, num: int = 60, since: int = 0) -> Callable[[int], float]:
+    """Return the same as a constant factor per step."""
+    return lambda n: first * (last / first) ** min(max(n - since, 0) / num, 1.0)
+
+
+_RISES = _noisy(1, _rise(0.1, 0.95))
+_LOST = _noisy(2, lambda n: _rise(0.1, 0.6, 40)(n) - _rise(0.0, 0.45, 30, 60)(n))
+_ENTROPY = {"entropy": "entropy", "reward": "reward"}
+
+
+def policy_collapse() -> list[Panel]:
+    """A policy that loses its reward with its entropy; a task that is solved."""
+    entropy = _noisy(3, _decay(2.0, 0.02, 50, 40), 0.005)
+    return [
+        logged("entropy falls to a hundredth, and the reward is lost",
+               _rows(entropy=entropy, reward=_LOST), "policy_collapse",
+               lines=_ENTROPY, y_label="nats, reward"),
+        logged("silent: the same entropy, and the task is solved",
+               _rows(entropy=entropy, reward=_RISES), lines=_ENTROPY, y_label="nats, reward"),
+    ]  # fmt: skip
+
+
+def dead_reward() -> list[Panel]:
+    """A reward whose parser breaks; a solved task."""
+    lines = {"share of groups without gradient": "frac_reward_zero_std", "reward": "reward"}
+    broken = _rows(
+        frac_reward_zero_std=_noisy(4, lambda n: 0.2 if n < 70 else 0.98),
+        reward=lambda n: _RISES(n) if n < 70 else 0.0,
+    )
+    solved = _rows(frac_reward_zero_std=_noisy(5, _rise(0.1, 0.97, 80)), reward=_RISES)
+    return [
+        logged("the reward is 0 for all from step 70 on", broken, "dead_reward", lines=lines,
+               y_label="share, reward"),
+        logged("silent: groups have equal rewards, as the task is solved", solved, lines=lines,
+               y_label="share, reward"),
+    ]  # fmt: skip
+
+
+def kl_runaway() -> list[Panel]:
+    """A divergence that grows while the reward is lost; one that a gain explains."""
+    lines = {"KL divergence": "kl", "reward": "reward"}
+    kl = _noisy(6, _decay(0.02, 2.0, 100, 20), 0.002)
+    return [
+        logged("the policy moves away, and the reward is lost", _rows(kl=kl, reward=_LOST),
+               "kl_runaway", lines=lines, y_label="KL, reward"),
+        logged("silent: the same divergence, with a gain",
+               _rows(kl=kl, reward=_noisy(1, _rise(0.1, 0.95, 120))), lines=lines,
+               y_label="KL, reward"),
+    ]  # fmt: skip
+
+
+def truncation() -> list[Panel]:
+    """Completions that stop ending; a task that needs long ones."""
+    lines = {"share of cut completions": "completions/clipped_ratio", "reward": "reward"}
+    cut = {"completions__clipped_ratio": _noisy(7, _rise(0.05, 0.95, 50, 30))}
+    return [
+        logged("completions run into the limit, and the reward is lost",
+               _rows(**cut, reward=_LOST), "truncation", lines=lines, y_label="share, reward"),
+        logged("silent: as long, with a gain", _rows(**cut, reward=_RISES), lines=lines,
+               y_label="share, reward"),
+    ]  # fmt: skip
+
+
+def reward_hacking() -> list[Panel]:
+    """A held-out reward that is lost; one that follows."""
+    lines = {"held-out reward": "eval/reward", "training reward": "reward"}
+
+    def evaluated(of: Callable[[int], float]) -> Rows:
+        rows = _rows(reward=_RISES)
+        for n in range(0, _STEPS, 5):
+            rows[n]["eval/reward"] = of(n)
+        return rows
+
+    lost = _noisy(8, lambda n: _rise(0.1, 0.6, 50)(n) - _rise(0.0, 0.5, 40, 70)(n), 0.01)
+    follows = _noisy(9, _rise(0.1, 0.8), 0.01)
+    return [
+        logged("the held-out reward is lost", evaluated(lost), "reward_hacking", lines=lines,
+               y_label="reward"),
+        logged("silent: both rise", evaluated(follows), lines=lines, y_label="reward"),
+    ]  # fmt: skip
+
+
+def policy_ratio() -> list[Panel]:
+    """Most tokens are clipped; some are, as usual."""
+    lines = {"share of clipped tokens": "clip_ratio/region_mean"}
+    high, usual = _noisy(10, _rise(0.1, 0.75, 30, 50)), _noisy(11, lambda n: 0.2, 0.1)
+    return [
+        logged("most tokens are clipped", _rows(clip_ratio__region_mean=high), "policy_ratio",
+               lines=lines, y_label="share"),
+        logged("silent: a fifth is clipped", _rows(clip_ratio__region_mean=usual), lines=lines,
+               y_label="share"),
+    ]  # fmt: skip
+
+
+def sampler_gap() -> list[Panel]:
+    """The sampler keeps old weights; the rounding of other kernels."""
+    name = "sampling/sampling_logp_difference/mean"
+    lines = {"difference of log-probabilities": name}
+    old, usual = _noisy(12, _rise(0.01, 0.5, 50, 60), 0.005), _noisy(13, lambda n: 0.012, 0.005)
+    return [
+        logged("the sampler no longer gets new weights", _rows(**{name: old}), "sampler_gap",
+               lines=lines, y_label="nats"),
+        logged("silent: bf16 with other kernels", _rows(**{name: usual}), lines=lines,
+               y_label="nats"),
+    ]  # fmt: skip
+
+
+def preference_pairs() -> list[Panel]:
+    """Chosen completions that become improbable; the usual fall."""
+    lines = {"chosen": "logps/chosen", "rejected": "logps/rejected"}
+
+    def fall(chosen: float, rejected: float) -> Rows:
+        return _rows(
+            logps__chosen=_noisy(14, _rise(-200.0, chosen, 100), 5.0),
+            logps__rejected=_noisy(15, _rise(-220.0, rejected, 100), 5.0),
+        )
+
+    return [
+        logged("both fall, the chosen ones to less than half", fall(-500.0, -700.0), "preference",
+               lines=lines, task="dpo", y_label="log-probability"),
+        logged("silent: both fall somewhat, as in most runs", fall(-240.0, -300.0), lines=lines,
+               task="dpo", y_label="log-probability"),
+    ]  # fmt: skip
+
+
+ENTRIES = (
+    Entry(
+        name="policy_collapse",
+        title="Policy collapse",
+        owner=policy.PolicyCollapseWatcher,
+        needs="the entropy, and the reward or the share of cut completions.",
+        examples=policy_collapse,
+        module=policy,
+        bad="A policy that becomes deterministic at a reward between its first and its best "
+        "possible one: the best possible reward is unknown, so it looks like a solved task.",
+        good="GRPO, RLOO and PPO.",
+        config=PostTrainingConfig,
+    ),
+    Entry(
+        name="dead_reward",
+        title="Groups without a gradient",
+        owner=policy.DeadRewardWatcher,
+        needs="the share of groups with equal rewards, and the reward.",
+        examples=dead_reward,
+    ),
+    Entry(
+        name="kl_runaway",
+        title="Divergence without gain",
+        owner=policy.KlRunawayWatcher,
+        needs="the KL divergence from the reference, and the reward.",
+        examples=kl_runaway,
+    ),
+    Entry(
+        name="truncation",
+        title="Cut completions",
+        owner=policy.TruncationWatcher,
+        needs="the share of cut completions, and the reward.",
+        examples=truncation,
+    ),
+    Entry(
+        name="reward_hacking",
+        title="Reward hacking",
+        owner=policy.RewardHackingWatcher,
+        needs="the reward, and evaluations of a held-out one, such as "
+        "`monitor.evaluate(reward=...)`.",
+        examples=reward_hacking,
+    ),
+    Entry(
+        name="policy_ratio",
+        title="Updates that are too large",
+        owner=sampling.PolicyRatioWatcher,
+        needs="the share of clipped tokens, or the mean probability ratio.",
+        examples=policy_ratio,
+    ),
+    Entry(
+        name="sampler_gap",
+        title="Sampler that differs",
+        owner=sampling.SamplerGapWatcher,
+        needs="the difference of log-probabilities between trainer and sampler.",
+        examples=sampler_gap,
+    ),
+    Entry(
+        name="preference",
+        title="Preference pairs",
+        owner=preference.PreferenceWatcher,
+        needs="a run that compares pairs, with log-probabilities or accuracy.",
+        examples=preference_pairs,
+    ),
+)
+"""The detectors that are drawn here."""

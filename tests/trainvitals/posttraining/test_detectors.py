@@ -1,0 +1,321 @@
+"""Faults of post-training, healthy runs that look alike, and scalars of any kind.
+
+The curves are those of a small policy that really trains (``tests/support/policy_gradient.py``), or
+written out where the numbers matter.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+import pytest
+
+from tests.support.examples import one_in
+from tests.support.policy_gradient import FAULTY, HEALTHY, train
+from trainvitals.detect.posttraining import names
+from trainvitals.detect.posttraining.set import WATCHERS, PostTrainingDetectors
+from trainvitals.detect.registry import DETECTORS, KINDS
+from trainvitals.records import Finding
+
+Rows = Sequence[Mapping[str, float]]
+
+
+def judged(
+    rows: Iterable[Mapping[str, float]],
+    *,
+    task: str = "grpo",
+    every: int = 1,
+    changes: Sequence[int] = (),
+) -> list[Finding]:
+    """Return the findings about rows that are logged every so many steps."""
+    detectors, findings = PostTrainingDetectors(task), list[Finding]()
+    for number, values in enumerate(rows):
+        if number in changes:
+            detectors.expect_change()
+        findings += detectors.update(values, step=number * every, attempt=1, time_unix_ns=number)
+    return findings
+
+
+def causes(findings: Iterable[Finding]) -> list[tuple[int, str]]:
+    return [(finding.step, finding.cause) for finding in findings]
+
+
+@cache
+def trained(name: str, seed: int) -> tuple[dict[str, float], ...]:
+    courses = HEALTHY | FAULTY
+    return tuple(scalars for _, scalars in train(courses[name], seed))
+
+
+# ------------------------------------------------------------------------- a policy that trains
+
+HELD_BACK = (13, 15, 17, 19)
+"""Limits were chosen on seeds 0 to 11."""
+EXPECTED = {
+    "reward without signal": "kl_runaway",
+    "signal lost": "policy_collapse",
+    "constant reward": "dead_reward",
+    "parser breaks": "dead_reward",
+    "never right": "dead_reward",
+    "prefers length": "policy_collapse",
+    "repeats one token": "policy_collapse",
+    "drifts on noise": "policy_collapse",
+}
+
+
+def cases(names_of: Iterable[str]) -> Iterator[tuple[str, int]]:
+    yield from ((name, seed) for name in names_of for seed in HELD_BACK)
+
+
+@pytest.mark.parametrize(("name", "seed"), one_in(8, cases(HEALTHY)))
+def test_a_healthy_run_is_silent(name: str, seed: int):
+    assert [] == causes(judged(trained(name, seed)))
+
+
+@pytest.mark.parametrize("name", one_in(4, EXPECTED))
+def test_a_fault_is_reported_by_name_in_nearly_all_runs(name: str):
+    found = [EXPECTED[name] in {f.kind for f in judged(trained(name, s))} for s in HELD_BACK]
+    assert sum(found) >= len(HELD_BACK) - 1
+
+
+def test_levels_do_not_depend_on_the_unit_of_the_reward():
+    rows = trained("parser breaks", 1)
+    scaled = [row | {"reward": 1000.0 * row["reward"] - 7.0} for row in rows]
+    assert causes(judged(rows)) == causes(judged(scaled)) != []
+
+
+def test_what_is_logged_every_tenth_step_is_judged_as_values():
+    rows = trained("parser breaks", 1)
+    assert [10 * step for step, _ in causes(judged(rows))] == [
+        step for step, _ in causes(judged(rows, every=10))
+    ]
+
+
+# ------------------------------------------------------------------------------- written-out rows
+
+
+def noisy(level: float, number: int, scale: float = 0.02) -> float:
+    return level + scale * random.Random(number).uniform(-1.0, 1.0)
+
+
+def toy_collapse(num: int = 80, at: int = 30) -> list[dict[str, float]]:
+    """Return the collapse of TRL's GRPOTrainer on a toy: its entropy, divergence and shares."""
+    rows = []
+    for n in range(num):
+        part = min(max((n - at) / 15, 0.0), 1.0)
+        rows.append(
+            {
+                "entropy": 1.99 * (0.03 / 1.99) ** part,
+                "kl": 1.8 * part * (6.8 / 1.8 if n % 9 == 0 else 1.0),
+                "reward": noisy(0.3 - 0.2 * part, n),
+                "frac_reward_zero_std": part if part == 1.0 else 0.2 * part,
+                "completions/clipped_ratio": 0.1 + 0.9 * part,
+            }
+        )
+    return rows
+
+
+def test_the_toys_collapse_is_reported_within_20_steps_of_a_tenth_of_its_entropy():
+    rows = toy_collapse()
+    low = next(n for n, row in enumerate(rows) if row["entropy"] < 0.199)
+    findings = judged(rows)
+    collapse = next(finding for finding in findings if finding.kind == "policy_collapse")
+    assert low <= collapse.step <= low + 20
+    assert "its entropy fell from 1.99" in collapse.reason
+    assert {"policy_collapse", "dead_reward", "kl_runaway", "truncation"} == {
+        finding.kind for finding in findings
+    }
+
+
+def test_one_collapse_is_one_finding_of_each_detector():
+    kinds = [finding.kind for finding in judged(toy_collapse(400))]
+    assert len(kinds) == len(set(kinds)) == 4
+
+
+def solved(num: int = 120) -> list[dict[str, float]]:
+    """A task that is solved: nearly no entropy, equal and best rewards, a constant divergence."""
+    rows = []
+    for n in range(num):
+        part = min(n / 50, 1.0)
+        rows.append(
+            {
+                "entropy": 1.5 * (0.01 / 1.5) ** part,
+                "kl": 2.0 * part,
+                "reward": noisy(0.1 + 0.9 * part, n),
+                "frac_reward_zero_std": 0.95 * part,
+                "completions/clipped_ratio": 0.02,
+            }
+        )
+    return rows
+
+
+def test_a_solved_task_is_silent():
+    assert [] == causes(judged(solved()))
+
+
+def test_a_task_that_needs_long_completions_is_silent():
+    rows = [
+        row | {"entropy": noisy(0.4, n, 0.05), "completions/clipped_ratio": min(0.9, n / 60)}
+        for n, row in enumerate(solved())
+    ]
+    assert [] == causes(judged(rows))
+
+
+def test_other_data_that_were_announced_are_silent_and_unannounced_are_not():
+    rows = solved() + [
+        row | {"reward": noisy(0.4, n), "entropy": 0.01, "frac_reward_zero_std": 0.3}
+        for n, row in enumerate(solved(60)[-1:] * 60)
+    ]
+    assert [] == causes(judged(rows, changes=[120]))
+    assert "policy_collapse" in {finding.kind for finding in judged(rows)}
+
+
+def test_a_rewards_loss_after_an_announced_change_is_reported():
+    later = [
+        {"entropy": 0.01, "reward": noisy(0.8 if n < 60 else 0.2, n), "kl": 2.0} for n in range(120)
+    ]
+    assert "policy_collapse" in {f.kind for f in judged(solved() + later, changes=[120])}
+
+
+def test_a_held_out_reward_that_is_lost_while_the_training_reward_stays():
+    rows = [
+        {"reward": noisy(min(1.0, 0.2 + n / 50), n)}
+        | (
+            {"eval/reward": noisy(0.2 + 0.01 * min(n, 50) - 0.01 * max(n - 60, 0), n, 0.005)}
+            if n % 5 == 0
+            else {}
+        )
+        for n in range(150)
+    ]
+    (finding,) = judged(rows)
+    assert ("reward_hacking", "advisory") == (finding.kind, finding.level)
+    both = [row | {"reward": row.get("eval/reward", 0.3)} for row in rows[:60]]
+    assert [] == causes(judged(both))
+
+
+@pytest.mark.parametrize(
+    ("name", "healthy", "faulty", "cause"),
+    [
+        ("clip_ratio/region_mean", 0.2, 0.7, "clip_saturated"),
+        ("val/ratio", 1.02, 4.0, "policy_ratio"),
+        ("val/ratio", 1.02, 0.3, "policy_ratio"),
+        ("sampling/sampling_logp_difference/mean", 0.01, 0.4, "sampler_gap"),
+        ("token_mult_prob_error", 1.01, 1.3, "sampler_gap"),
+    ],
+)
+def test_samples_that_do_not_fit_the_policy(name: str, healthy: float, faulty: float, cause: str):
+    rows = [{name: healthy} for _ in range(40)]
+    assert [] == causes(judged(rows))
+    ((_, found),) = causes(judged([*rows, *({name: faulty} for _ in range(40))]))
+    assert cause == found
+
+
+def test_a_single_outlier_is_silent():
+    rows = solved()
+    rows[100] = dict.fromkeys(rows[0], 1000.0) | {"val/ratio": 50.0}
+    assert [] == causes(judged(rows))
+
+
+# ---------------------------------------------------------------------------------- preferences
+
+
+def preferences(num: int = 60, *, fall: float = 0.2, accuracy: float = 0.6) -> Rows:
+    """Log-probabilities that fall by a part, as in every DPO run, and the accuracy of the pairs."""
+    return [
+        {
+            "logps/chosen": -200.0 * (1.0 + fall * n / num),
+            "logps/rejected": -220.0 * (1.0 + 1.5 * fall * n / num),
+            "rewards/accuracies": 0.0 if n == 0 else noisy(accuracy, n, 0.01),
+        }
+        for n in range(num)
+    ]
+
+
+def test_healthy_preferences_are_silent():
+    assert [] == causes(judged(preferences(), task="dpo"))
+
+
+def test_chosen_completions_that_become_improbable():
+    (finding,) = judged(preferences(fall=2.0), task="dpo")
+    assert "preference" == finding.cause
+    assert "fell from -2" in finding.reason
+
+
+def test_pairs_that_are_right_from_the_start():
+    assert [(3, "preference_leak")] == causes(judged(preferences(accuracy=0.995), task="dpo"))
+
+
+def test_pairs_that_are_right_late_are_silent():
+    assert [] == causes(judged(preferences(accuracy=0.995), task="dpo", every=100))
+
+
+# ------------------------------------------------------------------------------------ in general
+
+
+def test_an_undeclared_run_is_not_judged():
+    assert [] == judged(toy_collapse(), task="")
+    assert [] == judged(toy_collapse(), task="sft")
+
+
+@pytest.mark.parametrize("name", ["reward", "entropy", "kl", "frac_reward_zero_std"])
+def test_a_detector_without_its_scalar_abstains(name: str):
+    rows = [{name: row[name]} for row in toy_collapse()]
+    assert [] == causes(judged(rows))
+
+
+def test_gaps_and_nan_delay_and_do_not_raise():
+    rows = [dict(row) for n, row in enumerate(toy_collapse(120)) if n % 11]
+    for n, row in enumerate(rows):
+        for i, name in enumerate(row):
+            if (n + i) % 7 == 0:
+                row[name] = math.nan
+    assert "policy_collapse" in {finding.kind for finding in judged(rows)}
+
+
+def test_values_of_any_kind_raise_nothing():
+    odd = (0.0, -1.0, 1e308, -1e308, 5e-324, math.nan, math.inf, -math.inf, 1.0)
+    rng = random.Random(3)
+    rows = [{name: rng.choice(odd) for name in names.NAMES} for _ in range(200)]
+    for task in names.TASKS:
+        judged(rows, task=task)
+
+
+def test_a_state_continues_in_the_middle():
+    rows = toy_collapse()
+    for at in (0, 7, 33, 60):
+        first, second = PostTrainingDetectors("grpo"), PostTrainingDetectors("grpo")
+        for n, row in enumerate(rows[:at]):
+            first.update(row, step=n, attempt=1, time_unix_ns=n)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for n, row in enumerate(rows[at:], start=at):
+            expected = first.update(row, step=n, attempt=1, time_unix_ns=n)
+            assert expected == second.update(row, step=n, attempt=1, time_unix_ns=n)
+        assert first.state_dict() == second.state_dict()
+
+
+def test_a_rollback_discards_the_recent_values():
+    rows, detectors = toy_collapse(), PostTrainingDetectors("grpo")
+    for n, row in enumerate(rows[:60]):
+        detectors.update(row, step=n, attempt=1, time_unix_ns=n)
+    assert "policy_collapse" in detectors.lasting()
+    for n, row in enumerate(rows[:30]):
+        assert () == detectors.update(row, step=20 + n, attempt=2, time_unix_ns=n)
+    assert "policy_collapse" not in detectors.lasting()
+
+
+def test_a_condition_lasts_until_it_was_absent_for_a_while():
+    detectors = PostTrainingDetectors("grpo")
+    for n in range(30):
+        detectors.update({"val/ratio": 4.0}, step=n, attempt=1, time_unix_ns=n)
+    assert {"policy_ratio"} == detectors.lasting()
+    for n in range(30, 60):
+        detectors.update({"val/ratio": 1.0}, step=n, attempt=1, time_unix_ns=n)
+    assert frozenset() == detectors.lasting()
+
+
+def test_every_detector_reports_and_never_acts():
+    for watcher in WATCHERS:
+        spec = DETECTORS[watcher.name]
+        assert {"advisory"} == set(spec.kinds.values())
+        assert set(spec.kinds) <= set(KINDS)

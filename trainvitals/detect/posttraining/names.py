@@ -1,0 +1,184 @@
+"""Kinds of post-training runs, and the names that libraries give to the same quantity.
+
+A run is judged only if its kind is known: from the class of its trainer, or from
+``watch(task=...)``. Names such as ``kl`` and ``entropy`` also occur in other kinds of training,
+where the same value is healthy, so the kind is never guessed from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from trainvitals.detect.outliers import LossKind
+
+Task = Literal["sft", "dpo", "cpo", "orpo", "kto", "reward_model", "grpo", "rloo", "ppo"]
+"""Kind of a post-training run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """Properties of one kind of run."""
+
+    loss_kind: LossKind
+    """Meaning of its loss, unless the run declares another one."""
+    samples: bool = False
+    """Whether the policy is trained on completions that it samples itself."""
+    compares: bool = False
+    """Whether the loss compares a chosen with a rejected completion."""
+
+
+_MINIMIZES = TaskSpec("minimize")
+_COMPARES = TaskSpec("minimize", compares=True)
+_SAMPLES = TaskSpec("rl", samples=True)
+
+TASKS: Mapping[str, TaskSpec] = {
+    "sft": _MINIMIZES,
+    "dpo": _COMPARES,
+    "cpo": _COMPARES,
+    "orpo": _COMPARES,
+    "kto": _MINIMIZES,
+    "reward_model": _COMPARES,
+    "grpo": _SAMPLES,
+    "rloo": _SAMPLES,
+    "ppo": _SAMPLES,
+}
+
+
+def is_task(value: object) -> bool:
+    """Return whether a value is the name of a kind of run."""
+    return isinstance(value, str) and value in TASKS
+
+
+def loss_kind_of_task(task: object) -> LossKind | None:
+    """Return the meaning of the loss in such a run; None without a valid kind of run."""
+    return TASKS[task].loss_kind if isinstance(task, str) and task in TASKS else None
+
+
+_OF_CLASSES: Mapping[str, Task] = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "CPOTrainer": "cpo",
+    "ORPOTrainer": "orpo",
+    "KTOTrainer": "kto",
+    "BCOTrainer": "kto",
+    "RewardTrainer": "reward_model",
+    "GRPOTrainer": "grpo",
+    "AsyncGRPOTrainer": "grpo",
+    "RLOOTrainer": "rloo",
+    "PPOTrainer": "ppo",
+}
+"""Trainers of TRL 1.16, and of 0.x to 1.9 for BCO and PPO."""
+
+
+def task_of_class(trainer_class: type) -> Task | None:
+    """Return the kind of run of a trainer's class, from its name or that of a base; or None."""
+    names = (base.__name__ for base in trainer_class.__mro__)
+    return next((_OF_CLASSES[name] for name in names if name in _OF_CLASSES), None)
+
+
+class Reading(NamedTuple):
+    """Conversion of one scalar to a quantity: ``offset + factor * value``."""
+
+    quantity: str
+    factor: float = 1.0
+    offset: float = 0.0
+
+
+ENTROPY = "entropy"
+"""Mean entropy per token of the policy, in nats."""
+KL = "kl"
+"""Divergence of the policy from the reference, per token."""
+KL_OF_SEQUENCE = "kl_of_sequence"
+"""The same, summed over the tokens of a completion."""
+REWARD = "reward"
+"""Mean reward of the completions, without the penalty for divergence if both are logged."""
+HELD_OUT_REWARD = "held_out_reward"
+"""Mean reward of an evaluation: prompts that are not trained on, or a second reward."""
+DEAD_SHARE = "dead_share"
+"""Share of the groups in which all completions have the same reward: they give no gradient."""
+CUT_SHARE = "cut_share"
+"""Share of the completions that were cut at the length limit."""
+CLIP_SHARE = "clip_share"
+"""Share of the tokens whose update the surrogate loss clips."""
+RATIO = "ratio"
+"""Mean ratio of the probabilities after and before the updates of a batch."""
+SAMPLER_GAP = "sampler_gap"
+"""Mean absolute difference of the trainer's and the sampler's log-probability of a token."""
+CHOSEN = "chosen_logp"
+"""Log-probability of the chosen completions."""
+REJECTED = "rejected_logp"
+"""Log-probability of the rejected completions."""
+ACCURACY = "accuracy"
+"""Share of the pairs in which the chosen completion has the higher reward."""
+
+# Read from the sources: TRL 1.16.0; trl/experimental of TRL 1.10 for PPO; verl 1dda039 (2026-08),
+# OpenRLHF 3c3be62 (2026-08), torchtune bd2a0fc (2026-04), NeMo-RL 7ea279a (2026-08). The first
+# name of a quantity that is present counts.
+NAMES: Mapping[str, Reading] = {
+    # Own loops, with `monitor.observe` and `monitor.evaluate`, and TRL's GRPO, RLOO, DPO, reward.
+    "entropy": Reading(ENTROPY),
+    "kl": Reading(KL),
+    "reward": Reading(REWARD),
+    "eval/reward": Reading(HELD_OUT_REWARD),
+    "frac_reward_zero_std": Reading(DEAD_SHARE),
+    "completions/clipped_ratio": Reading(CUT_SHARE),
+    "clip_ratio/region_mean": Reading(CLIP_SHARE),
+    "sampling/sampling_logp_difference/mean": Reading(SAMPLER_GAP),
+    "logps/chosen": Reading(CHOSEN),
+    "logps/rejected": Reading(REJECTED),
+    "rewards/accuracies": Reading(ACCURACY),
+    "accuracy": Reading(ACCURACY),
+    # TRL's PPO.
+    "objective/kl": Reading(KL_OF_SEQUENCE),
+    "objective/scores": Reading(REWARD),
+    "policy/entropy_avg": Reading(ENTROPY),
+    "policy/clipfrac_avg": Reading(CLIP_SHARE),
+    "val/ratio": Reading(RATIO),
+    # verl. `actor/entropy_loss` is the mean entropy too.
+    "actor/entropy": Reading(ENTROPY),
+    "actor/entropy_loss": Reading(ENTROPY),
+    "actor/kl_loss": Reading(KL),
+    "actor/reward_kl_penalty": Reading(KL),
+    "critic/score/mean": Reading(REWARD),
+    "critic/rewards/mean": Reading(REWARD),
+    "response_length/clip_ratio": Reading(CUT_SHARE),
+    "actor/pg_clipfrac": Reading(CLIP_SHARE),
+    # OpenRLHF: `kl` and `reward` as above.
+    "entropy_loss": Reading(ENTROPY),
+    "ppo_clip_ratio": Reading(CLIP_SHARE),
+    "acc": Reading(ACCURACY),
+    # torchtune: GRPO, PPO and DPO recipes.
+    "kl_loss": Reading(KL),
+    "rewards": Reading(REWARD),
+    "scores": Reading(REWARD),
+    "clipfrac": Reading(CLIP_SHARE),
+    "ratios": Reading(RATIO),
+    "log_probs/chosen": Reading(CHOSEN),
+    "log_probs/rejected": Reading(REJECTED),
+    # NeMo-RL. Its error of token probabilities is the mean of exp(|difference|).
+    "approx_entropy": Reading(ENTROPY),
+    "kl_penalty": Reading(KL),
+    "validation/accuracy": Reading(HELD_OUT_REWARD),
+    "baseline_reward/pct_mixed": Reading(DEAD_SHARE, -0.01, 1.0),
+    "truncation_rate": Reading(CUT_SHARE),
+    "probs_ratio": Reading(RATIO),
+    "token_mult_prob_error": Reading(SAMPLER_GAP, 1.0, -1.0),
+}
+
+_PREFIX = "train/"
+
+
+def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the known quantities among the scalars of one step; non-finite ones are left out."""
+    plain = {name.removeprefix(_PREFIX): value for name, value in values.items()}
+    quantities: dict[str, float] = {}
+    for name, reading in NAMES.items():
+        if name not in plain or reading.quantity in quantities:
+            continue
+        value = reading.offset + reading.factor * plain[name]
+        if math.isfinite(value):
+            quantities[reading.quantity] = value
+    return quantities

@@ -1,0 +1,334 @@
+"""Problems of a policy that is trained on completions it samples itself.
+
+Entropy falls, the divergence grows and groups get equal rewards in every successful run too. So
+each of these is reported only together with a reward that did not rise, or that was lost again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
+from trainvitals.detect.posttraining import names
+from trainvitals.detect.posttraining.base import (
+    PostTrainingWatcher,
+    RewardCourse,
+    ShareCourse,
+    ShortLevel,
+    quantity,
+)
+from trainvitals.detect.posttraining.settings import PostTrainingConfig
+from trainvitals.records import Finding
+
+_MAX_EVALUATIONS = 64
+
+
+class PolicyCollapseWatcher(PostTrainingWatcher):
+    """Reports a policy that became nearly deterministic without success.
+
+    The entropy is below a tenth of its highest level, and the reward did not rise or was lost, or
+    completions began to run into the length limit. Without a reward or a share of cut completions
+    it abstains.
+    """
+
+    name = "policy_collapse"
+    STATE = ("_entropy", "_reward", "_cut")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._entropy = ShortLevel()
+        self._reward = RewardCourse(self._config)
+        self._cut = ShareCourse(self._config.window)
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._entropy, self._reward, self._cut)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
+        if reward is not None:
+            self._reward.add(reward)
+        if cut is not None:
+            self._cut.add(cut)
+        entropy = quantity(merged, names.ENTROPY)
+        level = None if entropy is None else self._entropy.add(entropy)
+        highest = self._entropy.highest
+        if level is None or highest is None or highest <= 0.0:
+            return ()
+        if (sign := self._failure()) is None:
+            return ()  # unknown is not healthy
+        limit = self._config.entropy_part * highest
+        if not sign or level > limit:
+            return self._report(None)
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
+                f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
+                "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
+                "to a checkpoint before the fall; lower the learning rate, or raise beta",
+                value=level,
+                limit=limit,
+            )
+        )
+
+    def _failure(self) -> str | None:
+        """Return the sign of failure; empty without one, None if it cannot be judged."""
+        outcome, cut = self._reward.outcome, self._cut
+        config = self._config
+        if outcome in ("fell", "flat"):
+            return self._reward.describe()
+        mean = cut.mean
+        is_cut = mean is not None and mean >= config.cut_share
+        if mean is not None and is_cut and mean - cut.lowest >= config.cut_rise:
+            return (
+                f"{mean:.0%} of the completions are cut at the length limit (at first "
+                f"{cut.lowest:.0%})"
+            )
+        return None if outcome == "unknown" else ""
+
+
+class DeadRewardWatcher(PostTrainingWatcher):
+    """Reports groups without a gradient: all completions of a group have the same reward.
+
+    At least 90% of the groups are so, over 20 values, and the reward is not at its best after a
+    gain. A solved task has equal rewards too, at the best reward, and is not reported. A run that
+    never had a gradient is reported after 100 values.
+    """
+
+    name = "dead_reward"
+    STATE = ("_share", "_reward", "_num")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._share = ShareCourse(self._config.dead_values)
+        self._reward = RewardCourse(self._config)
+        self._num = 0
+        """Values so far, up to the number that matters."""
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._share, self._reward)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
+        if reward is not None:
+            self._reward.add(reward)
+        if share is None:
+            return ()
+        self._share.add(share)
+        self._num = min(self._num + 1, self._config.never_values)
+        mean, outcome, config = self._share.mean, self._reward.outcome, self._config
+        if mean is None or outcome == "unknown":
+            return ()
+        lowest = self._share.lowest
+        never = lowest >= config.never_share
+        has_risen = mean >= config.dead_share and mean - lowest >= config.dead_rise
+        # Between both, a task that is rarely solved has a few groups with a gradient: it can learn.
+        is_dead = self._num >= config.never_values if never else has_risen
+        if not is_dead or outcome == "at_best":
+            return self._report(None)
+        causes = (
+            "prompts that are too hard or too easy, a reward that is constant (check its parser), "
+            "a temperature that is too low, or too few completions per prompt"
+            if never
+            else "a policy that repeats one completion, or prompts that became too hard or too easy"
+        )
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
+                f"{self._reward.describe()}. Likely causes: {causes}. Look at the completions and "
+                "their rewards; filter the prompts by their success rate",
+                value=mean,
+                limit=config.never_share if never else config.dead_share,
+            )
+        )
+
+
+class KlRunawayWatcher(PostTrainingWatcher):
+    """Reports a policy that moves away from its reference without a gain of reward.
+
+    The divergence is three times as high as when the reward was at its best, and the reward did not
+    rise or was lost. Below 0.3 per token (30 per completion) nothing is reported.
+    """
+
+    name = "kl_runaway"
+    STATE = ("_recent", "_at_best", "_reward")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._recent: deque[float] = deque(maxlen=self._config.window)
+        self._reward = RewardCourse(self._config)
+        self._at_best: float | None = None
+        """Divergence when the reward was at its best; None: not yet known."""
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._reward,)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        super()._restarted(merged)
+        self._recent.clear()
+
+    def rebaseline(self) -> None:
+        """Compare with the divergence at the announced change."""
+        super().rebaseline()
+        self._at_best = None
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        config, floor = self._config, self._config.kl_floor
+        reward, kl = quantity(merged, names.REWARD), quantity(merged, names.KL)
+        if kl is None:
+            floor = config.kl_floor_of_sequence
+            kl = quantity(merged, names.KL_OF_SEQUENCE)
+        is_best = reward is not None and self._reward.add(reward)
+        if kl is None:
+            return ()
+        self._recent.append(kl)
+        if len(self._recent) < config.window:
+            return ()
+        level = upper_median(self._recent)
+        if is_best or self._at_best is None:
+            self._at_best = level
+        outcome = self._reward.outcome
+        if outcome == "unknown":
+            return ()
+        limit = max(floor, config.kl_times * max(self._at_best, 0.0))
+        if level < limit or outcome == "at_best":
+            return self._report(None)
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"the policy moves away from its reference without a gain: the KL divergence is "
+                f"{level:.3g}, and was {self._at_best:.3g} when the reward was at its best; "
+                f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
+                "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
+                "use the checkpoint with the best reward",
+                value=level,
+                limit=limit,
+            )
+        )
+
+
+class TruncationWatcher(PostTrainingWatcher):
+    """Reports that nearly all completions are cut at the length limit, without success.
+
+    At least 80% are cut, over 20 values, and the reward did not rise or was lost. A run that learns
+    while all completions have full length is not reported.
+    """
+
+    name = "truncation"
+    STATE = ("_cut", "_reward")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._cut = ShareCourse(self._config.dead_values)
+        self._reward = RewardCourse(self._config)
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._cut, self._reward)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
+        if reward is not None:
+            self._reward.add(reward)
+        if cut is None:
+            return ()
+        self._cut.add(cut)
+        mean, outcome, config = self._cut.mean, self._reward.outcome, self._config
+        if mean is None or outcome == "unknown":
+            return ()
+        if mean < config.cut_share or outcome == "at_best":
+            return self._report(None)
+        lowest = self._cut.lowest
+        has_grown = mean - lowest >= config.cut_rise
+        causes = (
+            f"completions grew (at first {lowest:.0%} were cut): a reward that prefers length, or "
+            "a policy that repeats itself"
+            if has_grown
+            else "the chat template has no end-of-sequence token, or max_completion_length is too "
+            "short for the task"
+        )
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"{mean:.0%} of the completions are cut at the length limit, and "
+                f"{self._reward.describe()}. Likely cause: {causes}. Read some completions; mask "
+                "or penalize cut ones",
+                value=mean,
+                limit=config.cut_share,
+            )
+        )
+
+
+class RewardHackingWatcher(PostTrainingWatcher):
+    """Reports a training reward that stays at its best while a held-out reward is lost.
+
+    The held-out reward lost half of its gain in three consecutive evaluations. Without evaluations
+    it abstains.
+    """
+
+    name = "reward_hacking"
+    STATE = ("_reward", "_held_out", "_best", "_num_below")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._reward = RewardCourse(self._config)
+        self._held_out: deque[float] = deque(maxlen=_MAX_EVALUATIONS)
+        self._best: float | None = None
+        self._num_below = 0
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._reward,)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        super()._restarted(merged)
+        self._num_below = 0
+
+    def rebaseline(self) -> None:
+        """Discard the evaluations before the announced change."""
+        super().rebaseline()
+        self._held_out.clear()
+        self._best, self._num_below = None, 0
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        reward, held_out = quantity(merged, names.REWARD), quantity(merged, names.HELD_OUT_REWARD)
+        if reward is not None:
+            self._reward.add(reward)
+        if held_out is None:
+            return ()
+        self._held_out.append(held_out)
+        best = self._best = held_out if self._best is None else max(self._best, held_out)
+        config, first = self._config, self._held_out[0]
+        gain = best - first
+        # Half of the gain must be more than the noise of two evaluations.
+        limit = best - config.held_out_part * gain
+        noise = self._noise()
+        is_below = gain > 4.0 * noise and held_out <= limit
+        self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
+        if self._reward.outcome == "unknown":
+            return ()
+        if self._num_below < config.held_out_values or self._reward.outcome != "at_best":
+            return self._report(None)
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"the training reward is {self._reward.level:.3g}, at its best, but the held-out "
+                f"reward fell from {best:.3g} to {held_out:.3g}. Likely causes: a flaw of the "
+                "reward that the policy exploits, or memorized prompts. Read the completions with "
+                "the highest rewards; use the checkpoint with the best held-out reward",
+                value=held_out,
+                limit=limit,
+            )
+        )
+
+    def _noise(self) -> float:
+        """Return the median absolute change between evaluations; the trend is in it too."""
+        values = list(self._held_out)
+        changes = [abs(b - a) for a, b in pairwise(values)]
+        return upper_median(changes) if len(changes) > 2 else float("inf")

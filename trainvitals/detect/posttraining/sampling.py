@@ -1,0 +1,105 @@
+"""Samples that do not fit the policy: updates that are too large, and a sampler that differs.
+
+Both have absolute limits: a healthy run is far below them, whatever its task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainvitals.detect.fleet.base import MergedStep, advisory_finding
+from trainvitals.detect.posttraining import names
+from trainvitals.detect.posttraining.base import (
+    PostTrainingWatcher,
+    RewardCourse,
+    ShareCourse,
+    ShortLevel,
+    quantity,
+)
+from trainvitals.detect.posttraining.settings import PostTrainingConfig
+from trainvitals.records import Finding
+
+
+class PolicyRatioWatcher(PostTrainingWatcher):
+    """Reports updates that move the policy too far from the one that sampled the batch.
+
+    Half of the tokens are clipped over 10 values, or the mean probability ratio is beyond 2 or
+    below 1/2. Without either quantity it abstains.
+    """
+
+    name = "policy_ratio"
+    STATE = ("_clipped", "_ratio")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._clipped = ShareCourse(self._config.window)
+        self._ratio = ShortLevel()
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._clipped, self._ratio)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        clipped, ratio = quantity(merged, names.CLIP_SHARE), quantity(merged, names.RATIO)
+        if clipped is not None:
+            self._clipped.add(clipped)
+        level = None if ratio is None or ratio <= 0.0 else self._ratio.add(ratio)
+        mean, config = self._clipped.mean, self._config
+        if level is not None and not 1.0 / config.ratio_times <= level <= config.ratio_times:
+            what = f"the mean probability ratio of the updates is {level:.3g} instead of about 1"
+            return self._report(self._finding(merged, what, "policy_ratio", level))
+        if clipped is not None and mean is not None and mean >= config.clip_share:
+            what = f"{mean:.0%} of the tokens are clipped, so most of each batch has no effect"
+            return self._report(self._finding(merged, what, "clip_saturated", mean))
+        return () if mean is None and level is None else self._report(None)
+
+    def _finding(self, merged: MergedStep, what: str, cause: str, value: float) -> Finding:
+        config = self._config
+        return advisory_finding(
+            self.name,
+            merged.step,
+            f"{what}. Likely causes: a learning rate that is too high, too many updates per batch "
+            "of samples, or samples of an old policy. Lower the learning rate or the number of "
+            "updates per batch",
+            cause=cause,
+            value=value,
+            limit=config.clip_share if cause == "clip_saturated" else config.ratio_times,
+        )
+
+
+class SamplerGapWatcher(PostTrainingWatcher):
+    """Reports a sampler whose log-probabilities differ from the trainer's.
+
+    The mean absolute difference per token is at least 0.1. Without it the detector abstains.
+    """
+
+    name = "sampler_gap"
+    STATE = ("_gap",)
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._gap = ShortLevel()
+
+    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+        return (self._gap,)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        gap = quantity(merged, names.SAMPLER_GAP)
+        level = None if gap is None else self._gap.add(gap)
+        if level is None:
+            return ()
+        limit = self._config.sampler_gap
+        if level < limit:
+            return self._report(None)
+        return self._report(
+            advisory_finding(
+                self.name,
+                merged.step,
+                f"trainer and sampler differ by {level:.3g} in the mean log-probability of a "
+                "token, so the samples are not from the policy that is trained. Likely causes: "
+                "weights that were not sent to the sampler, another precision, quantization, "
+                "temperature or chat template in one of them, or asynchronous samples that are "
+                "too old. Compare the log-probabilities of one prompt in both",
+                value=level,
+                limit=limit,
+            )
+        )

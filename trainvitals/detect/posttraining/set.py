@@ -1,0 +1,84 @@
+"""All detectors over the scalars of a post-training run, as the collector runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.posttraining.base import PostTrainingWatcher
+from trainvitals.detect.posttraining.names import TASKS, read_quantities
+from trainvitals.detect.posttraining.policy import (
+    DeadRewardWatcher,
+    KlRunawayWatcher,
+    PolicyCollapseWatcher,
+    RewardHackingWatcher,
+    TruncationWatcher,
+)
+from trainvitals.detect.posttraining.preference import PreferenceWatcher
+from trainvitals.detect.posttraining.sampling import PolicyRatioWatcher, SamplerGapWatcher
+from trainvitals.detect.posttraining.settings import PostTrainingConfig
+from trainvitals.records import Finding
+from trainvitals.stateful import Stateful
+
+WATCHERS: tuple[type[PostTrainingWatcher], ...] = (
+    PolicyCollapseWatcher,
+    DeadRewardWatcher,
+    KlRunawayWatcher,
+    TruncationWatcher,
+    RewardHackingWatcher,
+    PolicyRatioWatcher,
+    SamplerGapWatcher,
+    PreferenceWatcher,
+)
+"""Every detector, in the order in which they run."""
+
+
+class PostTrainingDetectors(Stateful):
+    """Runs the detectors of one kind of run over its scalars. Reads no clock, raises on no data.
+
+    Call ``update`` with each logged step, in order, and ``expect_change`` before the first one
+    after an announced change.
+
+    Args:
+        task: kind of the run; none of ``TASKS``: nothing is judged.
+        config: limits.
+    """
+
+    STATE = ("_watchers",)
+    FLAGS_ARE_NUMBERS = True
+
+    def __init__(self, task: str, config: PostTrainingConfig | None = None) -> None:
+        spec = TASKS.get(task)
+        self._watchers = {
+            watcher.name: watcher(config)
+            for watcher in WATCHERS
+            if spec is not None and watcher.is_for(spec)
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no detector judges this kind of run."""
+        return not self._watchers
+
+    def update(
+        self, values: Mapping[str, float], *, step: int, attempt: int, time_unix_ns: int
+    ) -> tuple[Finding, ...]:
+        """Add the scalars of one logged step, by the names of their library.
+
+        Returns:
+            All findings about it.
+        """
+        quantities = read_quantities(values)
+        if not quantities:
+            return ()
+        merged = MergedStep(step=step, attempt=attempt, time_unix_ns=time_unix_ns, run=quantities)
+        return tuple(f for watcher in self._watchers.values() for f in watcher.update(merged))
+
+    def expect_change(self) -> None:
+        """Note that a change was announced: what follows is not compared with levels before it."""
+        for watcher in self._watchers.values():
+            watcher.rebaseline()
+
+    def lasting(self) -> frozenset[str]:
+        """Return the detectors with a reported condition that still holds."""
+        return frozenset(name for name, watcher in self._watchers.items() if watcher.goes_on)

@@ -1,0 +1,73 @@
+"""Settings of the detectors over the scalars of post-training runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
+
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+
+
+class PostTrainingConfig(Settings, frozen=True, kw_only=True):
+    """When the scalars of a post-training run show a problem.
+
+    Values are counted as logged: a trainer that logs every 10th step gives one value per 10 steps.
+    """
+
+    section = "posttraining"
+    ascending = (("dead_share", "never_share"), ("dead_values", "never_values"))
+
+    window: Annotated[int, Meta(ge=4)] = 10
+    """Values in a level: its median is the level."""
+    clear_after: AtLeastOne = 20
+    """Values without the problem after which it can be reported again."""
+    entropy_part: Share = 0.1
+    """Part of its highest level at which the entropy is low. Healthy policies come to this too, so
+    a low entropy alone is not reported."""
+    gain_sigmas: AboveZero = 3.0
+    """Smallest gain or loss of the reward that counts, in standard deviations of a logged value.
+    The best of 40 levels of pure noise is 0.9 above their mean, the first level up to 1.5 below. A
+    certain trend over all values counts too, however small the gain."""
+    at_best: Share = 0.25
+    """Part of its gain that the reward may lose and still count as at its best."""
+    dead_share: Share = 0.9
+    """Mean share of groups without a gradient that is reported."""
+    never_share: Share = 0.995
+    """Share of dead groups of a run that never had a gradient, since its start."""
+    never_values: Annotated[int, Meta(ge=4)] = 100
+    """Values of such a run before it is reported: a rare first success may still come."""
+    dead_values: Annotated[int, Meta(ge=4)] = 20
+    """Values over which this share, and the share of cut completions, is taken."""
+    dead_rise: Share = 0.3
+    """Smallest rise of this share: a task that is rarely solved at first has many dead groups."""
+    cut_share: Share = 0.8
+    """Mean share of completions cut at the length limit that is reported."""
+    cut_rise: Share = 0.3
+    """Smallest rise of this share that is a change of the policy."""
+    kl_times: AboveOne = 3.0
+    """Growth of the divergence since the reward was at its best that is reported."""
+    kl_floor: AboveZero = 0.3
+    """Divergence per token below which nothing is reported: a slow gain may still be hidden in the
+    noise of the reward."""
+    kl_floor_of_sequence: AboveZero = 30.0
+    """The same for a divergence summed over a completion."""
+    clip_share: Share = 0.5
+    """Share of clipped tokens that is reported: most of each batch has no effect."""
+    ratio_times: AboveOne = 2.0
+    """Mean probability ratio, or its inverse, that is reported."""
+    sampler_gap: AboveZero = 0.1
+    """Mean difference of log-probabilities between trainer and sampler that is reported. bf16 with
+    another kernel gives 0.005 to 0.02."""
+    held_out_part: Share = 0.5
+    """Part of its gain that a held-out reward must lose while the training reward keeps its own."""
+    held_out_values: Annotated[int, Meta(ge=2)] = 3
+    """Consecutive evaluations that must show it."""
+    chosen_times: AboveOne = 2.0
+    """Growth of the chosen completions' negative log-probability that is reported."""
+    leak_accuracy: Share = 0.98
+    """Accuracy in the first steps that only a leak, or a trivial difference, explains."""
+    leak_steps: AtLeastOne = 50
+    """Steps that count as the first ones."""
