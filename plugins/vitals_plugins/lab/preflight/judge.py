@@ -36,8 +36,10 @@ HISTORY_RATIO = 0.7
 """Relative to the bound between ranks: earlier checks ran at another time, load and temperature."""
 MIN_HISTORY = 3
 """Checks without a fault before a node is compared with its history."""
-PAIR_RATIO = 0.5
+GPU_PAIR_RATIO = 0.5
 """A pair below half of the reference is slow: a degraded link has half of its lanes or fewer."""
+CPU_PAIR_RATIO = 0.4
+"""On CPUs an exchange also waits until both processes have a core."""
 MAX_SKEW_SECONDS = 0.25
 """Twice the 0.128 s at which ntpd steps a clock: no synchronized clock differs by this much."""
 MIN_OPEN_FILES = 1024
@@ -235,7 +237,7 @@ def _slow_ranks(
 
 
 def _speed(spec: FigureSpec, report: PreflightReport) -> float | None:
-    """Return the figure so that more is better; None if it was not measured or is no number."""
+    """Return the figure so that more is better; None if it was not measured or is NaN."""
     return _as_speed(spec, report.figures.get(spec.name))
 
 
@@ -252,7 +254,7 @@ def _ratio(spec: FigureSpec, report: PreflightReport) -> float:
 def _is_slow(speed: float, others: Sequence[float], ratio: float) -> bool:
     """Return whether a rank is below the others by the ratio and by more than their scatter.
 
-    The rank itself is no part of the reference: with three ranks it would be a third of it.
+    The reference excludes the rank itself: with three ranks it would be a third of it.
     """
     middle = median(others)
     deviation = _MAD_TO_DEVIATION * median(abs(other - middle) for other in others)
@@ -357,10 +359,12 @@ def _slow_links(
     if len(speeds) < 2:
         return  # one link has nothing to be compared with
     reference = _quantile(list(speeds.values()), 0.5 + 1 / len(peers))
+    is_gpu = any(by_rank[rank].is_gpu for pair in speeds for rank in pair)
+    bound = (GPU_PAIR_RATIO if is_gpu else CPU_PAIR_RATIO) * reference
     slow = {
         pair: speed
         for pair, speed in speeds.items()
-        if speed < PAIR_RATIO * reference and not slow_ranks & set(pair)
+        if speed < bound and not slow_ranks & set(pair)
     }
     slow_ends = set()
     for end, others in peers.items():
@@ -422,38 +426,29 @@ def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
         if known is None or known.offset is None or offset.uncertainty < known.offset.uncertainty:
             best[report.node] = report
     offsets = {node: each.offset for node, each in best.items() if each.offset is not None}
-    if len(offsets) == 2:
-        (one, first), (other, second) = offsets.items()
-        skew = first.seconds - second.seconds
-        uncertainty = first.uncertainty + second.uncertainty
-        if abs(skew) > MAX_SKEW_SECONDS + uncertainty:
-            yield PreflightFinding(
-                kind="clock_skew",
-                severity="fail",
-                ranks=tuple(best[node].rank for node in offsets),
-                text=f"the clocks of {one} and {other} differ by {_skew(skew, uncertainty)}",
-                hint="check time synchronization on both: chronyc tracking",
-            )
+    if len(offsets) < 2:
         return
-    for node, offset in offsets.items():
-        others = [each for name, each in offsets.items() if name != node]
-        if not others:
-            return
-        skew = offset.seconds - median(each.seconds for each in others)
-        uncertainty = offset.uncertainty + median(each.uncertainty for each in others)
-        if abs(skew) > MAX_SKEW_SECONDS + uncertainty:
-            yield PreflightFinding(
-                kind="clock_skew",
-                severity="fail",
-                ranks=(best[node].rank,),
-                nodes=(node,),
-                text=f"the clock of {node} differs from the others by {_skew(skew, uncertainty)}",
-                hint="check its time synchronization: chronyc tracking",
-            )
-
-
-def _skew(seconds: float, uncertainty: float) -> str:
-    return f"{humanize_seconds(abs(seconds))}, +/- {humanize_seconds(uncertainty)}"
+    reference = sorted(offsets.values(), key=lambda each: each.seconds)[(len(offsets) - 1) // 2]
+    skews = {
+        node: (offset.seconds - reference.seconds, offset.uncertainty + reference.uncertainty)
+        for node, offset in offsets.items()
+    }
+    skewed = {
+        node: skew for node, skew in skews.items() if abs(skew[0]) > MAX_SKEW_SECONDS + skew[1]
+    }
+    # The reference is a clock of the largest group only if that is more than half of the nodes.
+    has_majority = 2 * len(skewed) < len(skews)
+    for node, (seconds, uncertainty) in skewed.items():
+        yield PreflightFinding(
+            kind="clock_skew",
+            severity="fail",
+            ranks=(best[node].rank,),
+            nodes=(node,) if has_majority else (),
+            text=f"the clock of {node} differs from {'the others' if has_majority else 'another'} "
+            f"by {humanize_seconds(abs(seconds))}, +/- {humanize_seconds(uncertainty)}"
+            + ("" if has_majority else "; it is unknown which of them is wrong"),
+            hint="check time synchronization: chronyc tracking",
+        )
 
 
 def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
