@@ -12,7 +12,7 @@ from tests.house.pages import GUIDES, block
 
 def check_options(words: list[str]) -> None:
     assert ["vitals", "preflight"] == words[:2]
-    command, _ = COMMANDS["preflight"]
+    command, _ = COMMANDS["vitals preflight"]
     known = {option for parameter in command.params for option in parameter.opts}
     end = words.index("--") if "--" in words else len(words)
     assert {word for word in words[2:end] if word.startswith("--")} <= known
