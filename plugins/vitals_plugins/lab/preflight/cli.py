@@ -125,7 +125,7 @@ def preflight(
     environ = os.environ if command else {**os.environ, **_local_environ()}
     typer.echo(f"Measuring for at most {budget:g} s.", err=True)
     launched = launch(line, environ, seconds=budget - (time.monotonic() - started))
-    if launched.exit_code != 0:
+    if launched.exit_code or not launched.reports:
         for text in launched.tail:
             typer.echo(printable(text), err=True)
     result = conclude(launched, history, now_unix_ns=time.time_ns())

@@ -207,20 +207,20 @@ def _slow_ranks(
     by_device: dict[str, list[PreflightReport]] = defaultdict(list)
     for report in reports:
         by_device[report.device].append(report)
+    by_rank = {each.rank: each for each in reports}
     for spec in FIGURES:
-        for report in reports:
-            reason = _slower_than_history(spec, report, baselines.get(report.node))
+        for rank, speed in _speeds(spec, reports).items():
+            reason = _slower_than_history(spec, speed, by_rank[rank], baselines)
             if reason:
-                reasons[report.rank].append(reason)
+                reasons[rank].append(reason)
         for peers in by_device.values():
-            speeds = {each.rank: speed for each in peers if (speed := _speed(spec, each))}
+            speeds = _speeds(spec, peers)
             if len(speeds) == 2:
                 unclear += _compare_two(spec, speeds, reports, reasons)
             for rank, speed in speeds.items() if len(speeds) > 2 else ():
                 others = [other for each, other in speeds.items() if each != rank]
                 if _is_slow(speed, others, _ratio(spec, peers[0])):
                     reasons[rank].append(_slow_text(spec, speed, median(others), "the other ranks"))
-    by_rank = {each.rank: each for each in reports}
     slow = [
         PreflightFinding(
             kind="slow_rank",
@@ -236,9 +236,18 @@ def _slow_ranks(
     return [*slow, *(each for each in unclear if not named & set(each.ranks))]
 
 
-def _speed(spec: FigureSpec, report: PreflightReport) -> float | None:
-    """Return the figure so that more is better; None if it was not measured or is NaN."""
-    return _as_speed(spec, report.figures.get(spec.name))
+def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, float]:
+    """Return the figure by rank so that more is better, without ranks that did not measure it.
+
+    A figure of the node has one entry per node, for its first rank.
+    """
+    groups: dict[object, list[tuple[int, float]]] = defaultdict(list)
+    for report in reports:
+        speed = _as_speed(spec, report.figures.get(spec.name))
+        if speed is not None:
+            group = report.node if spec.is_of_node else report.rank
+            groups[group].append((report.rank, speed))
+    return {each[0][0]: median(speed for _, speed in each) for each in groups.values()}
 
 
 def _as_speed(spec: FigureSpec, value: float | None) -> float | None:
@@ -285,14 +294,14 @@ def _compare_two(
 
 
 def _slower_than_history(
-    spec: FigureSpec, report: PreflightReport, baseline: Baseline | None
+    spec: FigureSpec, speed: float, report: PreflightReport, baselines: Mapping[str, Baseline]
 ) -> str | None:
+    baseline = baselines.get(report.node)
     if baseline is None or baseline.device != report.device:
         return None
-    speed = _speed(spec, report)
     stored = (_as_speed(spec, figures.get(spec.name)) for figures in baseline.figures)
     earlier = [each for each in stored if each is not None]
-    if speed is None or len(earlier) < MIN_HISTORY:
+    if len(earlier) < MIN_HISTORY:
         return None
     if not _is_slow(speed, earlier, HISTORY_RATIO * _ratio(spec, report)):
         return None

@@ -73,7 +73,7 @@ class PreflightSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that each rank writes."""
 
 
-class Samples(Dataset[torch.Tensor]):
+class ComputedSamples(Dataset[torch.Tensor]):
     """Samples of 256 KiB that a worker computes."""
 
     def __len__(self) -> int:
@@ -244,7 +244,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def _measure_loader(self) -> None:
-        batches = iter(DataLoader(Samples(), batch_size=16, num_workers=2))
+        batches = iter(DataLoader(ComputedSamples(), batch_size=16, num_workers=2))
         num_bytes = next(batches).nbytes
         rate = self._best_rate(lambda: next(batches), num_bytes, self._share(0.06))
         self._set_figure("loader_bytes_per_second", rate)

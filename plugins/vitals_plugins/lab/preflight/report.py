@@ -21,6 +21,8 @@ class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     is_time: bool = False
     """Whether a smaller value is better."""
+    is_of_node: bool = False
+    """Whether the ranks of a node share it: they are compared by their median, as one."""
     cpu_ratio: float
     """Slow below this part of the median of the other ranks, if the device is a CPU."""
     gpu_ratio: float
@@ -53,11 +55,18 @@ FIGURES = (
         name="disk_bytes_per_second",
         label="checkpoint write",
         unit="B/s",
+        is_of_node=True,
         cpu_ratio=0.4,
         gpu_ratio=0.4,
     ),
     FigureSpec(
-        name="fsync_seconds", label="fsync", unit="s", is_time=True, cpu_ratio=0.2, gpu_ratio=0.2
+        name="fsync_seconds",
+        label="fsync",
+        unit="s",
+        is_time=True,
+        is_of_node=True,
+        cpu_ratio=0.2,
+        gpu_ratio=0.2,
     ),
 )
 

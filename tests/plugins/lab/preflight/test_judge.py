@@ -56,6 +56,15 @@ def test_a_slow_disk_is_named_by_its_writes_and_its_sync():
         assert "matrix product" not in finding.text
 
 
+def test_ranks_of_one_node_share_its_disk():
+    reports = scale(healthy(4, per_node=4), 2, 0.1, "disk_bytes_per_second")
+    assert [] == found(reports)
+    reports = healthy(8, per_node=2)
+    for rank in (4, 5):
+        reports = scale(reports, rank, 0.1, "disk_bytes_per_second")
+    assert [("slow_rank", (4,), ("n2",))] == found(reports)
+
+
 def test_two_of_five_slow_ranks_are_both_named():
     reports = healthy(5)
     for rank in (1, 3):
