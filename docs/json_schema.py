@@ -36,6 +36,8 @@ from vitals_collector.report.postmortem.report_data import IncidentFacts
 from vitals_collector.retention.checkup import StoreSize
 from vitals_plugins.bridges.audit.audit import AuditDocument
 from vitals_plugins.lab.plan.training_plan import PlanInput, TrainingPlan
+from vitals_plugins.lab.preflight.cli import PreflightResult
+from vitals_plugins.lab.preflight.history import FailingNode
 from vitals_plugins.lab.repro.verdict import ReplayVerdict
 
 VERSION = 1
@@ -159,6 +161,8 @@ class PlanBody(TypedDict):
 OUTPUTS: dict[str, Any] = {
     "vitals doctor": tuple[Check, ...],
     "vitals plan": PlanBody,
+    "vitals preflight": PreflightResult,
+    "vitals preflight --failed-nodes": tuple[FailingNode, ...],
     "vitals repro": ReplayVerdict,
     "vitals landscape": dict[str, Any],
     "vitals runs": tuple[RunSummary, ...],

@@ -35,6 +35,7 @@ WORDS = {
     "doctor": [],
     "resume": ["runs"],
     "plan": ["--params", "7e9", "--tokens", "1e12", "--gpus", "64", "--gpu", "h100"],
+    "preflight": ["--failed-nodes"],
     "agent": ["--dir", "runs", "--once"],
     "repro": ["runs", "3", "--entry", "train.py:build"],
     "landscape": ["runs", "--entry", "train.py:build"],

@@ -22,6 +22,7 @@ json_schema = build_docs.json_schema
 NOT_RUN = {
     "vitals landscape",  # a checkpoint
     "vitals repro",  # a stored bad step
+    "vitals preflight",  # ranks
     "vitals stacks",  # ranks that respond
     *("vitals checkpoints list", "vitals checkpoints verify"),  # a checkpoint
     *("vitals alerts ack", "vitals alerts silence"),  # a firing alert
@@ -41,6 +42,7 @@ FOLDER_COMMANDS: dict[str, tuple[str, ...]] = {
     "vitals tail": (RUN, "--dir", "{runs}", "-n", "1"),
     "vitals audit": ("{log}",),
     "vitals alerts list": ("--dir", "{runs}"),
+    "vitals preflight --failed-nodes": ("--dir", "{runs}"),
     "vitals plan": ("--params", "7e9", "--tokens", "1e12", "--gpus", "64", "--gpu", "h100"),
 }
 DATA_COMMANDS: dict[str, tuple[str, ...]] = {

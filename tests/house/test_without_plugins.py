@@ -93,6 +93,7 @@ def test_a_command_of_a_plugin_reports_that_it_is_not_installed(copy, tmp_path):
     commands = [
         ["--help"],
         ["plan", "--params", "7e9"],
+        ["preflight", "--failed-nodes"],
         ["repro", "runs", "3", "--entry", "train.py:build"],
         ["landscape", "runs", "--entry", "train.py:build"],
         ["mirror", "run", "--to", "trackio"],

@@ -179,6 +179,7 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
         *check_programs(lambda module: find_spec(module) is not None),
         *check_memory(environ),
         check_run_directory(environ),
+        Check(name="speed", status="info", text="not measured here: vitals preflight"),
     ]
 
 
@@ -239,6 +240,8 @@ def register(app: typer.Typer) -> None:
         products, memory patterns and sums over devices bit for bit. It runs at the lowest
         priority and uses at most a quarter of the free memory, at most 4 GiB of the host and of
         each GPU. Ctrl-C ends it and shows the results so far.
+
+        For speed, links and clocks of all nodes of a job, use vitals preflight.
         """
         if gpu_check:
             raise typer.Exit(run_gpu_check(lambda module: find_spec(module) is not None))

@@ -19,7 +19,8 @@ from trainvitals.errors import MissingDependencyError, UsageError, VitalsError
 GROUP = "trainvitals.commands"
 
 ORDER = (
-    *("demo", "up", "run", "doctor", "resume", "plan", "agent", "repro", "landscape"),
+    *("demo", "up", "run", "doctor", "preflight", "resume", "plan", "agent"),
+    *("repro", "landscape"),
     *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
     *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard", "mcp"),
 )
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "resume": ("resume",),
     "plan": ("plan",),
+    "preflight": ("preflight",),
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
@@ -77,6 +79,7 @@ EXTRAS = {
     "up": "dashboard",
     "checkpoints": "torch",
     "landscape": "torch",
+    "preflight": "torch",
     "repro": "torch",
     "mirror": "collector",
     "audit": "collector",

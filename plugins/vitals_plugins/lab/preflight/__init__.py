@@ -1,0 +1,1 @@
+"""`vitals preflight`: measures the nodes of a job before the training starts."""

@@ -1,0 +1,147 @@
+"""Measurements of one rank, as it prints them. Needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+MARK = b"vitals-preflight "
+"""Precedes the JSON of a report in a line of the launcher's output."""
+
+STAGES = ("start", "loader", "gemm", "memory", "disk", "join", "clock", "all-reduce", "pairs")
+"""Measurements in order. From ``join`` on, ranks wait for each other."""
+DONE = len(STAGES)
+NUM_LOCAL = STAGES.index("join")
+
+
+class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured quantity, and the values that count as slow."""
+
+    name: str
+    label: str
+    unit: str
+    is_time: bool = False
+    """Whether a smaller value is better."""
+    is_of_node: bool = False
+    """Whether the ranks of a node share it: they are compared by their median, as one."""
+    cpu_ratio: float
+    """Slow below this part of the median of the other ranks, if the device is a CPU."""
+    gpu_ratio: float
+    """The same if the device is a GPU."""
+
+
+# GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85
+# is outside of that. Ranks on CPUs share cores and caches with other processes: half of them can
+# lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
+# in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more.
+FIGURES = (
+    FigureSpec(
+        name="gemm_flops_per_second",
+        label="matrix product",
+        unit="FLOP/s",
+        cpu_ratio=0.6,
+        gpu_ratio=0.85,
+    ),
+    FigureSpec(
+        name="memory_bytes_per_second",
+        label="memory copy",
+        unit="B/s",
+        cpu_ratio=0.6,
+        gpu_ratio=0.85,
+    ),
+    FigureSpec(
+        name="loader_bytes_per_second", label="loader", unit="B/s", cpu_ratio=0.4, gpu_ratio=0.4
+    ),
+    FigureSpec(
+        name="disk_bytes_per_second",
+        label="checkpoint write",
+        unit="B/s",
+        is_of_node=True,
+        cpu_ratio=0.4,
+        gpu_ratio=0.4,
+    ),
+    FigureSpec(
+        name="fsync_seconds",
+        label="fsync",
+        unit="s",
+        is_time=True,
+        is_of_node=True,
+        cpu_ratio=0.2,
+        gpu_ratio=0.2,
+    ),
+)
+
+
+class PairTime(msgspec.Struct, frozen=True, array_like=True):
+    """Speed of one exchange with one other rank."""
+
+    peer: int
+    bytes_per_second: float
+
+
+class ClockOffset(msgspec.Struct, frozen=True, array_like=True):
+    """Difference of this rank's clock from that of rank 0, and the error of the estimate."""
+
+    seconds: float
+    uncertainty: float
+
+
+class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one rank measured so far."""
+
+    rank: int
+    world_size: int
+    node: str
+    device: str
+    """Model of the GPU, or of the processor; only ranks of one device are compared."""
+    is_gpu: bool = False
+    check_id: str = ""
+    """Id of this preflight, the same on all ranks; empty before they have joined."""
+    stage: int = 0
+    """Index of the running stage in ``STAGES``; ``DONE`` after the last."""
+    figures: dict[str, float] = {}
+    versions: dict[str, str] = {}
+    limits: dict[str, int] = {}
+    """Open files, locked memory and free shared memory; -1 is unlimited."""
+    offset: ClockOffset | None = None
+    ring_bytes_per_second: float | None = None
+    pairs: tuple[PairTime, ...] = ()
+    wrong: tuple[str, ...] = ()
+    """Computations with a wrong result."""
+    errors: dict[str, str] = {}
+    """Stage: first line of its error."""
+
+
+def clock_offset(sent: float, received: float, replied: float, returned: float) -> ClockOffset:
+    """Return the offset of this clock from another one, by the formula of NTP (RFC 5905, 8).
+
+    The error is at most half of the time that the messages took.
+
+    Args:
+        sent: when the request left, by this clock.
+        received: when the request arrived, by the other clock.
+        replied: when the response left, by the other clock.
+        returned: when the response arrived, by this clock.
+    """
+    travel = max(0.0, (returned - sent) - (replied - received))
+    return ClockOffset(((sent - received) + (returned - replied)) / 2, travel / 2)
+
+
+def pair_of(rank: int, world_size: int, turn: int) -> int | None:
+    """Return the partner of a rank in one turn of a round-robin tournament; None if it pauses.
+
+    The circle method: in ``num_turns(world_size)`` turns each rank meets each other rank once.
+    """
+    size = world_size + world_size % 2
+    last = size - 1
+    if rank == last:
+        # It meets the rank that would meet itself: 2 * r = turn modulo ``last``.
+        partner = turn * (size // 2) % last
+    else:
+        partner = (turn - rank) % last
+        partner = last if partner == rank else partner
+    return partner if partner < world_size else None
+
+
+def num_turns(world_size: int) -> int:
+    """Return the number of turns in which every rank meets every other rank."""
+    return 0 if world_size < 2 else world_size - 1 + world_size % 2

@@ -1,0 +1,104 @@
+"""`vitals preflight` with a launcher that prints stored reports."""
+
+import json
+
+import jsonschema
+import msgspec
+import pytest
+
+from docs import json_schema
+from tests.plugins.lab.preflight.ranks import healthy, scale
+from tests.support.cli import vitals
+from vitals_plugins.lab.preflight.report import MARK
+
+
+@pytest.fixture(autouse=True)
+def _no_runs_here(monkeypatch, tmp_path):
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("VITALS_SHM", str(tmp_path / "shm"))
+
+
+@pytest.fixture
+def preflight(tmp_path, capsys):
+    """Return a function that runs the command, and returns its exit code and output."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    torchrun = folder / "torchrun"
+
+    def run(reports, *options: str):
+        lines = b"".join(MARK + msgspec.json.encode(each) + b"\n" for each in reports)
+        (folder / "reports").write_bytes(lines)
+        torchrun.write_text(f"#!/bin/sh\ncat {folder}/reports\n")
+        torchrun.chmod(0o755)
+        directory = ("--dir", tmp_path / "runs")
+        code = vitals("preflight", *directory, *options, "--", torchrun, "--nproc-per-node", "2",
+                      "train.py")  # fmt: skip
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def failed_nodes(tmp_path, capsys):
+    def run(form: str):
+        options = ("--failed-nodes", "--dir", tmp_path / "runs", "--format", form)
+        assert 0 == vitals("preflight", *options)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_healthy_ranks_exit_with_zero(preflight, failed_nodes):
+    code, output = preflight(healthy(4))
+    assert 0 == code
+    assert "ok  4 ranks, no fault found" in output
+    assert "\n" == failed_nodes("exclude")
+
+
+def test_a_slow_rank_exits_with_one_and_its_node_is_excluded_after_the_second_time(
+    preflight, failed_nodes
+):
+    for number in range(2):
+        assert "\n" == failed_nodes("exclude")
+        reports = scale(healthy(4, seed=number), 2, 0.3, "gemm_flops_per_second")
+        reports = [msgspec.structs.replace(each, check_id=f"c{number}") for each in reports]
+        code, output = preflight(reports)
+        assert 1 == code
+        assert "fail  rank 2 on n2 is slow: matrix product" in output
+        assert "Do not train on: n2" in output
+    assert "n2\n" == failed_nodes("exclude")
+    assert '- "n2"' in failed_nodes("selector")
+    assert "2 of 2" in failed_nodes("table")
+    check("vitals preflight --failed-nodes", failed_nodes("json"))
+
+
+def check(command: str, output: str) -> None:
+    schema = json_schema.schema()
+    schema = {**schema["commands"][command], "$defs": schema["$defs"]}
+    jsonschema.Draft202012Validator(schema).validate(json.loads(output))
+
+
+def test_json_is_what_the_schema_says(preflight):
+    code, output = preflight(scale(healthy(4), 1, 0.3), "--format", "json")
+    assert 1 == code
+    check("vitals preflight", output)
+    assert ["n1"] == json.loads(output)["findings"][0]["nodes"]
+
+
+def test_no_report_exits_with_one(preflight):
+    code, output = preflight([])
+    assert 1 == code
+    assert "no rank reported anything" in output
+
+
+def test_a_damaged_history_is_a_note(preflight, tmp_path):
+    (tmp_path / "runs" / "preflight").mkdir(parents=True)
+    (tmp_path / "runs" / "preflight" / "n1.json").write_text("{")
+    code, output = preflight(healthy(4))
+    assert 0 == code
+    assert "note  history: " in output
+
+
+def test_a_list_of_nodes_is_another_form_of_output(preflight, capsys):
+    code, _ = preflight(healthy(4), "--format", "exclude")
+    assert 2 == code

@@ -1,0 +1,282 @@
+"""Which ranks, nodes and links a preflight names."""
+
+import math
+
+import msgspec
+import pytest
+
+from tests.plugins.lab.preflight.ranks import SPEEDS, change, healthy, scale, slow_pairs
+from vitals_plugins.lab.preflight.judge import Baseline, judge
+from vitals_plugins.lab.preflight.report import (
+    DONE,
+    STAGES,
+    ClockOffset,
+    clock_offset,
+    num_turns,
+    pair_of,
+)
+
+
+def found(reports, **options):
+    """Return kind, ranks and nodes of each finding."""
+    return [(each.kind, each.ranks, each.nodes) for each in judge(reports, **options)]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 8, 17])
+def test_healthy_ranks_have_no_finding(num):
+    for seed in range(50):
+        assert [] == found(healthy(num, per_node=2, seed=seed))
+        assert [] == found(healthy(num, seed=seed, gpu=True, noise=0.03))
+
+
+@pytest.mark.parametrize("num", [3, 4, 8])
+def test_a_rank_throttled_to_30_percent_is_named(num):
+    for seed in range(20):
+        rank = seed % num
+        reports = scale(healthy(num, seed=seed), rank, 0.3, "gemm_flops_per_second")
+        reports = slow_pairs(reports, lambda a, b, rank=rank: rank in (a, b), 0.3)
+        # Its slow exchanges follow from it, so there is one finding.
+        assert [("slow_rank", (rank,), (f"n{rank}",))] == found(reports)
+
+
+def test_a_gpu_at_three_quarters_of_its_clock_is_named_but_not_a_busy_core():
+    gpus = scale(healthy(8, gpu=True, noise=0.02), 5, 0.75, "gemm_flops_per_second")
+    assert [("slow_rank", (5,), ("n5",))] == found(gpus)
+    assert [] == found(scale(healthy(8, noise=0.02), 5, 0.75, "gemm_flops_per_second"))
+
+
+def test_a_slow_disk_is_named_by_its_writes_and_its_sync():
+    for seed in range(20):
+        reports = scale(healthy(4, seed=seed), 2, 0.1, "disk_bytes_per_second")
+        reports = scale(reports, 2, 20, "fsync_seconds")
+        (finding,) = judge(reports)
+        assert ("slow_rank", ("n2",)) == (finding.kind, finding.nodes)
+        assert "checkpoint write" in finding.text
+        assert "fsync" in finding.text
+        assert "matrix product" not in finding.text
+
+
+def test_ranks_of_one_node_share_its_disk():
+    reports = scale(healthy(4, per_node=4), 2, 0.1, "disk_bytes_per_second")
+    assert [] == found(reports)
+    reports = healthy(8, per_node=2)
+    for rank in (4, 5):
+        reports = scale(reports, rank, 0.1, "disk_bytes_per_second")
+    assert [("slow_rank", (4,), ("n2",))] == found(reports)
+
+
+def test_two_of_five_slow_ranks_are_both_named():
+    reports = healthy(5)
+    for rank in (1, 3):
+        reports = scale(reports, rank, 0.3, "gemm_flops_per_second")
+    assert [(1,), (3,)] == [each.ranks for each in judge(reports)]
+
+
+def test_scatter_as_large_as_the_difference_names_no_rank():
+    reports = healthy(5, noise=0.0)
+    for rank, factor in enumerate((0.5, 0.7, 1.0, 1.3, 1.6)):
+        reports = scale(reports, rank, factor, "gemm_flops_per_second")
+    assert [] == found(reports)
+
+
+def test_equal_figures_are_not_a_finding():
+    assert [] == found(healthy(4, noise=0.0))
+
+
+def test_ranks_of_another_device_are_not_compared():
+    reports = scale(healthy(6), 5, 0.1, "gemm_flops_per_second")
+    assert [] == found(change(reports, 5, device="another"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_a_figure_that_is_no_speed_is_ignored(value):
+    reports = healthy(4)
+    figures = {**reports[1].figures, "gemm_flops_per_second": value}
+    assert [] == found(change(reports, 1, figures=figures))
+    assert [] == found(change(reports, 1, offset=ClockOffset(math.nan, math.nan)))
+
+
+class TestTwoRanks:
+    def test_the_slower_is_named_below_half_of_the_other(self):
+        reports = scale(healthy(2), 1, 0.3, "gemm_flops_per_second")
+        assert [("slow_rank", (1,), ("n1",))] == found(reports)
+
+    def test_between_both_bounds_both_figures_are_reported_without_a_culprit(self):
+        reports = scale(healthy(2, noise=0.0), 1, 0.55, "gemm_flops_per_second")
+        (finding,) = judge(reports)
+        assert ("unequal_ranks", "note", ()) == (finding.kind, finding.severity, finding.nodes)
+        assert "5.5e+09 FLOP/s on rank 1 of n1, 1e+10 FLOP/s on rank 0 of n0" in finding.text
+
+    def test_history_names_the_slower(self):
+        reports = scale(healthy(2, noise=0.0), 1, 0.41, "loader_bytes_per_second")
+        reports = scale(reports, 1, 0.4, "gemm_flops_per_second")
+        baselines = {"n1": Baseline("Xeon", (SPEEDS,) * 3), "n0": Baseline("Xeon", (SPEEDS,) * 3)}
+        assert [("slow_rank", (1,), ("n1",))] == found(reports, baselines=baselines)
+
+    def test_a_single_link_has_no_reference(self):
+        assert [] == found(slow_pairs(healthy(2), lambda a, b: True, 0.01))
+
+    def test_skewed_clocks_are_reported_without_a_culprit(self):
+        reports = change(healthy(2), 1, offset=ClockOffset(3.0, 0.001))
+        assert [("clock_skew", (1,), ())] == found(reports)
+
+
+class TestHistory:
+    def test_a_node_alone_is_compared_with_its_history(self):
+        reports = scale(healthy(2, per_node=2, noise=0.0), 0, 0.3)
+        reports = scale(reports, 1, 0.3)
+        assert [] == found(reports)
+        baselines = {"n0": Baseline("Xeon", (SPEEDS,) * 3)}
+        named = found(reports, baselines=baselines)
+        assert [("slow_rank", (0,), ("n0",)), ("slow_rank", (1,), ("n0",))] == named
+
+    def test_few_checks_or_another_device_are_no_reference(self):
+        reports = scale(healthy(1), 0, 0.3)
+        assert [] == found(reports, baselines={"n0": Baseline("Xeon", (SPEEDS,) * 2)})
+        assert [] == found(reports, baselines={"n0": Baseline("old", (SPEEDS,) * 9)})
+
+    def test_a_sync_that_became_slower_is_slow(self):
+        reports = scale(healthy(1, noise=0.0), 0, 20, "fsync_seconds")
+        (finding,) = judge(reports, baselines={"n0": Baseline("Xeon", (SPEEDS,) * 3)})
+        assert "fsync 100 ms, 5% of the speed of 3 earlier checks" in finding.text
+
+
+class TestLinks:
+    def test_a_slow_link_is_named_and_neither_end(self):
+        for seed in range(20):
+            reports = healthy(4 + seed % 5, seed=seed)
+            reports = slow_pairs(reports, lambda a, b: {a, b} == {1, 2})
+            assert [("slow_link", (1, 2), ())] == found(reports)
+
+    @pytest.mark.parametrize("num", [3, 4, 5, 8])
+    def test_a_slow_network_card_is_named_as_its_node(self, num):
+        for seed in range(20):
+            rank = seed % num
+            reports = healthy(num, seed=seed)
+            reports = slow_pairs(reports, lambda a, b, rank=rank: rank in (a, b))
+            assert [("slow_network", (rank,), (f"n{rank}",))] == found(reports)
+
+    def test_links_inside_of_a_node_are_no_reference_for_links_between_nodes(self):
+        reports = healthy(8, per_node=4)
+        reports = slow_pairs(reports, lambda a, b: a // 4 != b // 4, 0.05)
+        assert [] == found(reports)
+
+    def test_a_link_between_two_nodes_is_one_finding(self):
+        reports = healthy(8, per_node=2)
+        reports = slow_pairs(reports, lambda a, b: {a // 2, b // 2} == {0, 3})
+        (finding,) = judge(reports)
+        assert ("slow_link", (0, 1, 6, 7)) == (finding.kind, finding.ranks)
+        assert "between n0 and n3" in finding.text
+
+    def test_a_card_of_one_rank_of_a_node_names_rank_and_node(self):
+        reports = healthy(8, per_node=2)
+        reports = slow_pairs(reports, lambda a, b: 3 in (a, b) and a // 2 != b // 2)
+        assert [("slow_network", (3,), ("n1",))] == found(reports)
+
+    def test_a_pair_that_was_not_measured_by_both_ends_is_no_fault(self):
+        reports = change(healthy(5), 2, pairs=())
+        assert [] == found(reports)
+
+
+class TestClocks:
+    def test_the_formula_of_ntp(self):
+        # This clock is 5 s ahead; a message takes 0.25 s, the response is prepared in 1 s.
+        offset = clock_offset(105.0, 100.25, 101.25, 106.5)
+        assert (5.0, 0.25) == (offset.seconds, offset.uncertainty)
+
+    @pytest.mark.parametrize("num", [3, 4, 7])
+    def test_a_skewed_clock_is_named(self, num):
+        for seed in range(20):
+            rank = seed % num
+            reports = change(healthy(num, seed=seed), rank, offset=ClockOffset(-2.0, 0.002))
+            assert [("clock_skew", (rank,), (f"n{rank}",))] == found(reports)
+
+    def test_the_reference_of_all_offsets_may_be_skewed_itself(self):
+        reports = healthy(4)
+        for rank in (1, 2, 3):
+            reports = change(reports, rank, offset=ClockOffset(2.0, 0.002))
+        assert [("clock_skew", (0,), ("n0",))] == found(reports)
+
+    def test_two_groups_of_equal_size_have_no_culprit(self):
+        reports = healthy(4)
+        for rank in (1, 2):
+            reports = change(reports, rank, offset=ClockOffset(2.0, 0.002))
+        assert [("clock_skew", (1,), ()), ("clock_skew", (2,), ())] == found(reports)
+
+    def test_a_skew_within_its_uncertainty_is_not_a_finding(self):
+        assert [] == found(change(healthy(4), 2, offset=ClockOffset(2.0, 1.9)))
+
+
+class TestRanksThatDoNotEnd:
+    def test_a_rank_without_a_report_is_named(self):
+        assert [("missing_rank", (2,), ())] == found(healthy(4)[:2] + healthy(4)[3:])
+
+    def test_no_report_is_a_failure(self):
+        assert [("no_report", (), ())] == found([])
+
+    def test_a_rank_that_hangs_is_the_one_behind_the_others(self):
+        reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(4)]
+        reports = change(reports, 1, stage=STAGES.index("disk"))
+        (finding,) = judge(reports)
+        assert ("no_answer", (1,), ("n1",)) == (finding.kind, finding.ranks, finding.nodes)
+        assert "stopped in disk" in finding.text
+
+    def test_all_in_one_collective_have_no_culprit(self):
+        reports = [msgspec.structs.replace(r, stage=STAGES.index("pairs")) for r in healthy(4)]
+        assert [("no_answer", (0, 1, 2, 3), ())] == found(reports)
+
+    def test_a_killed_rank_is_the_one_without_an_error(self):
+        stage = STAGES.index("all-reduce")
+        errors = {"all-reduce": "connection closed by peer"}
+        reports = [msgspec.structs.replace(r, stage=stage, errors=errors) for r in healthy(4)]
+        reports = change(reports, 2, errors={})
+        assert ("no_answer", (2,), ("n2",)) in found(reports)
+
+    def test_an_error_in_one_measurement_names_the_node(self):
+        reports = change(healthy(4), 1, errors={"disk": "No space left on device"})
+        (finding,) = judge(reports)
+        assert ("failed", ("n1",)) == (finding.kind, finding.nodes)
+        assert "disk failed: No space left on device" in finding.text
+
+
+class TestLimitsAndVersions:
+    def test_small_shared_memory_is_named(self):
+        limits = {"open_files": 65536, "locked_bytes": -1, "shared_bytes": 1 << 20}
+        assert [("small_limit", (1,), ("n1",))] == found(change(healthy(4), 1, limits=limits))
+
+    def test_the_minority_has_the_wrong_version(self):
+        versions = {"torch": "2.12.0", "kernel": "6.1"}
+        reports = change(healthy(4), 3, versions=versions)
+        assert [("different_versions", (), ("n3",))] == found(reports)
+
+    def test_of_two_versions_on_two_nodes_neither_is_wrong(self):
+        reports = change(healthy(2), 1, versions={"torch": "2.12.0", "kernel": "6.1"})
+        assert [("different_versions", (), ())] == found(reports)
+
+    def test_another_kernel_is_a_note(self):
+        reports = change(healthy(4), 3, versions={"torch": "2.13.0", "kernel": "5.0"})
+        assert ["note"] == [each.severity for each in judge(reports)]
+
+    def test_a_wrong_result_names_its_rank(self):
+        reports = change(healthy(4), 3, wrong=("gemm float32, seed 3: element 0 is 0x1",))
+        assert [("wrong_result", (3,), ("n3",))] == found(reports)
+
+    def test_a_wrong_sum_of_all_ranks_has_no_culprit(self):
+        reports = healthy(4)
+        for rank in range(4):
+            reports = change(reports, rank, wrong=("all-reduce, seed 0: element 0 is 0x1",))
+        assert [("wrong_result", (0, 1, 2, 3), ())] == found(reports)
+
+
+@pytest.mark.parametrize("size", range(10))
+def test_in_a_tournament_all_ranks_meet_once(size):
+    met = []
+    for turn in range(num_turns(size)):
+        peers = [pair_of(rank, size, turn) for rank in range(size)]
+        assert all(peer is None or rank == peers[peer] for rank, peer in enumerate(peers))
+        met += [(rank, peer) for rank, peer in enumerate(peers) if peer is not None and rank < peer]
+    assert [(a, b) for a in range(size) for b in range(a + 1, size)] == sorted(met)
+
+
+def test_stages_end_with_done():
+    assert len(STAGES) == DONE

@@ -1,0 +1,110 @@
+"""How the ranks are started, and what is known of those that hang or die."""
+
+import os
+
+import msgspec
+import pytest
+
+from tests.plugins.lab.preflight.ranks import healthy
+from trainvitals.errors import UsageError
+from vitals_plugins.lab.preflight.cli import conclude
+from vitals_plugins.lab.preflight.history import NodeHistory
+from vitals_plugins.lab.preflight.judge import judge
+from vitals_plugins.lab.preflight.launch import (
+    PROGRAM,
+    keep_latest,
+    launch,
+    launcher_command,
+    local_words,
+    parse_line,
+)
+from vitals_plugins.lab.preflight.report import DONE, FIGURES, MARK, STAGES
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun --nproc-per-node 2 -m"),
+        ("torchrun --nproc-per-node 2", "torchrun --nproc-per-node 2 -m"),
+        ("torchrun --standalone -m app.train -m x", "torchrun --standalone -m"),
+        ("srun -N 2 /opt/torchrun --nnodes=2 t.py", "srun -N 2 /opt/torchrun --nnodes=2 -m"),
+        ("python -m torch.distributed.run a.py b", "python -m torch.distributed.run -m"),
+        ("torchrun --no-python bash -c x", "torchrun -m"),
+    ],
+)
+def test_our_program_replaces_the_script_and_its_arguments(words, expected):
+    assert [*expected.split(), PROGRAM, "{}"] == launcher_command(words.split(), "{}")
+
+
+@pytest.mark.parametrize("words", ["python train.py", "torchrun --no-such-option 2 train.py"])
+def test_another_launcher_or_option_is_a_usage_error(words):
+    with pytest.raises(UsageError):
+        launcher_command(words.split(), "{}")
+
+
+def test_a_report_survives_the_label_of_srun_and_other_lines_are_none():
+    (report,) = healthy(1)
+    raw = MARK + msgspec.json.encode(report) + b"\n"
+    assert report == parse_line(b"0: " + raw)
+    assert parse_line(b"W1129 torch\n") is None
+    assert parse_line(raw[:40]) is None
+
+
+def test_a_report_of_the_largest_job_is_one_write_of_a_pipe():
+    (report, *_) = healthy(17)
+    assert len(MARK + msgspec.json.encode(report)) < 4096
+
+
+def test_an_earlier_report_from_another_node_does_not_replace_a_later_one():
+    (report,) = healthy(1)
+    reports = {}
+    keep_latest(reports, report)
+    keep_latest(reports, msgspec.structs.replace(report, stage=2))
+    assert {0: report} == reports
+
+
+def test_a_rank_that_never_ends_is_stopped_and_named(tmp_path):
+    reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(2)]
+    reports[1] = msgspec.structs.replace(reports[1], stage=STAGES.index("disk"))
+    lines = b"".join(MARK + msgspec.json.encode(each) + b"\n" for each in reports)
+    (tmp_path / "lines").write_bytes(lines)
+    command = ["sh", "-c", f"cat {tmp_path}/lines; exec sleep 6000"]
+    launched = launch(command, os.environ, seconds=10.0)
+    assert launched.exit_code is None
+    assert [("no_answer", (1,))] == [(each.kind, each.ranks) for each in judge(launched.reports)]
+
+
+def test_the_last_lines_of_a_launcher_that_fails_are_kept():
+    launched = launch(["sh", "-c", "echo no such host; exit 1"], os.environ, seconds=60.0)
+    assert (1, ("no such host",)) == (launched.exit_code, launched.tail)
+
+
+def test_a_command_that_does_not_exist_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError):
+        launch([str(tmp_path / "torchrun")], os.environ, seconds=60.0)
+
+
+@pytest.mark.dist
+def test_two_real_ranks_measure_all_and_the_skewed_clock_is_found(tmp_path):
+    settings = {"seconds": 100.0, "directory": str(tmp_path), "checkpoint_bytes": 1 << 20}
+    command = launcher_command(
+        local_words(),
+        msgspec.json.encode(settings).decode(),
+        "tests.plugins.lab.preflight.skewed_rank",
+    )
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    launched = launch(command, environ, seconds=200.0)
+    assert [DONE, DONE] == [each.stage for each in launched.reports], launched
+    first, second = launched.reports
+    assert ({}, {}) == (first.errors, second.errors)
+    assert {spec.name for spec in FIGURES} == first.figures.keys()
+    assert all(value > 0 for value in first.figures.values())
+    assert [1] == [pair.peer for pair in first.pairs]
+    assert first.check_id == second.check_id != ""
+    assert second.offset is not None
+    assert abs(second.offset.seconds - 60) <= second.offset.uncertainty + 1
+    history = NodeHistory(tmp_path)
+    result = conclude(launched, history, now_unix_ns=1)
+    assert "clock_skew" in [each.kind for each in result.findings]
+    assert ["n0", "n1"] == history.nodes()
+    assert [] == list(tmp_path.glob(".preflight-*"))
