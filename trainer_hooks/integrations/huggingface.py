@@ -76,6 +76,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
         options.setdefault("run", args.run_name)
         options.setdefault("config", args.to_sanitized_dict())
         options.setdefault("task", task_of_class(type(self._trainer)))
+        if options["task"] is not None and state.is_world_process_zero:
+            _LOG.info("vitals: the run is judged as task=%r", options["task"])
         self.attached = self._attach(kwargs["model"], kwargs["optimizer"], options)
         if self._trainer is None and state.is_world_process_zero:
             _LOG.warning(

@@ -9,6 +9,7 @@ from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.names import (
     NAMES,
     TASKS,
+    is_read,
     is_task,
     loss_kind_of_task,
     read_quantities,
@@ -16,27 +17,31 @@ from trainvitals.detect.posttraining.names import (
 )
 
 
-class SFTTrainer:
-    pass
+def trainer_class(name: str, *bases: type, module: str = "trl.trainer.some_trainer") -> type:
+    return type(name, bases, {"__module__": module})
 
 
-class GKDTrainer(SFTTrainer):
-    pass
-
-
-class GRPOTrainer:
-    pass
-
-
-class MyTrainer(GRPOTrainer):
-    pass
+SFT, GRPO = trainer_class("SFTTrainer"), trainer_class("GRPOTrainer")
+MINI_LLM = trainer_class("MiniLLMTrainer", GRPO, module="trl.experimental.minillm")
+OWN = "my_project.train"
 
 
 @pytest.mark.parametrize(
     ("trainer", "task"),
-    [(SFTTrainer, "sft"), (GKDTrainer, "sft"), (MyTrainer, "grpo"), (dict, None)],
+    [
+        (SFT, "sft"),
+        (trainer_class("GKDTrainer", SFT), "sft"),
+        (trainer_class("MyTrainer", GRPO, module=OWN), "grpo"),
+        (trainer_class("UnslothGRPOTrainer", module="UnslothGRPOTrainer"), "grpo"),
+        (trainer_class("_UnslothDPOTrainer", module="unsloth_compiled_cache.dpo"), "dpo"),
+        (MINI_LLM, None),
+        (trainer_class("MyDistillation", MINI_LLM, module=OWN), None),
+        (trainer_class("PPOTrainer", module=OWN), None),
+        (trainer_class("RewardTrainer", module="trlx.trainer"), None),
+        (dict, None),
+    ],
 )
-def test_a_trainers_class_or_a_base_of_it_names_the_kind_of_run(trainer, task):
+def test_a_trainer_of_trl_or_a_base_of_it_names_the_kind_of_run(trainer, task):
     assert task == task_of_class(trainer)
 
 
@@ -75,6 +80,15 @@ def test_a_policy_loss_is_not_minimized_and_a_preference_loss_is():
             },
         ),
         ("openrlhf", {"entropy_loss": 1.0, "kl": 0.5, "reward": 0.25, "ppo_clip_ratio": 0.0625}),
+        (
+            "openrlhf rollouts",
+            {
+                "kl": 0.5,
+                "rollout/reward_mean": 0.25,
+                "rollout/truncated_rate": 0.125,
+                "ppo_clip_ratio": 0.0625,
+            },
+        ),
         ("torchtune", {"kl_loss": 0.5, "rewards": 0.25, "clipfrac": 0.0625, "ratios": 3.0}),
         (
             "nemo",
@@ -103,6 +117,19 @@ def test_every_library_gives_the_same_quantities(library: str, values: dict[str,
     read = read_quantities(values | {"learning_rate": 1e-6, "num_tokens": 100.0})
     assert read == {quantity: expected[quantity] for quantity in read}
     assert len(read) >= 4
+
+
+@pytest.mark.parametrize("name", ["rlhf_reward", "kl_reward"])
+def test_the_kl_of_torchtunes_ppo_is_summed_over_the_tokens(name: str):
+    read = read_quantities({"scores": 1.0, name: 0.5, "kl": 20.0})
+    assert {names.REWARD: 1.0, names.KL_OF_SEQUENCE: 20.0} == read
+    assert {names.REWARD: 1.0, names.KL: 0.2} == read_quantities({"scores": 1.0, "kl": 0.2})
+
+
+def test_every_scalar_that_matters_is_read():
+    assert all(is_read(name) and is_read(f"train/{name}") for name in NAMES)
+    assert is_read("kl_reward") and is_read("rlhf_reward")
+    assert not is_read("learning_rate")
 
 
 def test_a_ratio_of_probabilities_is_read_as_a_difference():

@@ -28,6 +28,11 @@ class TaskSpec:
     """Whether the policy is trained on completions that it samples itself."""
     compares: bool = False
     """Whether the loss compares a chosen with a rejected completion."""
+    has_reference: bool = False
+    """Whether the reward of a completion is its log-probability compared with a reference model."""
+    starts_undecided: bool = False
+    """Whether the pairs are ranked at random before the first update. Without a reference model
+    they are ranked as the base model prefers."""
 
 
 _MINIMIZES = TaskSpec("minimize")
@@ -36,11 +41,11 @@ _SAMPLES = TaskSpec("rl", samples=True)
 
 TASKS: Mapping[str, TaskSpec] = {
     "sft": _MINIMIZES,
-    "dpo": _COMPARES,
+    "dpo": TaskSpec("minimize", compares=True, has_reference=True, starts_undecided=True),
     "cpo": _COMPARES,
     "orpo": _COMPARES,
     "kto": _MINIMIZES,
-    "reward_model": _COMPARES,
+    "reward_model": TaskSpec("minimize", compares=True, starts_undecided=True),
     "grpo": _SAMPLES,
     "rloo": _SAMPLES,
     "ppo": _SAMPLES,
@@ -57,7 +62,8 @@ def loss_kind_of_task(task: object) -> LossKind | None:
     return TASKS[task].loss_kind if isinstance(task, str) and task in TASKS else None
 
 
-_OF_CLASSES: Mapping[str, Task] = {
+_OF_CLASSES: Mapping[str, Task | None] = {
+    "MiniLLMTrainer": None,  # derived from GRPOTrainer, but distills with a constant reward
     "SFTTrainer": "sft",
     "DPOTrainer": "dpo",
     "CPOTrainer": "cpo",
@@ -73,10 +79,20 @@ _OF_CLASSES: Mapping[str, Task] = {
 """Trainers of TRL 1.16, and of 0.x to 1.9 for BCO and PPO."""
 
 
+_MODULES = ("trl.", "unsloth")
+"""Modules of the known trainers, in lower case. Unsloth compiles TRL's under names of its own."""
+
+
 def task_of_class(trainer_class: type) -> Task | None:
-    """Return the kind of run of a trainer's class, from its name or that of a base; or None."""
-    names = (base.__name__ for base in trainer_class.__mro__)
-    return next((_OF_CLASSES[name] for name in names if name in _OF_CLASSES), None)
+    """Return the kind of run of a trainer's class, from its name or that of a base; or None.
+
+    Only classes of TRL and Unsloth count: others with the same name may be anything.
+    """
+    for base in trainer_class.__mro__:
+        name = base.__name__.lstrip("_").removeprefix("Unsloth")
+        if name in _OF_CLASSES and base.__module__.lower().startswith(_MODULES):
+            return _OF_CLASSES[name]
+    return None
 
 
 class Reading(NamedTuple):
@@ -111,6 +127,8 @@ CHOSEN = "chosen_logp"
 """Log-probability of the chosen completions."""
 REJECTED = "rejected_logp"
 """Log-probability of the rejected completions."""
+CHOSEN_REWARD = "chosen_reward"
+"""Reward of the chosen completions: beta times the log-probability compared with the reference."""
 ACCURACY = "accuracy"
 """Share of the pairs in which the chosen completion has the higher reward."""
 
@@ -129,6 +147,7 @@ NAMES: Mapping[str, Reading] = {
     "sampling/sampling_logp_difference/mean": Reading(SAMPLER_GAP),
     "logps/chosen": Reading(CHOSEN),
     "logps/rejected": Reading(REJECTED),
+    "rewards/chosen": Reading(CHOSEN_REWARD),
     "rewards/accuracies": Reading(ACCURACY),
     "accuracy": Reading(ACCURACY),
     # TRL's PPO.
@@ -147,6 +166,8 @@ NAMES: Mapping[str, Reading] = {
     "response_length/clip_ratio": Reading(CUT_SHARE),
     "actor/pg_clipfrac": Reading(CLIP_SHARE),
     # OpenRLHF: `kl` and `reward` as above.
+    "rollout/reward_mean": Reading(REWARD),
+    "rollout/truncated_rate": Reading(CUT_SHARE),
     "entropy_loss": Reading(ENTROPY),
     "ppo_clip_ratio": Reading(CLIP_SHARE),
     "acc": Reading(ACCURACY),
@@ -169,16 +190,27 @@ NAMES: Mapping[str, Reading] = {
 }
 
 _PREFIX = "train/"
+_OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
+"""Names that show torchtune's PPO: its ``kl`` is summed over the tokens, that of others is not."""
 
 
 def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
     """Return the known quantities among the scalars of one step; non-finite ones are left out."""
     plain = {name.removeprefix(_PREFIX): value for name, value in values.items()}
+    is_kl_summed = any(all(name in plain for name in both) for both in _OF_SUMMED_KL)
     quantities: dict[str, float] = {}
     for name, reading in NAMES.items():
-        if name not in plain or reading.quantity in quantities:
+        is_summed = name == "kl" and is_kl_summed
+        read = KL_OF_SEQUENCE if is_summed else reading.quantity
+        if name not in plain or read in quantities:
             continue
         value = reading.offset + reading.factor * plain[name]
         if math.isfinite(value):
-            quantities[reading.quantity] = value
+            quantities[read] = value
     return quantities
+
+
+def is_read(name: str) -> bool:
+    """Return whether ``read_quantities`` uses a scalar, by the name of its library."""
+    plain = name.removeprefix(_PREFIX)
+    return plain in NAMES or any(plain in both for both in _OF_SUMMED_KL)
