@@ -77,7 +77,8 @@ SETS = (
         "takes it from the trainer's class, other loops give `watch(task=...)` or "
         "`attach(task=...)`. The scalars of one step are judged once a later step was logged. "
         "These detectors only report. The [guide](guides/post-training.md) has the names of the "
-        "scalars by library. All of them share the settings listed at the first one.",
+        "scalars by library. They share the settings listed at the first one; these are the "
+        "defaults in the code.",
         OF_SCALARS,
     ),
     (

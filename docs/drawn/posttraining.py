@@ -143,6 +143,7 @@ def preference_pairs() -> list[Panel]:
         return _rows(
             logps__chosen=_noisy(14, _rise(-200.0, chosen, 100), 5.0),
             logps__rejected=_noisy(15, _rise(-220.0, rejected, 100), 5.0),
+            rewards__chosen=_noisy(16, _rise(0.0, 0.1 * (chosen + 200.0), 100), 0.5),
         )
 
     return [
@@ -213,7 +214,8 @@ ENTRIES = (
         name="preference",
         title="Preference pairs",
         owner=preference.PreferenceWatcher,
-        needs="a run that compares pairs, with log-probabilities or accuracy.",
+        needs="a run that compares pairs: log-probabilities with the chosen reward or as means per "
+        "token, or the accuracy from the first step on.",
         examples=preference_pairs,
     ),
 )

@@ -210,6 +210,9 @@ HEALTHY: dict[str, Course] = {
     "noisy reward model": Course(rewards=noisy(matches(6), 0.3), steps=300),
     "length grows": Course(rewards=matches(11), end_bias=1.5, steps=300),
     "always full length": Course(rewards=matches(12), has_end=False, steps=300),
+    "full length, small rate": Course(
+        rewards=noisy(matches(12), 0.3), has_end=False, learning_rate=0.004, steps=400
+    ),
     "strong penalty": Course(rewards=matches(6), beta=0.5),
     "no penalty": Course(rewards=matches(6), beta=0.0, steps=400),
     "small rate": Course(rewards=matches(6), learning_rate=0.001),

@@ -196,13 +196,14 @@ IN_STORES = {
 
 OF_SCALARS = {
     "policy_collapse": "place episode entropy reward cut",
-    "dead_reward": "place episode share reward num",
-    "kl_runaway": "place episode recent at_best reward",
+    "dead_reward": "place episode share reward",
+    "kl_runaway": "place episode recent first at_best reward milestones",
     "truncation": "place episode cut reward",
-    "reward_hacking": "place episode reward held_out best num_below",
+    "reward_hacking": "place episode reward held_out first best num_below milestones",
     "policy_ratio": "place episode clipped ratio",
     "sampler_gap": "place episode gap",
-    "preference": "place episode chosen rejected first early first_step",
+    "preference": "place episode chosen rejected rewards first first_at early "
+    "first_step num_pairs is_start_judged",
 }
 
 

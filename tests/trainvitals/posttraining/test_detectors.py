@@ -178,6 +178,121 @@ def test_a_rewards_loss_after_an_announced_change_is_reported():
     assert "policy_collapse" in {f.kind for f in judged(solved() + later, changes=[120])}
 
 
+def gauss(seed: int, num: int, sigma: float) -> list[float]:
+    rng = random.Random(seed)
+    return [rng.gauss(0.0, sigma) for _ in range(num)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("num", "first", "last"), [(300, 0.45, 0.6), (600, 0.3, 0.54)])
+def test_a_slow_success_with_a_short_length_limit_is_silent(
+    num: int, first: float, last: float, seed: int
+):
+    rows = [
+        {"reward": first + (last - first) * n / num + noise, "completions/clipped_ratio": 0.9}
+        for n, noise in enumerate(gauss(seed, num, 0.05))
+    ]
+    assert [] == causes(judged(rows))
+
+
+def test_completions_that_are_cut_while_the_reward_does_not_rise():
+    rows = [
+        {"reward": 0.45 + noise, "completions/clipped_ratio": 0.9} for noise in gauss(1, 400, 0.05)
+    ]
+    ((step, cause),) = causes(judged(rows))
+    assert "truncation" == cause
+    assert step >= 99
+
+
+def from_the_start(rewards: Iterable[float]) -> Rows:
+    """A policy that becomes deterministic, as in a success, with any reward."""
+    return [
+        {
+            "reward": reward,
+            "entropy": 0.02 ** min(n / 60, 1.0),
+            "frac_reward_zero_std": 0.5 + 0.47 * min(n / 60, 1.0),
+        }
+        for n, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [min(1.0, 0.97 + noise) for noise in gauss(1, 300, 0.02)],
+        [min(2.0, 1.94 + noise) for noise in gauss(2, 300, 0.04)],
+        [0.95 + noise for noise in gauss(3, 300, 0.01)],
+        [1.0] * 300,
+        [2.0] * 300,
+        [1.0] * 30 + [0.98] * 270,
+        [0.95 + 0.05 * min(n / 30, 1.0) for n in range(60)] + [0.955] * 240,
+    ],
+    ids=["near 1", "near 2", "never 1", "always 1", "always 2", "harder later", "best early"],
+)
+def test_a_task_that_is_solved_from_the_start_is_silent(rewards: list[float]):
+    assert [] == causes(judged(from_the_start(rewards)))
+
+
+def test_a_policy_that_collapses_without_a_gain_is_reported():
+    rows = from_the_start(0.5 + noise for noise in gauss(1, 400, 0.05))
+    assert ["policy_collapse"] == [cause for _, cause in causes(judged(rows))]
+
+
+def test_a_dead_reward_after_an_announced_change_is_reported():
+    dead = [{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 200
+    assert [(99, "dead_reward")] == causes(judged(dead, changes=[0]))
+    assert [(139, "dead_reward")] == causes(judged(dead, changes=[40]))
+
+
+def test_a_change_that_was_announced_early_does_not_hide_a_flat_reward():
+    rows = from_the_start(0.5 + noise for noise in gauss(1, 400, 0.05))
+    assert ["policy_collapse"] == [cause for _, cause in causes(judged(rows, changes=[0]))]
+
+
+def after_a_rollback(before: Rows, at: int, after: Rows) -> list[tuple[int, str]]:
+    """Return the findings after a rollback to a step."""
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
+    for n, row in enumerate(before):
+        detectors.update(row, step=n, attempt=1, time_unix_ns=n)
+    for n, row in enumerate(after, start=at):
+        findings += detectors.update(row, step=n, attempt=2, time_unix_ns=n)
+    return causes(findings)
+
+
+def test_a_rollback_forgets_the_best_of_the_discarded_steps():
+    rows = [
+        {
+            "reward": noisy(0.2 + 0.6 * min(n / 40, 1.0), n),
+            "entropy": 1.5 * 0.01 ** min(n / 80, 1.0),
+            "kl": 0.02 * n,
+            "eval/reward": noisy(0.2 + 0.5 * min(n / 40, 1.0), -n, 0.01),
+        }
+        for n in range(160)
+    ]
+    wrong = {"reward": 5.0, "entropy": 9.0, "kl": 0.001, "eval/reward": 5.0}
+    assert [] == after_a_rollback([*rows[:40], *[wrong] * 15], 40, rows[40:])
+    assert [] == after_a_rollback([wrong] * 30, 0, rows)
+
+
+def test_a_reward_that_is_lost_after_a_rollback_is_reported():
+    rows = solved()
+    lost = [row | {"reward": 0.3} for row in rows[-60:]]
+    assert "policy_collapse" in {cause for _, cause in after_a_rollback(rows, 100, lost)}
+
+
+def test_a_held_out_reward_that_is_lost_after_many_evaluations():
+    rows = [
+        {
+            "reward": noisy(min(1.0, 0.2 + n / 20), n),
+            "eval/reward": noisy(
+                0.2 + 0.5 * min(n / 10, 1.0) - (0.4 if n > 200 else 0.0), -n, 0.01
+            ),
+        }
+        for n in range(240)
+    ]
+    assert [(203, "reward_hacking")] == causes(judged(rows))
+
+
 def test_a_held_out_reward_that_is_lost_while_the_training_reward_stays():
     rows = [
         {"reward": noisy(min(1.0, 0.2 + n / 50), n)}
@@ -211,6 +326,16 @@ def test_samples_that_do_not_fit_the_policy(name: str, healthy: float, faulty: f
     assert cause == found
 
 
+def test_a_kl_that_torchtunes_ppo_sums_over_the_tokens_is_judged_as_a_sum():
+    rows = [
+        {"scores": 0.5 + noise, "rlhf_reward": 0.4, "kl_reward": -0.1, "kl": min(n / 15, 20.0)}
+        for n, noise in enumerate(gauss(1, 400, 0.05))
+    ]
+    assert [] == causes(judged(rows, task="ppo"))
+    rows = [row | {"kl": 10.0 * row["kl"]} for row in rows]
+    assert ["kl_runaway"] == [cause for _, cause in causes(judged(rows, task="ppo"))]
+
+
 def test_a_single_outlier_is_silent():
     rows = solved()
     rows[100] = dict.fromkeys(rows[0], 1000.0) | {"val/ratio": 50.0}
@@ -226,6 +351,7 @@ def preferences(num: int = 60, *, fall: float = 0.2, accuracy: float = 0.6) -> R
         {
             "logps/chosen": -200.0 * (1.0 + fall * n / num),
             "logps/rejected": -220.0 * (1.0 + 1.5 * fall * n / num),
+            "rewards/chosen": -20.0 * fall * n / num,
             "rewards/accuracies": 0.0 if n == 0 else noisy(accuracy, n, 0.01),
         }
         for n in range(num)
@@ -240,10 +366,79 @@ def test_chosen_completions_that_become_improbable():
     (finding,) = judged(preferences(fall=2.0), task="dpo")
     assert "preference" == finding.cause
     assert "fell from -2" in finding.reason
+    assert "expect()" in finding.reason
+
+
+@pytest.mark.parametrize("task", ["dpo", "cpo", "orpo"])
+def test_sums_of_longer_completions_are_silent(task: str):
+    rewards: dict[str, list[float]] = {
+        "of a success": [0.01 * n for n in range(60)],
+        "of a usual fall": [-0.01 * n for n in range(60)],
+        "missing": [],
+    }
+    for values in rewards.values():
+        rows = [dict(row) for row in preferences(fall=2.0)]
+        for n, row in enumerate(rows):
+            del row["rewards/chosen"]
+            row |= {"rewards/chosen": values[n]} if values else {}
+        assert [] == causes(judged(rows, task=task))
+
+
+def test_a_mean_over_the_tokens_needs_no_reward():
+    rows = [
+        {name: row[name] / 200.0 for name in ("logps/chosen", "logps/rejected")}
+        for row in preferences(fall=2.0)
+    ]
+    for task in ("dpo", "orpo"):
+        assert ["preference"] == [cause for _, cause in causes(judged(rows, task=task))]
+
+
+def accuracies(*values: float) -> Rows:
+    return [{"rewards/accuracies": value} for value in values]
+
+
+def of_pairs(num: int, share: float, seed: int) -> Rows:
+    """Accuracies of batches with few pairs."""
+    rng = random.Random(seed)
+    return accuracies(
+        0.0, *(sum(rng.random() < share for _ in range(num)) / num for _ in range(150))
+    )
 
 
 def test_pairs_that_are_right_from_the_start():
-    assert [(3, "preference_leak")] == causes(judged(preferences(accuracy=0.995), task="dpo"))
+    assert [(8, "preference_leak")] == causes(judged(preferences(accuracy=0.995), task="dpo"))
+    assert [(86, "preference_leak")] == causes(judged(of_pairs(64, 1.0, 0), task="dpo"))
+    assert [(8, "preference_leak")] == causes(judged(of_pairs(64, 0.995, 0), task="reward_model"))
+
+
+@pytest.mark.parametrize(
+    ("num", "share"), [(1, 0.6), (1, 0.9), (2, 0.7), (4, 0.75), (8, 0.85), (8, 0.93)]
+)
+def test_right_pairs_of_small_batches_are_no_leak(num: int, share: float):
+    runs = [causes(judged(of_pairs(num, share, seed), task="dpo")) for seed in range(40)]
+    assert [] == [run for run in runs if run]
+
+
+def test_pairs_that_are_learned_or_whose_start_is_unknown_are_silent():
+    def first_at(first: int, rows: Rows, every: int = 1, task: str = "dpo") -> list[Finding]:
+        detectors, findings = PostTrainingDetectors(task), list[Finding]()
+        for n, row in enumerate(rows):
+            step = first + n * every
+            findings += detectors.update(row, step=step, attempt=1, time_unix_ns=n)
+        return findings
+
+    learned = accuracies(0.72, 0.985, *[0.99] * 20)
+    right = accuracies(*[63 / 64] * 2, *[1.0] * 100)
+    assert [] == first_at(10, learned, every=10)
+    assert [] == first_at(500, right)
+    assert [] == first_at(30, right)
+    assert [] == first_at(40, right, every=10)
+    assert [] == first_at(0, right, task="cpo")
+    assert [] == first_at(0, right, task="orpo")
+    assert ["preference_leak"] == [f.cause for f in first_at(0, right)]
+    assert ["preference_leak"] == [
+        f.cause for f in first_at(10, accuracies(0.9, *[1.0] * 12), every=10)
+    ]
 
 
 def test_pairs_that_are_right_late_are_silent():

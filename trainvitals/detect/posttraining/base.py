@@ -22,7 +22,7 @@ Outcome = Literal["unknown", "at_best", "fell", "flat"]
 
 _FIRST = 3
 """Values of the first level. More would hide the gain of a task that is learned in a few steps."""
-_MAX_CHANGES = 50
+_MAX_CHANGES = 100
 _OUTLIERS = 0.1
 """Largest part of the changes that is left out of their mean."""
 _TO_SIGMA = 1.075
@@ -32,20 +32,69 @@ _LEAST_GAIN = 0.01
 """Smallest gain, as a part of the reward, however little noise it has."""
 _CERTAIN = 3.0
 """Student's t above which a trend is not noise."""
-_POSSIBLE = 1.0
-"""Student's t above which a trend may be one: the reward is not called flat then."""
+_POSSIBLE = 3.0
+"""Standard errors above the measured slope that the true one may have."""
+_AHEAD = 1_000
+"""Values in which a slow success would be seen: the reward is not called flat if it may gain enough
+in this many."""
+_SOLVED = 0.9
+"""Level of a reward between 0 and 1 that may be the best possible one."""
+_TAIL = 2.0
+"""Standard deviations above the mean that the highest of 100 values exceeds, unless it is cut off:
+90% of Gaussian samples do, 99% of 200 values."""
+_SKEW = 1.1
+"""How much farther the lowest value is from the mean than one that is cut off."""
 _SHORT = 5
 """Values in the level of a quantity that falls fast."""
+_MAX_MILESTONES = 16
+
+
+class Milestones(Stateful):
+    """Earlier values of a state, by step: a rollback restores those from before its step.
+
+    They are evenly spaced over the run. What was learned between the last one and the step is
+    forgotten too.
+    """
+
+    STATE = ("_values", "_every", "_num")
+
+    def __init__(self) -> None:
+        self._values: list[list[float | None]] = []
+        """A step, and the values after it."""
+        self._every = 1
+        self._num = 0
+
+    def add(self, step: int, *values: float | None) -> None:
+        """Add the values after a step."""
+        if self._num % self._every == 0:
+            self._values.append([step, *values])
+            if len(self._values) > _MAX_MILESTONES:
+                del self._values[1::2]
+                self._every *= 2
+        self._num += 1
+
+    def go_back(self, step: int) -> list[float | None] | None:
+        """Return the latest values before a step; None if there are none."""
+        while self._values and (self._values[-1][0] or 0.0) >= step:
+            del self._values[-1]
+        self._num = 0
+        return self._values[-1][1:] if self._values else None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._values.clear()
+        self._every, self._num = 1, 0
 
 
 class RewardCourse(Stateful):
     """Level of the reward at the start, at its best and now, compared with its noise.
 
     It separates success from failure: entropy falls and groups have equal rewards in both, but only
-    in success did the reward rise and stay.
+    in success did the reward rise and stay. Without the start of the run, and for a reward that may
+    be the best possible one, the course is unknown.
     """
 
-    STATE = ("_recent", "_early", "_changes", "_trend", "_has_changed", "best")
+    STATE = ("_recent", "_early", "_changes", "_trend", "_milestones", "best")
 
     def __init__(self, config: PostTrainingConfig) -> None:
         self._config = config
@@ -53,36 +102,51 @@ class RewardCourse(Stateful):
         self._early: list[float] = []
         self._changes: deque[float] = deque(maxlen=_MAX_CHANGES)
         self._trend = Trend()
-        self._has_changed = False
-        """Whether a change was announced: other data need not give a gain."""
+        self._milestones = Milestones()
         self.best: float | None = None
         """Highest level so far."""
 
-    def add(self, value: float) -> bool:
-        """Add a value; return whether the level is the highest so far."""
+    def add(self, value: float, step: int) -> bool:
+        """Add the value of a step; return whether the level is the highest so far."""
         if self._recent:
             self._changes.append(abs(value - self._recent[-1]))
         self._recent.append(value)
         self._trend.add(value)
         if len(self._early) < _FIRST:
             self._early.append(value)
-        level = self.level
-        if level is None or (self.best is not None and level <= self.best):
-            return False
-        self.best = level
-        return True
+        level, best = self.level, self.best
+        is_best = level is not None and (best is None or level > best)
+        if is_best:
+            self.best = level
+        self._milestones.add(step, self.best, *self._trend.values(), *self._early)
+        return is_best
 
     def restart(self) -> None:
-        """Discard the recent values: the run continues from other weights."""
+        """Discard the recent values: another process continues."""
         self._recent.clear()
+
+    def go_back(self, step: int) -> None:
+        """Discard what was learned at a step or after it: the run continues from before it."""
+        values = self._milestones.go_back(step)
+        if values is None:
+            self.rebaseline()
+            return
+        self._recent.clear()
+        self.best, *rest = values
+        numbers = [number for number in rest if number is not None]
+        num_before = self._trend.num
+        self._early = numbers[NUM_OF_TREND:]
+        self._trend.restore(numbers[:NUM_OF_TREND])
+        for _ in range(min(num_before - self._trend.num, len(self._changes))):
+            self._changes.pop()
 
     def rebaseline(self) -> None:
         """Start again: a change of the data or the reward was announced."""
         self._recent.clear()
         self._early.clear()
         self._changes.clear()
-        self._trend = Trend()
-        self._has_changed, self.best = True, None
+        self._milestones.clear()
+        self._trend, self.best = Trend(), None
 
     @property
     def level(self) -> float | None:
@@ -104,32 +168,45 @@ class RewardCourse(Stateful):
 
     @property
     def outcome(self) -> Outcome:
-        """Course so far: ``flat`` if the reward neither rose nor fell by more than its noise."""
+        """Course so far: ``flat`` if the reward neither rises nor falls by more than its noise.
+
+        A loss is certain at once. That the reward does not rise needs many values: the trend of
+        fewer may be that of a slow success.
+        """
         level, best, config = self.level, self.best, self._config
-        if level is None or best is None or self._trend.num < 2 * config.window:
+        num_changes = min(2 * config.window - 1, _MAX_CHANGES)
+        if level is None or best is None or len(self._changes) < num_changes:
             return "unknown"
         first, noise = self.first, config.gain_sigmas * self.sigma
         counts = max(noise, _LEAST_GAIN * max(abs(best), abs(first)))
-        gain = best - first
-        t = self._trend.t
-        if gain <= counts and t < _CERTAIN:
-            if level < first - counts:
-                return "fell"
-            return "unknown" if self._has_changed or t > _POSSIBLE else "flat"
-        return "at_best" if level >= best - max(config.at_best * gain, noise) else "fell"
+        gain, trend = best - first, self._trend
+        is_solved = trend.lowest >= 0.0 and trend.highest <= 1.0 and level >= _SOLVED
+        if gain > counts or trend.t >= _CERTAIN:
+            is_best = is_solved or level >= best - max(config.at_best * gain, noise)
+            return "at_best" if is_best else "fell"
+        if is_solved:
+            return "unknown"
+        if level < first - counts:
+            return "fell"
+        is_slow = trend.num >= config.never_values and _AHEAD * trend.upper_slope <= counts
+        return "flat" if is_slow and not trend.is_cut_off else "unknown"
 
     def describe(self) -> str:
         """Return the course as text."""
         level, best = self.level or 0.0, self.best or 0.0
         if self.outcome == "flat":
-            return f"the reward is {level:.3g}, and was {self.first:.3g} at the start"
+            return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
+
+
+NUM_OF_TREND = 6
+"""Numbers in the state of a trend."""
 
 
 class Trend(Stateful):
     """Linear trend of all values: it finds a slow gain that is smaller than the noise."""
 
-    STATE = ("num", "_mean", "_product", "_square")
+    STATE = ("num", "_mean", "_product", "_square", "lowest", "highest")
 
     def __init__(self) -> None:
         self.num = 0
@@ -138,6 +215,8 @@ class Trend(Stateful):
         """Sum of the products of index and value, both centered."""
         self._square = 0.0
         """Sum of the squares of the centered values."""
+        self.lowest = math.inf
+        self.highest = -math.inf
 
     def add(self, value: float) -> None:
         """Add the next value."""
@@ -147,43 +226,93 @@ class Trend(Stateful):
         self._product += change * (self.num - (self.num - 1) / 2) * self.num / (self.num + 1)
         self._square += change * (value - self._mean)
         self.num += 1
+        self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
+
+    def values(self) -> tuple[float, ...]:
+        """Return the state as numbers."""
+        return self.num, self._mean, self._product, self._square, self.lowest, self.highest
+
+    def restore(self, values: Sequence[float]) -> None:
+        """Continue as the trend that returned ``values``."""
+        num, self._mean, self._product, self._square, self.lowest, self.highest = values
+        self.num = int(num)
 
     @property
     def t(self) -> float:
         """Student's t of the slope; 0 if unknown."""
         num = self.num
-        squares = (num**3 - num) / 12 * self._square
+        squares = self._index_square * self._square
         if num < _FIRST or not 0.0 < squares < math.inf:
             return 0.0
         r = min(max(self._product / math.sqrt(squares), -1.0), 1.0)
         return r * math.sqrt((num - 2) / max(1.0 - r * r, 1e-12))
 
+    @property
+    def upper_slope(self) -> float:
+        """Largest change per value that the noise allows; infinite if unknown."""
+        num, index_square = self.num, self._index_square
+        if num < _FIRST or not self._square < math.inf:
+            return math.inf
+        slope = self._product / index_square
+        rest = max(self._square - slope * self._product, 0.0)
+        return slope + _POSSIBLE * math.sqrt(rest / (num - 2) / index_square)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the highest value seems to be the highest possible one.
+
+        The values are equal and above 0, or their distribution has no upper tail. A failed reward
+        is usually 0 or negative.
+        """
+        if self.lowest == self.highest:
+            return self.highest > 0.0
+        above, below = self.highest - self._mean, self._mean - self.lowest
+        sigma = math.sqrt(max(self._square, 0.0) / max(self.num, 1))
+        return above < _TAIL * sigma and below > _SKEW * above
+
+    @property
+    def _index_square(self) -> float:
+        """Sum of the squares of the centered indices."""
+        return (self.num**3 - self.num) / 12
+
 
 class ShareCourse(Stateful):
     """Mean of a share over the recent values, and its lowest level."""
 
-    STATE = ("_recent", "lowest")
+    STATE = ("_recent", "_milestones", "lowest", "num")
 
     def __init__(self, num: int) -> None:
         self._recent: deque[float] = deque(maxlen=num)
+        self._milestones = Milestones()
+        self.num = 0
+        """Values so far."""
         self.lowest = 1.0
         """Lowest mean over five values: of more, a fast rise would hide the first ones."""
 
-    def add(self, value: float) -> None:
-        """Add a value between 0 and 1."""
+    def add(self, value: float, step: int) -> None:
+        """Add the value of a step, between 0 and 1."""
         self._recent.append(min(max(value, 0.0), 1.0))
+        self.num += 1
         if len(self._recent) >= _SHORT:
             mean = sum(islice(reversed(self._recent), _SHORT)) / _SHORT
             self.lowest = min(self.lowest, mean)
+        self._milestones.add(step, self.lowest, self.num)
 
     def restart(self) -> None:
         """Discard the recent values."""
         self._recent.clear()
 
+    def go_back(self, step: int) -> None:
+        """Discard what was learned at a step or after it."""
+        lowest, num = self._milestones.go_back(step) or (1.0, 0)
+        self._recent.clear()
+        self.lowest, self.num = lowest or 0.0, int(num or 0)
+
     def rebaseline(self) -> None:
         """Start again: a change of the data was announced."""
         self._recent.clear()
-        self.lowest = 1.0
+        self._milestones.clear()
+        self.lowest, self.num = 1.0, 0
 
     @property
     def mean(self) -> float | None:
@@ -195,23 +324,30 @@ class ShareCourse(Stateful):
 class ShortLevel(Stateful):
     """Median of the last five values, and its highest one so far."""
 
-    STATE = ("_recent", "highest")
+    STATE = ("_recent", "_milestones", "highest")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_SHORT)
+        self._milestones = Milestones()
         self.highest: float | None = None
 
-    def add(self, value: float) -> float | None:
-        """Add a value; return the level, or None while there are too few values."""
+    def add(self, value: float, step: int) -> float | None:
+        """Add the value of a step; return the level, or None while there are too few values."""
         self._recent.append(value)
         if len(self._recent) < _SHORT:
             return None
         level = upper_median(self._recent)
         self.highest = level if self.highest is None else max(self.highest, level)
+        self._milestones.add(step, self.highest)
         return level
 
     def restart(self) -> None:
         """Discard the recent values."""
+        self._recent.clear()
+
+    def go_back(self, step: int) -> None:
+        """Discard what was learned at a step or after it."""
+        (self.highest,) = self._milestones.go_back(step) or (None,)
         self._recent.clear()
 
     def rebaseline(self) -> None:
@@ -238,6 +374,9 @@ class PostTrainingWatcher(Watcher):
         """Return whether it judges this kind of run; by default one that samples completions."""
         return spec.samples
 
+    def set_kind(self, spec: TaskSpec) -> None:
+        """Note the kind of the run, before its first step."""
+
     @property
     def goes_on(self) -> bool:
         """Whether the reported condition still holds."""
@@ -247,8 +386,12 @@ class PostTrainingWatcher(Watcher):
         return ()
 
     def _restarted(self, merged: MergedStep) -> None:
+        is_back = merged.step <= self._step
         for course in self._courses():
-            course.restart()
+            if is_back:
+                course.go_back(merged.step)
+            else:
+                course.restart()
 
     def rebaseline(self) -> None:
         """Judge only what follows: a change of the data or the reward was announced."""

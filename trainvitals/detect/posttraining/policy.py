@@ -13,6 +13,7 @@ from itertools import pairwise
 from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
+    Milestones,
     PostTrainingWatcher,
     RewardCourse,
     ShareCourse,
@@ -28,9 +29,10 @@ _MAX_EVALUATIONS = 64
 class PolicyCollapseWatcher(PostTrainingWatcher):
     """Reports a policy that became nearly deterministic without success.
 
-    The entropy is below a tenth of its highest level, and the reward did not rise or was lost, or
-    completions began to run into the length limit. Without a reward or a share of cut completions
-    it abstains.
+    The entropy is below a tenth of its highest level, and the reward was lost or did not rise in
+    100 values or more, or completions began to run into the length limit. Without a reward or a
+    share of cut completions it abstains. A reward that is at least 0.9 of 1, or whose highest
+    values are cut off, may be solved from the start: it is not called flat.
     """
 
     name = "policy_collapse"
@@ -48,18 +50,20 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
         if reward is not None:
-            self._reward.add(reward)
+            self._reward.add(reward, merged.step)
         if cut is not None:
-            self._cut.add(cut)
+            self._cut.add(cut, merged.step)
         entropy = quantity(merged, names.ENTROPY)
-        level = None if entropy is None else self._entropy.add(entropy)
+        level = None if entropy is None else self._entropy.add(entropy, merged.step)
         highest = self._entropy.highest
         if level is None or highest is None or highest <= 0.0:
             return ()
+        limit = self._config.entropy_part * highest
+        if level > limit:
+            return self._report(None)
         if (sign := self._failure()) is None:
             return ()  # unknown is not healthy
-        limit = self._config.entropy_part * highest
-        if not sign or level > limit:
+        if not sign:
             return self._report(None)
         return self._report(
             advisory_finding(
@@ -84,7 +88,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         is_cut = mean is not None and mean >= config.cut_share
         if mean is not None and is_cut and mean - cut.lowest >= config.cut_rise:
             return (
-                f"{mean:.0%} of the completions are cut at the length limit (at first "
+                f"{mean:.0%} of the completions are cut at the length limit (lowest share before: "
                 f"{cut.lowest:.0%})"
             )
         return None if outcome == "unknown" else ""
@@ -93,20 +97,18 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
 class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
-    At least 90% of the groups are so, over 20 values, and the reward is not at its best after a
-    gain. A solved task has equal rewards too, at the best reward, and is not reported. A run that
-    never had a gradient is reported after 100 values.
+    At least 90% of the groups are so, over 20 values, and the reward was lost. A solved task has
+    equal rewards too, and is not reported. A run that never had a gradient, whatever its reward, is
+    reported after 100 values.
     """
 
     name = "dead_reward"
-    STATE = ("_share", "_reward", "_num")
+    STATE = ("_share", "_reward")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
-        self._num = 0
-        """Values so far, up to the number that matters."""
 
     def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
         return (self._share, self._reward)
@@ -114,20 +116,26 @@ class DeadRewardWatcher(PostTrainingWatcher):
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
         if reward is not None:
-            self._reward.add(reward)
+            self._reward.add(reward, merged.step)
         if share is None:
             return ()
-        self._share.add(share)
-        self._num = min(self._num + 1, self._config.never_values)
+        self._share.add(share, merged.step)
         mean, outcome, config = self._share.mean, self._reward.outcome, self._config
-        if mean is None or outcome == "unknown":
+        if mean is None or self._reward.level is None:
             return ()
+        if mean < config.dead_share:
+            return self._report(None)
         lowest = self._share.lowest
         never = lowest >= config.never_share
-        has_risen = mean >= config.dead_share and mean - lowest >= config.dead_rise
+        has_risen = mean - lowest >= config.dead_rise
         # Between both, a task that is rarely solved has a few groups with a gradient: it can learn.
-        is_dead = self._num >= config.never_values if never else has_risen
-        if not is_dead or outcome == "at_best":
+        if never:
+            is_dead = self._share.num >= config.never_values and outcome != "at_best"
+        elif outcome == "unknown":
+            return ()
+        else:  # a reward that never rose may be solved from the start
+            is_dead = has_risen and outcome == "fell"
+        if not is_dead:
             return self._report(None)
         causes = (
             "prompts that are too hard or too easy, a reward that is constant (check its parser), "
@@ -151,31 +159,39 @@ class DeadRewardWatcher(PostTrainingWatcher):
 class KlRunawayWatcher(PostTrainingWatcher):
     """Reports a policy that moves away from its reference without a gain of reward.
 
-    The divergence is three times as high as when the reward was at its best, and the reward did not
-    rise or was lost. Below 0.3 per token (30 per completion) nothing is reported.
+    The reward was lost, and the divergence is three times as high as when it was at its best. Or
+    the reward did not rise in 100 values or more, and the divergence is three times as high as in
+    the first ones. Below 0.3 per token (30 per completion) nothing is reported.
     """
 
     name = "kl_runaway"
-    STATE = ("_recent", "_at_best", "_reward")
+    STATE = ("_recent", "_first", "_at_best", "_reward", "_milestones")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._recent: deque[float] = deque(maxlen=self._config.window)
         self._reward = RewardCourse(self._config)
+        self._first: float | None = None
+        """The first level of the divergence."""
         self._at_best: float | None = None
         """Divergence when the reward was at its best; None: not yet known."""
+        self._milestones = Milestones()
 
     def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        if merged.step <= self._step:
+            self._first, self._at_best = self._milestones.go_back(merged.step) or (None, None)
         super()._restarted(merged)
         self._recent.clear()
 
     def rebaseline(self) -> None:
         """Compare with the divergence at the announced change."""
         super().rebaseline()
-        self._at_best = None
+        self._recent.clear()
+        self._milestones.clear()
+        self._first, self._at_best = None, None
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         config, floor = self._config, self._config.kl_floor
@@ -183,7 +199,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         if kl is None:
             floor = config.kl_floor_of_sequence
             kl = quantity(merged, names.KL_OF_SEQUENCE)
-        is_best = reward is not None and self._reward.add(reward)
+        is_best = reward is not None and self._reward.add(reward, merged.step)
         if kl is None:
             return ()
         self._recent.append(kl)
@@ -192,10 +208,14 @@ class KlRunawayWatcher(PostTrainingWatcher):
         level = upper_median(self._recent)
         if is_best or self._at_best is None:
             self._at_best = level
+        first = self._first = level if self._first is None else self._first
+        self._milestones.add(merged.step, first, self._at_best)
         outcome = self._reward.outcome
         if outcome == "unknown":
-            return ()
-        limit = max(floor, config.kl_times * max(self._at_best, 0.0))
+            return self._report(None) if level < floor else ()
+        # The best of a flat reward is noise, and may be any step.
+        before = first if outcome == "flat" else self._at_best
+        limit = max(floor, config.kl_times * max(before, 0.0))
         if level < limit or outcome == "at_best":
             return self._report(None)
         return self._report(
@@ -203,7 +223,8 @@ class KlRunawayWatcher(PostTrainingWatcher):
                 self.name,
                 merged.step,
                 f"the policy moves away from its reference without a gain: the KL divergence is "
-                f"{level:.3g}, and was {self._at_best:.3g} when the reward was at its best; "
+                f"{level:.3g}, and was {before:.3g} "
+                f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
                 f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
                 "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
                 "use the checkpoint with the best reward",
@@ -216,8 +237,8 @@ class KlRunawayWatcher(PostTrainingWatcher):
 class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
-    At least 80% are cut, over 20 values, and the reward did not rise or was lost. A run that learns
-    while all completions have full length is not reported.
+    At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
+    more. A run that learns while all completions have full length is not reported.
     """
 
     name = "truncation"
@@ -234,20 +255,20 @@ class TruncationWatcher(PostTrainingWatcher):
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
         if reward is not None:
-            self._reward.add(reward)
+            self._reward.add(reward, merged.step)
         if cut is None:
             return ()
-        self._cut.add(cut)
+        self._cut.add(cut, merged.step)
         mean, outcome, config = self._cut.mean, self._reward.outcome, self._config
-        if mean is None or outcome == "unknown":
+        if mean is None or (mean >= config.cut_share and outcome == "unknown"):
             return ()
         if mean < config.cut_share or outcome == "at_best":
             return self._report(None)
         lowest = self._cut.lowest
         has_grown = mean - lowest >= config.cut_rise
         causes = (
-            f"completions grew (at first {lowest:.0%} were cut): a reward that prefers length, or "
-            "a policy that repeats itself"
+            f"completions grew (the lowest share was {lowest:.0%}): a reward that prefers length, "
+            "or a policy that repeats itself"
             if has_grown
             else "the chat template has no end-of-sequence token, or max_completion_length is too "
             "short for the task"
@@ -273,19 +294,25 @@ class RewardHackingWatcher(PostTrainingWatcher):
     """
 
     name = "reward_hacking"
-    STATE = ("_reward", "_held_out", "_best", "_num_below")
+    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_milestones")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._reward = RewardCourse(self._config)
         self._held_out: deque[float] = deque(maxlen=_MAX_EVALUATIONS)
+        self._first: float | None = None
+        """The first evaluation, and the best one."""
         self._best: float | None = None
         self._num_below = 0
+        self._milestones = Milestones()
 
     def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        if merged.step <= self._step:
+            self._first, self._best = self._milestones.go_back(merged.step) or (None, None)
+            self._held_out.clear()
         super()._restarted(merged)
         self._num_below = 0
 
@@ -293,17 +320,20 @@ class RewardHackingWatcher(PostTrainingWatcher):
         """Discard the evaluations before the announced change."""
         super().rebaseline()
         self._held_out.clear()
-        self._best, self._num_below = None, 0
+        self._milestones.clear()
+        self._first, self._best, self._num_below = None, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, held_out = quantity(merged, names.REWARD), quantity(merged, names.HELD_OUT_REWARD)
         if reward is not None:
-            self._reward.add(reward)
+            self._reward.add(reward, merged.step)
         if held_out is None:
             return ()
         self._held_out.append(held_out)
         best = self._best = held_out if self._best is None else max(self._best, held_out)
-        config, first = self._config, self._held_out[0]
+        first = self._first = held_out if self._first is None else self._first
+        self._milestones.add(merged.step, first, best)
+        config = self._config
         gain = best - first
         # Half of the gain must be more than the noise of two evaluations.
         limit = best - config.held_out_part * gain

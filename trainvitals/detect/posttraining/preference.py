@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from fractions import Fraction
 
 from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
 from trainvitals.detect.posttraining import names
@@ -11,73 +13,132 @@ from trainvitals.detect.posttraining.names import TaskSpec
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
 
-_LEAST_EARLY = 3
+_LEAST_EARLY = 8
+"""Accuracies from the start that are needed."""
+_MAX_PAIRS = 64
+"""Pairs that one accuracy may count for. An average has a finer resolution than its pairs."""
+_Z = 2.33
+"""Standard errors of a certainty of 99%."""
+_LEAST_CERTAIN = 0.94
+"""Accuracy that must be certain. After 85 pairs without a mistake it is."""
+_PER_TOKEN = -5.0
+"""Log-probability above which it is the mean of the tokens: sums of whole completions are lower."""
+_LEAST_FALL = 1.0
+"""Fall of the chosen reward, in units of the loss, that is more than its usual drift."""
 
 
 class PreferenceWatcher(PostTrainingWatcher):
     """Reports chosen completions that become improbable, and pairs that need no training.
 
     In DPO both log-probabilities usually fall somewhat. Reported is a chosen one whose negative
-    doubled while the rejected one fell too. An accuracy of at least 98% within the first 50 steps
-    means that the pairs differ in something trivial, such as a template or the length.
+    doubled while the rejected one fell too. A sum over the tokens also falls if completions get
+    longer, so the chosen reward must have fallen below 0, by at least 1; without that reward only a
+    mean over the tokens (above -5) is judged. In DPO and reward models an accuracy of at least 98%
+    from the start means that the pairs differ in something trivial, such as a template or the
+    length. It needs the first steps, and about 85 pairs.
     """
 
     name = "preference"
-    STATE = ("_chosen", "_rejected", "_first", "_early", "_first_step")
+    STATE = (
+        "_chosen",
+        "_rejected",
+        "_rewards",
+        "_first",
+        "_first_at",
+        "_early",
+        "_first_step",
+        "_num_pairs",
+        "_is_start_judged",
+    )
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
+        self._has_reference = False
         window = self._config.window
         self._chosen: deque[float] = deque(maxlen=window)
         self._rejected: deque[float] = deque(maxlen=window)
+        self._rewards: deque[float] = deque(maxlen=window)
         self._first: list[float] = []
-        """First levels of both log-probabilities."""
+        """First levels of both log-probabilities, and of the chosen reward if there is one."""
+        self._first_at = -1
+        """Step of these levels."""
         self._early: list[float] = []
         """Accuracies of the first steps."""
         self._first_step = -1
+        self._num_pairs = 1
+        """Smallest number of pairs that gives such accuracies."""
+        self._is_start_judged = False
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
         """Return whether the loss of such a run compares two completions."""
         return spec.compares
 
+    def set_kind(self, spec: TaskSpec) -> None:
+        """Judge the start only if the pairs are ranked at random before it."""
+        self._has_reference = spec.has_reference
+        self._is_start_judged = not spec.starts_undecided
+
     def _restarted(self, merged: MergedStep) -> None:
-        self._chosen.clear()
-        self._rejected.clear()
+        self._clear_recent()
+        if merged.step <= self._first_at:
+            self._first.clear()
+        if merged.step <= self._step:
+            self._is_start_judged = True  # the first steps are repeated
 
     def rebaseline(self) -> None:
         """Compare with the log-probabilities at the announced change."""
+        self._clear_recent()
+        self._first.clear()
+        self._is_start_judged |= self._first_step >= 0
+
+    def _clear_recent(self) -> None:
         self._chosen.clear()
         self._rejected.clear()
-        self._first.clear()
+        self._rewards.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         return (*self._leak(merged), *self._displacement(merged))
 
     def _leak(self, merged: MergedStep) -> tuple[Finding, ...]:
         accuracy, config = quantity(merged, names.ACCURACY), self._config
-        if accuracy is None:
+        if accuracy is None or self._is_start_judged:
             return ()
+        share = min(max(accuracy, 0.0), 1.0)
+        num_pairs = Fraction(share).limit_denominator(8 * _MAX_PAIRS).denominator
+        self._num_pairs = min(max(self._num_pairs, num_pairs), _MAX_PAIRS)
         if self._first_step < 0:
             self._first_step = merged.step
-        # The first value is from before any update, or contains such steps.
-        if not self._first_step < merged.step <= self._first_step + config.leak_steps:
+            # The first step is from before any update. The others of a mean must be right.
+            least = config.leak_accuracy * (1.0 - 1.0 / max(merged.step, 1))
+            self._is_start_judged = merged.step > config.leak_steps or share < least
             return ()
-        if len(self._early) >= _LEAST_EARLY:
-            return ()  # already judged
-        self._early.append(accuracy)
-        if len(self._early) < _LEAST_EARLY or min(self._early) < config.leak_accuracy:
+        if not self._early and self._first_step > merged.step - self._first_step:
+            self._is_start_judged = True  # it was resumed: values before the first are missing
             return ()
+        if merged.step > self._first_step + config.leak_steps:
+            self._is_start_judged = True
+            return ()
+        self._early.append(share)
+        mean = sum(self._early) / len(self._early)
+        certain = _lower_bound(mean, len(self._early) * self._num_pairs)
+        if (
+            len(self._early) < _LEAST_EARLY
+            or mean < config.leak_accuracy
+            or certain < _LEAST_CERTAIN
+        ):
+            return ()
+        self._is_start_judged = True
         return (
             advisory_finding(
                 self.name,
                 merged.step,
-                f"{min(self._early):.0%} of the pairs are ranked correctly from the start, so "
+                f"{mean:.0%} of the pairs are ranked correctly from the start, so "
                 "there is nothing to learn. Likely causes: chosen and rejected differ in the "
                 "template, the length or a mark; or pairs that the model was trained on. Compare "
                 "some pairs as tokens",
                 cause="preference_leak",
-                value=min(self._early),
+                value=mean,
                 limit=config.leak_accuracy,
             ),
         )
@@ -86,15 +147,28 @@ class PreferenceWatcher(PostTrainingWatcher):
         chosen, rejected = quantity(merged, names.CHOSEN), quantity(merged, names.REJECTED)
         if chosen is None or rejected is None or chosen >= 0.0:
             return ()
+        reward = quantity(merged, names.CHOSEN_REWARD) if self._has_reference else None
+        if reward is not None:
+            self._rewards.append(reward)
         self._chosen.append(chosen)
         self._rejected.append(rejected)
         if len(self._chosen) < self._config.window:
             return ()
         level, other = upper_median(self._chosen), upper_median(self._rejected)
+        has_rewards = len(self._rewards) == len(self._chosen)
+        reward_level = upper_median(self._rewards) if has_rewards else None
         if not self._first:
-            self._first = [level, other]
+            self._first = [level, other, *([] if reward_level is None else [reward_level])]
+            self._first_at = merged.step
+        is_mean = self._first[0] > _PER_TOKEN
+        first_reward = self._first[2] if len(self._first) > 2 else None
+        if not is_mean and (reward_level is None or first_reward is None):
+            return ()  # unknown: longer completions have lower sums too
         first, limit = self._first[0], self._config.chosen_times * self._first[0]
-        if level > limit or other > self._first[1]:
+        is_improbable = level <= limit and other <= self._first[1]
+        if reward_level is not None and first_reward is not None and not is_mean:
+            is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_FALL
+        if not is_improbable:
             return self._report(None)
         return self._report(
             advisory_finding(
@@ -104,8 +178,15 @@ class PreferenceWatcher(PostTrainingWatcher):
                 f"{first:.4g} to {level:.4g}, that of the rejected ones from {self._first[1]:.4g} "
                 f"to {other:.4g}. Likely causes: a learning rate that is too high, a beta that is "
                 "too low, or pairs that are nearly equal. Lower the learning rate, raise beta, or "
-                "add an SFT term (rpo_alpha)",
+                "add an SFT term (rpo_alpha). If the data changed, announce it with expect()",
                 value=level,
                 limit=limit,
             )
         )
+
+
+def _lower_bound(share: float, num: int) -> float:
+    """Return Wilson's lower bound of a share."""
+    square = _Z * _Z
+    half = _Z * math.sqrt(share * (1.0 - share) / num + square / (4 * num * num))
+    return (share + square / (2 * num) - half) / (1.0 + square / num)

@@ -41,8 +41,8 @@ class PolicyRatioWatcher(PostTrainingWatcher):
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         clipped, ratio = quantity(merged, names.CLIP_SHARE), quantity(merged, names.RATIO)
         if clipped is not None:
-            self._clipped.add(clipped)
-        level = None if ratio is None or ratio <= 0.0 else self._ratio.add(ratio)
+            self._clipped.add(clipped, merged.step)
+        level = None if ratio is None or ratio <= 0.0 else self._ratio.add(ratio, merged.step)
         mean, config = self._clipped.mean, self._config
         if level is not None and not 1.0 / config.ratio_times <= level <= config.ratio_times:
             what = f"the mean probability ratio of the updates is {level:.3g} instead of about 1"
@@ -84,7 +84,7 @@ class SamplerGapWatcher(PostTrainingWatcher):
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         gap = quantity(merged, names.SAMPLER_GAP)
-        level = None if gap is None else self._gap.add(gap)
+        level = None if gap is None else self._gap.add(gap, merged.step)
         if level is None:
             return ()
         limit = self._config.sampler_gap

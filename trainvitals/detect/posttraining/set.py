@@ -48,12 +48,13 @@ class PostTrainingDetectors(Stateful):
     FLAGS_ARE_NUMBERS = True
 
     def __init__(self, task: str, config: PostTrainingConfig | None = None) -> None:
-        spec = TASKS.get(task)
-        self._watchers = {
-            watcher.name: watcher(config)
-            for watcher in WATCHERS
-            if spec is not None and watcher.is_for(spec)
-        }
+        self._watchers: dict[str, PostTrainingWatcher] = {}
+        if (spec := TASKS.get(task)) is None:
+            return
+        for watcher_class in WATCHERS:
+            if watcher_class.is_for(spec):
+                watcher = self._watchers[watcher_class.name] = watcher_class(config)
+                watcher.set_kind(spec)
 
     @property
     def is_empty(self) -> bool:

@@ -38,7 +38,8 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     never_share: Share = 0.995
     """Share of dead groups of a run that never had a gradient, since its start."""
     never_values: Annotated[int, Meta(ge=4)] = 100
-    """Values of such a run before it is reported: a rare first success may still come."""
+    """Values of such a run before it is reported: a rare first success may still come. Before as
+    many no reward counts as one that did not rise."""
     dead_values: Annotated[int, Meta(ge=4)] = 20
     """Values over which this share, and the share of cut completions, is taken."""
     dead_rise: Share = 0.3
@@ -68,6 +69,6 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     chosen_times: AboveOne = 2.0
     """Growth of the chosen completions' negative log-probability that is reported."""
     leak_accuracy: Share = 0.98
-    """Accuracy in the first steps that only a leak, or a trivial difference, explains."""
-    leak_steps: AtLeastOne = 50
+    """Mean accuracy of the first steps that only a leak, or a trivial difference, explains."""
+    leak_steps: AtLeastOne = 100
     """Steps that count as the first ones."""
