@@ -100,10 +100,14 @@ def loss_kind_of(connection: Connection, run_id: str) -> str:
     return kind if isinstance(kind, str) else "minimize"
 
 
-def task_of(connection: Connection, run_id: str) -> str:
-    """Return the kind of post-training that the run reported; empty if it reported none."""
-    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
-    return _decode_info(body).task if body else ""
+def stored_info(connection: Connection, run_id: str) -> bytes | None:
+    """Return the information that the run reported at its start, as stored; None if none is."""
+    return connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar() or None
+
+
+def task_of(info: bytes) -> str:
+    """Return the kind of post-training in a run's stored information; empty without one."""
+    return _decode_info(info).task
 
 
 def describe_event(event: Event | None) -> str:
@@ -386,5 +390,6 @@ __all__ = [
     "describe_samples",
     "loss_kind_of",
     "note_processes",
+    "stored_info",
     "task_of",
 ]

@@ -30,7 +30,12 @@ from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
-from vitals_collector.live.scalar_watch import ScalarState, ScalarWatch
+from vitals_collector.live.scalar_watch import (
+    SCALARS,
+    ScalarState,
+    ScalarWatch,
+    has_unread_scalars,
+)
 from vitals_collector.live.step_join import (
     BEFORE_ALL,
     LAYER_COLUMNS,
@@ -70,15 +75,24 @@ def watch_state_name(run_id: str) -> str:
     return f"watching/{run_id}"
 
 
+class _DoneScalars(msgspec.Struct):
+    done: dict[str, int] = {}
+
+
 class _Done(msgspec.Struct):
     done: dict[str, int] = {}
+    scalars: _DoneScalars = msgspec.field(default_factory=_DoneScalars)
 
 
 def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
+    return _load_done(connection, run_id).done
+
+
+def _load_done(connection: Connection, run_id: str) -> _Done:
     query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
-    return {} if body is None else msgspec.msgpack.decode(body, type=_Done).done
+    return _Done() if body is None else msgspec.msgpack.decode(body, type=_Done)
 
 
 class _Onsets(msgspec.Struct):
@@ -130,17 +144,23 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
     """
     table = streams.c
     query = select(table.run_id, table.incarnation, table.stream, table.last_seq)
-    query = query.where(table.stream.in_(sorted(WATCHED))).order_by(table.run_id)
+    query = query.where(table.stream.in_([*sorted(WATCHED), SCALARS])).order_by(table.run_id)
     if of is not None:
         query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
-        done = load_watch_progress(connection, run_id)
+        done, has_scalars = _load_done(connection, run_id), False
         for row in rows:
-            num = row.last_seq - done.get(f"{row.incarnation}/{row.stream}", -1)
+            if row.stream == SCALARS:
+                has_scalars = True
+                continue
+            num = row.last_seq - done.done.get(f"{row.incarnation}/{row.stream}", -1)
             if num > (1 if row.stream in HOSTS else 0):
                 unread.append(run_id)
                 break
+        else:
+            if has_scalars and has_unread_scalars(connection, run_id, done.scalars.done):
+                unread.append(run_id)
     return unread
 
 
@@ -330,6 +350,10 @@ class FollowedRun:
         self.has_changed = self.has_changed or num > 0
         return num
 
+    def note_scalars(self) -> None:
+        """Remember that the store has new scalars."""
+        self._scalars.is_read = False
+
     def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
         """Return whether ``read_stored`` is needed: the committed rows are not all there are."""
         return taken.has_more or not self.is_read or self._is_read_due(now_ns)
@@ -362,9 +386,10 @@ class FollowedRun:
             and (blocks := fresh.read_stored(*moment, HOSTS, budget))
         ):
             num_read += self._add_blocks(blocks, now_ns)
-        judged = self.saved.scalars.judged
-        self._scalar_findings += map(TimedFinding._make, self._scalars.read(moment, budget))
-        self.has_changed |= num_read > 0 or judged != self.saved.scalars.judged
+        scalars = self._scalars.read(moment, max(0, budget - num_read), now_ns)
+        self._scalar_findings += map(TimedFinding._make, scalars.findings)
+        num_read += scalars.num_rows
+        self.has_changed |= num_read > 0
         self._saves = self._new_checkpoints(moment.sql)
         if has_more or self._is_paused:
             self._look_for_pause(moment.sql, now_ns)
@@ -502,12 +527,20 @@ class FollowedRun:
         if is_running:
             at = self._now_of_run(now_ns)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
+        if not is_running and self.is_drained:
+            self._finish_scalars()
         records += self._scalar_findings
         self._scalar_findings = []
         if merged or rounds or records:
             self._keep_lasting(records)
         self.has_changed = self.has_changed or bool(merged or records)
         return records
+
+    def _finish_scalars(self) -> None:
+        """Judge the latest logged step of a run that ended."""
+        judged = self._scalars.saved.judged
+        self._scalar_findings += map(TimedFinding._make, self._scalars.finish())
+        self.has_changed |= self._scalars.saved.judged != judged
 
     def _keep_lasting(self, records: list[TimedFinding]) -> None:
         """Keep the latest finding of each cause while its detector says the condition holds."""
@@ -698,6 +731,8 @@ class LiveMonitor:
         self._open: dict[str, FollowedRun] = {}
         self._save_ns: dict[str, int] = {}
         self._pauses: dict[str, _Pause] = {}
+        self._with_scalars: set[str] = set()
+        """Runs with new scalars in the store."""
         self._aside: set[str] = set()
         """Runs for which watching is suspended: their rows do not wait for it."""
         self._is_first = True
@@ -720,10 +755,10 @@ class LiveMonitor:
         self._live.note(run_id)
 
     def note_scalars(self, run_id: str) -> None:
-        """Remember that the store has new scalars, if those of the run are judged."""
+        """Remember that the store has new scalars, if those of the run may be judged."""
         followed = self._open.get(run_id)
-        if followed is not None and followed.reads_scalars:
-            self.note(run_id)
+        if followed is None or followed.reads_scalars:
+            self._with_scalars.add(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
         """Load the stored state of runs that this collector has acquired.
@@ -742,6 +777,7 @@ class LiveMonitor:
         """Forget runs that others follow now."""
         for run_id in run_ids:
             self._live.pop(run_id)
+            self._with_scalars.discard(run_id)
             self._pauses.pop(run_id, None)
             self._drop_run(run_id)
 
@@ -765,7 +801,7 @@ class LiveMonitor:
             StorageError: the store refused; nothing is lost, call again.
         """
         if owned is not None:
-            followed_here = {*self._live.waiting(), *self._open, *self._pauses}
+            followed_here = {*self._queue((), only_new=False)}
             self._leave(followed_here.difference(owned))
         elif self._is_first:
             self._load_unwatched()
@@ -817,7 +853,7 @@ class LiveMonitor:
 
     def _queue(self, running: Collection[str], *, only_new: bool) -> list[str]:
         """Return the runs to process; those with new rows come first."""
-        queue = [*self._live.waiting()]
+        queue = [*self._live.waiting(), *tuple(self._with_scalars)]
         queue += [
             followed.run_id
             for followed in self._open.values()
@@ -838,9 +874,13 @@ class LiveMonitor:
         """Process one run; return the number of rows read, and the state to store."""
         states: list[_StateToStore] = []
         taken = self._live.pop(run_id)  # before the store is opened: it must have these
+        has_scalars = run_id in self._with_scalars
+        self._with_scalars.discard(run_id)
         try:
             followed = self._open.get(run_id) or self._open_followed_run(run_id)
             num = followed.add_committed(taken, now_ns)
+            if has_scalars:
+                followed.note_scalars()
             if followed.needs_store(taken, now_ns):
                 with self._store.read_transaction() as connection:
                     moment = self._store.snapshot_on(connection)

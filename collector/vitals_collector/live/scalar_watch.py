@@ -1,28 +1,35 @@
 """Judges the scalars of a post-training run, as rank 0 recorded them.
 
 Only runs that declared their kind are read. Scalars are read from the store in the order in which
-they were written, and those of one step are judged together once a later one was written: the same
-rows give the same findings, however they arrive.
+they were written. Those of one step are judged together once a later one was written, or the run
+ended: the same rows give the same findings, however they arrive. An announced change counts from
+its step on, if its event is stored before these rows are judged.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from sqlalchemy import Connection, select
 
+from trainvitals.detect.posttraining.names import is_read
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.records import ChangeExpected, Finding
-from vitals_collector.ingest.projections import task_of
+from vitals_collector.ingest.projections import stored_info, task_of
 from vitals_collector.live.step_join import BEFORE_ALL, Key
-from vitals_collector.numbers.interface import NumbersReader, RowSpan
+from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot
 
 _LOG = logging.getLogger("vitals.collector.scalars")
+SCALARS = "scalars"
+"""Name of the stream."""
 _COLUMNS = ("seq", "attempt", "step", "time_unix_ns", "name", "value")
+_NAME_WAIT_NS = 600_000_000_000
+"""Longest wait for the name of a row. Its event may be lost: then the row is left out."""
 
 
 class ScalarState(msgspec.Struct, kw_only=True):
@@ -50,6 +57,32 @@ class _Row(NamedTuple):
     value: float
 
 
+class _Names(NamedTuple):
+    """Names of one writer's scalars."""
+
+    last: int = -1
+    """The last stored one."""
+    read: Mapping[int, str] = {}
+    """Those that the detectors read."""
+
+
+class _OpenStep(NamedTuple):
+    """The latest step, which may get more rows."""
+
+    key: Key
+    time_unix_ns: int
+    incarnation: str
+    before: int
+    """Sequence number of the row before its first one."""
+
+
+class ScalarsRead(NamedTuple):
+    """Result of reading rows: findings about whole steps, and the number of rows."""
+
+    findings: Sequence[FindingAt]
+    num_rows: int
+
+
 @dataclass(slots=True)
 class ScalarWatch:
     """The scalars of one run and their detectors. Call ``read`` with each snapshot of the store."""
@@ -59,47 +92,57 @@ class ScalarWatch:
     is_read: bool = True
     """Whether all stored rows were read."""
     _detectors: PostTrainingDetectors | None = None
+    _info: bytes | None = None
+    """Stored information of a run that declared no kind."""
     _read: dict[str, int] = field(default_factory=dict)
-    _open: tuple[Key, int] | None = None
-    """The latest step, which may get more rows, and its time."""
+    _names: dict[str, _Names] = field(default_factory=dict)
+    _waits: dict[str, int] = field(default_factory=dict)
+    """By incarnation: since when a row waits for its name."""
+    _changes: list[Key] = field(default_factory=list)
+    """Announced changes that the detectors do not know yet."""
+    _open: _OpenStep | None = None
     _values: dict[str, float] = field(default_factory=dict)
-    """Its scalars."""
+    """Scalars of the open step."""
 
     @property
     def is_used(self) -> bool:
         """Whether the run declared a kind of which scalars are judged."""
         return self._detectors is not None
 
-    def read(self, moment: ReadSnapshot, budget: int) -> list[FindingAt]:
-        """Read about ``budget`` rows of rank 0, and return the findings about whole steps."""
-        if self._detectors is None and not self._find_task(moment.sql):
-            return []
-        changes = self._new_changes(moment.sql)
-        findings: list[FindingAt] = []
+    def read(self, moment: ReadSnapshot, budget: int, now_ns: int) -> ScalarsRead:
+        """Read at most ``budget`` rows of rank 0. ``now_ns`` is a monotonic clock."""
         self.is_read = True
-        for incarnation, last_seq in self._incarnations(moment.sql):
+        findings: list[FindingAt] = []
+        num_rows = 0
+        if self._detectors is None and not self._find_task(moment.sql):
+            return ScalarsRead(findings, num_rows)
+        self._changes = self._new_changes(moment.sql)
+        for incarnation, last_seq in _incarnations(moment.sql, self.run_id):
             first = self._read.get(incarnation, self.saved.done.get(incarnation, -1)) + 1
-            if first > last_seq:
-                continue
-            end = min(last_seq, first + max(budget, 1) - 1)
-            known = _names_of(moment.sql, self.run_id, incarnation)
-            for row in _rows(moment.numbers, self.run_id, incarnation, first, end):
-                if row.name > max(known, default=-1):
-                    end = row.seq - 1  # its name is not stored yet: read it again later
-                    last_seq = end
-                    break
-                findings += self._add(row, known, incarnation, changes)
-            self._read[incarnation] = end
-            budget -= end - first + 1
+            end = until = min(last_seq, first + budget - num_rows - 1)
+            if first <= until:
+                rows, end = self._named_rows(moment, incarnation, first, until, now_ns)
+                for row in rows:
+                    findings += self._add(row, incarnation)
+                self._read[incarnation] = end
+                num_rows += end - first + 1
             if end < last_seq:
-                self.is_read = False
+                self.is_read = end < until  # a row that waits for its name is not read at once
                 break
-        return findings
+        return ScalarsRead(findings, num_rows)
+
+    def finish(self) -> list[FindingAt]:
+        """Return the findings about the latest step: the run ended, so it gets no more rows."""
+        return self._judge_open()
 
     def _find_task(self, connection: Connection) -> bool:
-        task = task_of(connection, self.run_id)
+        info = stored_info(connection, self.run_id)
+        if info is None or info == self._info:
+            return False
+        task = task_of(info)
         detectors = PostTrainingDetectors(task)
         if detectors.is_empty:
+            self._info = info
             return False
         if self.saved.detectors:
             try:
@@ -110,23 +153,6 @@ class ScalarWatch:
                 detectors = PostTrainingDetectors(task)
         self._detectors = detectors
         return True
-
-    def _incarnations(self, connection: Connection) -> Sequence[tuple[str, int]]:
-        """Return the starts of rank 0 with scalars, oldest first, and their last stored row."""
-        at = (streams.c.run_id == sources.c.run_id) & (
-            streams.c.incarnation == sources.c.incarnation
-        )
-        query = (
-            select(streams.c.incarnation, streams.c.last_seq)
-            .join(sources, at)
-            .where(
-                streams.c.run_id == self.run_id,
-                streams.c.stream == "scalars",
-                sources.c.source == "rank:0",
-            )
-            .order_by(sources.c.started_unix_ns, streams.c.incarnation)
-        )
-        return [(row.incarnation, row.last_seq) for row in connection.execute(query)]
 
     def _new_changes(self, connection: Connection) -> list[Key]:
         """Return the announced changes that the detectors do not know yet, in order."""
@@ -139,28 +165,48 @@ class ScalarWatch:
         )
         return sorted((row.attempt, row.step) for row in connection.execute(query))
 
-    def _add(
-        self, row: _Row, known: Mapping[int, str], incarnation: str, changes: list[Key]
-    ) -> list[FindingAt]:
-        key, name = (row.attempt, row.step), known.get(row.name)
+    def _named_rows(
+        self, moment: ReadSnapshot, incarnation: str, first: int, last: int, now_ns: int
+    ) -> tuple[list[_Row], int]:
+        """Return the rows that the detectors read, and the last row that need not be read again.
+
+        A row without a stored name waits for it, and with it all later ones.
+        """
+        span = RowSpan(self.run_id, SCALARS, seqs={incarnation: (first, last + 1)})
+        columns = moment.numbers.scan(span, _COLUMNS)
+        seqs, ids = columns["seq"].values, columns["name"].values
+        known = self._names.get(incarnation, _Names())
+        if (ids > known.last).any():
+            known = self._names[incarnation] = _names_of(moment.sql, self.run_id, incarnation)
+        is_unnamed = ids > known.last
+        if not is_unnamed.any():
+            self._waits.pop(incarnation, None)
+        elif now_ns - self._waits.setdefault(incarnation, now_ns) < _NAME_WAIT_NS:
+            last = int(seqs[is_unnamed].min()) - 1
+        chosen = np.isin(ids, list(known.read)) & (seqs <= last)
+        values = (columns[name].values[chosen].tolist() for name in _COLUMNS)
+        return sorted(map(_Row._make, zip(*values, strict=True))), last
+
+    def _add(self, row: _Row, incarnation: str) -> list[FindingAt]:
+        key = (row.attempt, row.step)
         findings: list[FindingAt] = []
-        if self._open is None or key > self._open[0]:
+        if self._open is None or key > self._open.key:
             if key <= self.saved.judged:
                 return []  # an earlier start that was late
-            findings = self._judge_open(changes)
-            self._open = key, row.time_unix_ns
-            self.saved.done[incarnation] = row.seq - 1
-        if key == self._open[0] and name is not None:
-            self._values[name] = row.value
+            findings = self._judge_open()
+            self._open = _OpenStep(key, row.time_unix_ns, incarnation, row.seq - 1)
+        if key == self._open.key:
+            self._values[self._names[incarnation].read[row.name]] = row.value
         return findings
 
-    def _judge_open(self, changes: list[Key]) -> list[FindingAt]:
+    def _judge_open(self) -> list[FindingAt]:
         """Judge the latest step: it gets no more rows."""
         if self._open is None or self._detectors is None:
             return []
-        (key, time_unix_ns), values, self._values = self._open, self._values, {}
-        while changes and changes[0] < key:
-            self.saved.changed = changes.pop(0)
+        key, time_unix_ns, _, _ = self._open
+        values, self._open, self._values = self._values, None, {}
+        while self._changes and self._changes[0] < key:
+            self.saved.changed = self._changes.pop(0)
             self._detectors.expect_change()
         attempt, step = self.saved.judged = key
         findings = self._detectors.update(
@@ -174,25 +220,50 @@ class ScalarWatch:
 
     def state(self) -> ScalarState:
         """Return the state to store; rows of the latest step are read again."""
-        detectors = {} if self._detectors is None else self._detectors.state_dict()
-        done = dict(self.saved.done)
-        return msgspec.structs.replace(self.saved, done=done, detectors=detectors)
+        if self._detectors is None:
+            return self.saved
+        done = self.saved.done | self._read
+        if self._open is not None:
+            done[self._open.incarnation] = self._open.before
+        return msgspec.structs.replace(
+            self.saved, done=done, detectors=self._detectors.state_dict()
+        )
 
 
-def _names_of(connection: Connection, run_id: str, incarnation: str) -> dict[int, str]:
+def has_unread_scalars(connection: Connection, run_id: str, done: Mapping[str, int]) -> bool:
+    """Return whether scalars are stored that are to be judged, after those that are done."""
+    is_unread = any(
+        last_seq > done.get(incarnation, -1)
+        for incarnation, last_seq in _incarnations(connection, run_id)
+    )
+    info = stored_info(connection, run_id) if is_unread else None
+    return info is not None and not PostTrainingDetectors(task_of(info)).is_empty
+
+
+def _incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
+    """Return the starts of rank 0 with scalars, oldest first, and their last stored row."""
+    at = (streams.c.run_id == sources.c.run_id) & (streams.c.incarnation == sources.c.incarnation)
+    query = (
+        select(streams.c.incarnation, streams.c.last_seq)
+        .join(sources, at)
+        .where(
+            streams.c.run_id == run_id,
+            streams.c.stream == SCALARS,
+            sources.c.source == "rank:0",
+        )
+        .order_by(sources.c.started_unix_ns, streams.c.incarnation)
+    )
+    return [(row.incarnation, row.last_seq) for row in connection.execute(query)]
+
+
+def _names_of(connection: Connection, run_id: str, incarnation: str) -> _Names:
     query = select(names.c.id, names.c.name).where(
         names.c.run_id == run_id,
         names.c.incarnation == incarnation,
-        names.c.stream == "scalars",
+        names.c.stream == SCALARS,
     )
-    return {row.id: row.name for row in connection.execute(query)}
-
-
-def _rows(
-    numbers: NumbersReader, run_id: str, incarnation: str, first: int, last: int
-) -> Iterator[_Row]:
-    """Yield the rows of a writer in the order they were written."""
-    span = RowSpan(run_id, "scalars", seqs={incarnation: (first, last + 1)})
-    columns = numbers.scan(span, _COLUMNS)
-    rows = zip(*(columns[name].values.tolist() for name in _COLUMNS), strict=True)
-    yield from sorted(_Row(*row) for row in rows)
+    rows = connection.execute(query).all()
+    return _Names(
+        max((row.id for row in rows), default=-1),
+        {row.id: row.name for row in rows if is_read(row.name)},
+    )
