@@ -389,8 +389,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="RewardDead",
         severity="notify",
         point=True,
-        help="In nearly all groups the completions have equal rewards, so there is no gradient, "
-        "and the reward is not at its best.",
+        help="In nearly all groups the completions have equal rewards, so there is no gradient. "
+        "The reward was lost, or no group ever had a gradient.",
         to_do="Read some completions with their rewards. Check the reward's parser; filter prompts "
         "that always or never succeed; raise the temperature or the completions per prompt.",
     ),

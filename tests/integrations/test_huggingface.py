@@ -90,7 +90,7 @@ def make(folder, *, acts=None, model=None, guard=True, knows=True, options=None,
     """Return a trainer, what was seen, and the callback."""
     seen = Seen()
     defaults = {"max_grad_norm": 0.1, "save_strategy": "no", "logging_steps": 1}
-    defaults["optim"] = "adamw_torch_fused"
+    defaults |= {"optim": "adamw_torch_fused", "max_steps": STEPS}
     trainer = Spoiled(
         model=Net() if model is None else model,
         args=TrainingArguments(
@@ -99,7 +99,6 @@ def make(folder, *, acts=None, model=None, guard=True, knows=True, options=None,
             report_to=[],
             disable_tqdm=True,
             per_device_train_batch_size=4,
-            max_steps=STEPS,
             **{**defaults, **arguments},
         ),
         train_dataset=Data(),
@@ -172,6 +171,16 @@ def spoil_loss(at):
             assert torch.isfinite(bias).all()
 
     return Spoil()
+
+
+def test_a_trainer_of_trl_names_the_kind_of_run_and_logs_it(tmp_path, caplog):
+    trainer, _, _ = make(tmp_path, max_steps=2)
+    trainer.__class__ = type("GRPOTrainer", (Spoiled,), {"__module__": "trl.trainer.grpo_trainer"})
+    with caplog.at_level("INFO", "trainvitals"):
+        trainer.train()
+    assert "task='grpo'" in caplog.text
+    (started,) = [e for e in journal(tmp_path).events if isinstance(e, RunStarted)]
+    assert "grpo" == started.info.task
 
 
 def test_without_the_trainer_what_is_not_finite_is_skipped_and_the_rest_is_said(tmp_path, caplog):

@@ -195,6 +195,15 @@ def test_a_slow_success_with_a_short_length_limit_is_silent(
     assert [] == causes(judged(rows))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_success_with_slow_noise_is_silent(seed: int):
+    slow, rows = 0.0, []
+    for n, noise in enumerate(gauss(seed, 600, 0.03)):
+        slow = 0.8 * slow + noise
+        rows.append({"reward": 0.3 + 0.4 * n / 600 + slow, "completions/clipped_ratio": 0.9})
+    assert [] == causes(judged(rows))
+
+
 def test_completions_that_are_cut_while_the_reward_does_not_rise():
     rows = [
         {"reward": 0.45 + noise, "completions/clipped_ratio": 0.9} for noise in gauss(1, 400, 0.05)
@@ -373,7 +382,7 @@ def test_chosen_completions_that_become_improbable():
 def test_sums_of_longer_completions_are_silent(task: str):
     rewards: dict[str, list[float]] = {
         "of a success": [0.01 * n for n in range(60)],
-        "of a usual fall": [-0.01 * n for n in range(60)],
+        "of a usual fall": [-0.1 * n for n in range(60)],
         "missing": [],
     }
     for values in rewards.values():

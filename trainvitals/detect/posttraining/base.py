@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
 from trainvitals.detect.fleet.base import Episode, MergedStep, Watcher, number, upper_median
@@ -22,12 +22,18 @@ Outcome = Literal["unknown", "at_best", "fell", "flat"]
 
 _FIRST = 3
 """Values of the first level. More would hide the gain of a task that is learned in a few steps."""
-_MAX_CHANGES = 100
+_MAX_VALUES = 200
+"""Values from which the noise is measured."""
 _OUTLIERS = 0.1
 """Largest part of the changes that is left out of their mean."""
 _TO_SIGMA = 1.075
 """Standard deviation of a Gaussian value, divided by the mean absolute change of two values without
 the largest tenth: sqrt(pi) / 2, divided by 0.824."""
+_TO_TOTAL_SIGMA = 1.048
+"""The same, divided by the median absolute deviation of the changes over a window: 1.483 / sqrt(2).
+They contain slow noise too, such as that of an order of the prompts, and not a steady trend."""
+_SLOW_NOISE = 1.6
+"""Weight of slow noise: the median of a window does not reduce it."""
 _LEAST_GAIN = 0.01
 """Smallest gain, as a part of the reward, however little noise it has."""
 _CERTAIN = 3.0
@@ -94,13 +100,13 @@ class RewardCourse(Stateful):
     be the best possible one, the course is unknown.
     """
 
-    STATE = ("_recent", "_early", "_changes", "_trend", "_milestones", "best")
+    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "best")
 
     def __init__(self, config: PostTrainingConfig) -> None:
         self._config = config
         self._recent: deque[float] = deque(maxlen=config.window)
         self._early: list[float] = []
-        self._changes: deque[float] = deque(maxlen=_MAX_CHANGES)
+        self._values: deque[float] = deque(maxlen=_MAX_VALUES)
         self._trend = Trend()
         self._milestones = Milestones()
         self.best: float | None = None
@@ -108,8 +114,7 @@ class RewardCourse(Stateful):
 
     def add(self, value: float, step: int) -> bool:
         """Add the value of a step; return whether the level is the highest so far."""
-        if self._recent:
-            self._changes.append(abs(value - self._recent[-1]))
+        self._values.append(value)
         self._recent.append(value)
         self._trend.add(value)
         if len(self._early) < _FIRST:
@@ -137,14 +142,14 @@ class RewardCourse(Stateful):
         num_before = self._trend.num
         self._early = numbers[NUM_OF_TREND:]
         self._trend.restore(numbers[:NUM_OF_TREND])
-        for _ in range(min(num_before - self._trend.num, len(self._changes))):
-            self._changes.pop()
+        for _ in range(min(num_before - self._trend.num, len(self._values))):
+            self._values.pop()
 
     def rebaseline(self) -> None:
         """Start again: a change of the data or the reward was announced."""
         self._recent.clear()
         self._early.clear()
-        self._changes.clear()
+        self._values.clear()
         self._milestones.clear()
         self._trend, self.best = Trend(), None
 
@@ -161,10 +166,20 @@ class RewardCourse(Stateful):
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of a value, from the changes; the largest ones are left out."""
-        changes = sorted(self._changes)
+        """Standard deviation of a value, from the changes; the largest ones are left out.
+
+        If neighbors are correlated, it is larger: as if the level had come from independent values.
+        """
+        values = list(self._values)
+        changes = sorted(abs(b - a) for a, b in pairwise(values))
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
-        return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
+        fast = _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
+        changes = [b - a for a, b in zip(values, values[self._config.window :], strict=False)]
+        if not changes:
+            return fast
+        middle = upper_median(changes)
+        total = _TO_TOTAL_SIGMA * upper_median([abs(change - middle) for change in changes])
+        return max(fast, _SLOW_NOISE * math.sqrt(max(total - fast, 0.0) * (total + fast)))
 
     @property
     def outcome(self) -> Outcome:
@@ -174,8 +189,8 @@ class RewardCourse(Stateful):
         fewer may be that of a slow success.
         """
         level, best, config = self.level, self.best, self._config
-        num_changes = min(2 * config.window - 1, _MAX_CHANGES)
-        if level is None or best is None or len(self._changes) < num_changes:
+        num_values = min(2 * config.window, _MAX_VALUES)
+        if level is None or best is None or len(self._values) < num_values:
             return "unknown"
         first, noise = self.first, config.gain_sigmas * self.sigma
         counts = max(noise, _LEAST_GAIN * max(abs(best), abs(first)))

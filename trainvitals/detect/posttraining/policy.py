@@ -120,12 +120,12 @@ class DeadRewardWatcher(PostTrainingWatcher):
         if share is None:
             return ()
         self._share.add(share, merged.step)
-        mean, outcome, config = self._share.mean, self._reward.outcome, self._config
+        mean, config = self._share.mean, self._config
         if mean is None or self._reward.level is None:
             return ()
         if mean < config.dead_share:
             return self._report(None)
-        lowest = self._share.lowest
+        outcome, lowest = self._reward.outcome, self._share.lowest
         never = lowest >= config.never_share
         has_risen = mean - lowest >= config.dead_rise
         # Between both, a task that is rarely solved has a few groups with a gradient: it can learn.
@@ -210,9 +210,11 @@ class KlRunawayWatcher(PostTrainingWatcher):
             self._at_best = level
         first = self._first = level if self._first is None else self._first
         self._milestones.add(merged.step, first, self._at_best)
+        if level < floor:
+            return self._report(None)
         outcome = self._reward.outcome
         if outcome == "unknown":
-            return self._report(None) if level < floor else ()
+            return ()
         # The best of a flat reward is noise, and may be any step.
         before = first if outcome == "flat" else self._at_best
         limit = max(floor, config.kl_times * max(before, 0.0))
@@ -259,10 +261,15 @@ class TruncationWatcher(PostTrainingWatcher):
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
-        mean, outcome, config = self._cut.mean, self._reward.outcome, self._config
-        if mean is None or (mean >= config.cut_share and outcome == "unknown"):
+        mean, config = self._cut.mean, self._config
+        if mean is None:
             return ()
-        if mean < config.cut_share or outcome == "at_best":
+        if mean < config.cut_share:
+            return self._report(None)
+        outcome = self._reward.outcome
+        if outcome == "unknown":
+            return ()
+        if outcome == "at_best":
             return self._report(None)
         lowest = self._cut.lowest
         has_grown = mean - lowest >= config.cut_rise
@@ -340,9 +347,12 @@ class RewardHackingWatcher(PostTrainingWatcher):
         noise = self._noise()
         is_below = gain > 4.0 * noise and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
-        if self._reward.outcome == "unknown":
+        if self._num_below < config.held_out_values:
+            return self._report(None)
+        outcome = self._reward.outcome
+        if outcome == "unknown":
             return ()
-        if self._num_below < config.held_out_values or self._reward.outcome != "at_best":
+        if outcome != "at_best":
             return self._report(None)
         return self._report(
             advisory_finding(

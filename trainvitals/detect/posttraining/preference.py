@@ -23,8 +23,9 @@ _LEAST_CERTAIN = 0.94
 """Accuracy that must be certain. After 85 pairs without a mistake it is."""
 _PER_TOKEN = -5.0
 """Log-probability above which it is the mean of the tokens: sums of whole completions are lower."""
-_LEAST_FALL = 1.0
-"""Fall of the chosen reward, in units of the loss, that is more than its usual drift."""
+_LEAST_BETA = 0.05
+"""Beta with which the fall of the chosen reward must explain that of a sum of log-probabilities.
+The scalars do not contain beta; in healthy runs with 0.1 the reward falls by less than a third."""
 
 
 class PreferenceWatcher(PostTrainingWatcher):
@@ -32,10 +33,10 @@ class PreferenceWatcher(PostTrainingWatcher):
 
     In DPO both log-probabilities usually fall somewhat. Reported is a chosen one whose negative
     doubled while the rejected one fell too. A sum over the tokens also falls if completions get
-    longer, so the chosen reward must have fallen below 0, by at least 1; without that reward only a
-    mean over the tokens (above -5) is judged. In DPO and reward models an accuracy of at least 98%
-    from the start means that the pairs differ in something trivial, such as a template or the
-    length. It needs the first steps, and about 85 pairs.
+    longer, so the chosen reward must have fallen as much, with a beta of at least 0.05; without
+    that reward only a mean over the tokens (above -5) is judged. In DPO and reward models an
+    accuracy of at least 98% from the start means that the pairs differ in something trivial, such
+    as a template or the length. It needs the first steps, and about 85 pairs.
     """
 
     name = "preference"
@@ -167,7 +168,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         first, limit = self._first[0], self._config.chosen_times * self._first[0]
         is_improbable = level <= limit and other <= self._first[1]
         if reward_level is not None and first_reward is not None and not is_mean:
-            is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_FALL
+            is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_BETA * (first - limit)
         if not is_improbable:
             return self._report(None)
         return self._report(
