@@ -61,7 +61,7 @@ class _Names(NamedTuple):
     """Names of one writer's scalars."""
 
     last: int = -1
-    """The last stored one."""
+    """The last one that is stored or no longer waited for."""
     read: Mapping[int, str] = {}
     """Those that the detectors read."""
 
@@ -177,12 +177,17 @@ class ScalarWatch:
         seqs, ids = columns["seq"].values, columns["name"].values
         known = self._names.get(incarnation, _Names())
         if (ids > known.last).any():
-            known = self._names[incarnation] = _names_of(moment.sql, self.run_id, incarnation)
+            stored = _names_of(moment.sql, self.run_id, incarnation)
+            known = stored._replace(last=max(stored.last, known.last))
         is_unnamed = ids > known.last
         if not is_unnamed.any():
             self._waits.pop(incarnation, None)
         elif now_ns - self._waits.setdefault(incarnation, now_ns) < _NAME_WAIT_NS:
             last = int(seqs[is_unnamed].min()) - 1
+        else:
+            del self._waits[incarnation]
+            known = known._replace(last=int(ids.max()))
+        self._names[incarnation] = known
         chosen = np.isin(ids, list(known.read)) & (seqs <= last)
         values = (columns[name].values[chosen].tolist() for name in _COLUMNS)
         return sorted(map(_Row._make, zip(*values, strict=True))), last
