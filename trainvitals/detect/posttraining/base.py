@@ -53,6 +53,8 @@ _SKEW = 1.1
 _SHORT = 5
 """Values in the level of a quantity that falls fast."""
 _MAX_MILESTONES = 16
+_NUM_OF_TREND = 6
+"""Numbers in the state of a trend."""
 
 
 class Milestones(Stateful):
@@ -140,8 +142,8 @@ class RewardCourse(Stateful):
         self.best, *rest = values
         numbers = [number for number in rest if number is not None]
         num_before = self._trend.num
-        self._early = numbers[NUM_OF_TREND:]
-        self._trend.restore(numbers[:NUM_OF_TREND])
+        self._early = numbers[_NUM_OF_TREND:]
+        self._trend.restore(numbers[:_NUM_OF_TREND])
         for _ in range(min(num_before - self._trend.num, len(self._values))):
             self._values.pop()
 
@@ -212,10 +214,6 @@ class RewardCourse(Stateful):
         if self.outcome == "flat":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
-
-
-NUM_OF_TREND = 6
-"""Numbers in the state of a trend."""
 
 
 class Trend(Stateful):
