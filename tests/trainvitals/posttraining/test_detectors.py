@@ -247,6 +247,18 @@ def test_a_policy_that_collapses_without_a_gain_is_reported():
     assert ["policy_collapse"] == [cause for _, cause in causes(judged(rows))]
 
 
+def test_a_reward_that_is_lost_soon_after_its_rise_is_reported_at_once():
+    rows = [
+        row
+        | {"reward": noisy(0.1 + 0.5 * min(n / 40, 1.0) - 0.45 * min(max(n - 60, 0) / 30, 1), n)}
+        for n, row in enumerate(from_the_start([0.0] * 140))
+    ]
+    findings = judged(rows)
+    assert "policy_collapse" == findings[0].kind
+    assert findings[0].step < 80
+    assert "at its best" in findings[0].reason
+
+
 def test_a_dead_reward_after_an_announced_change_is_reported():
     dead = [{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 200
     assert [(99, "dead_reward")] == causes(judged(dead, changes=[0]))

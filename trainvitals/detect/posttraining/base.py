@@ -29,10 +29,10 @@ _OUTLIERS = 0.1
 _TO_SIGMA = 1.075
 """Standard deviation of a Gaussian value, divided by the mean absolute change of two values without
 the largest tenth: sqrt(pi) / 2, divided by 0.824."""
-_TO_TOTAL_SIGMA = 1.048
-"""The same, divided by the median absolute deviation of the changes over a window: 1.483 / sqrt(2).
-They contain slow noise too, such as that of an order of the prompts, and not a steady trend."""
-_SLOW_NOISE = 1.6
+_TO_TOTAL_SIGMA = 0.605
+"""The same, divided by the median absolute second difference over five values: 1.483 / sqrt(6). It
+contains slow noise too, such as that of an order of the prompts, and no steady rise or fall."""
+_SLOW_NOISE = 2.5
 """Weight of slow noise: the median of a window does not reduce it."""
 _LEAST_GAIN = 0.01
 """Smallest gain, as a part of the reward, however little noise it has."""
@@ -102,7 +102,7 @@ class RewardCourse(Stateful):
     be the best possible one, the course is unknown.
     """
 
-    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "best")
+    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best")
 
     def __init__(self, config: PostTrainingConfig) -> None:
         self._config = config
@@ -111,6 +111,8 @@ class RewardCourse(Stateful):
         self._values: deque[float] = deque(maxlen=_MAX_VALUES)
         self._trend = Trend()
         self._milestones = Milestones()
+        self._start: float | None = None
+        """The first level."""
         self.best: float | None = None
         """Highest level so far."""
 
@@ -125,7 +127,8 @@ class RewardCourse(Stateful):
         is_best = level is not None and (best is None or level > best)
         if is_best:
             self.best = level
-        self._milestones.add(step, self.best, *self._trend.values(), *self._early)
+            self._start = level if best is None else self._start
+        self._milestones.add(step, self.best, self._start, *self._trend.values(), *self._early)
         return is_best
 
     def restart(self) -> None:
@@ -139,7 +142,7 @@ class RewardCourse(Stateful):
             self.rebaseline()
             return
         self._recent.clear()
-        self.best, *rest = values
+        self.best, self._start, *rest = values
         numbers = [number for number in rest if number is not None]
         num_before = self._trend.num
         self._early = numbers[_NUM_OF_TREND:]
@@ -153,7 +156,7 @@ class RewardCourse(Stateful):
         self._early.clear()
         self._values.clear()
         self._milestones.clear()
-        self._trend, self.best = Trend(), None
+        self._trend, self.best, self._start = Trend(), None, None
 
     @property
     def level(self) -> float | None:
@@ -167,20 +170,24 @@ class RewardCourse(Stateful):
         return upper_median(self._early) if self._early else 0.0
 
     @property
-    def sigma(self) -> float:
-        """Standard deviation of a value, from the changes; the largest ones are left out.
+    def _fast_sigma(self) -> float:
+        """Standard deviation of a value, from the changes; the largest ones are left out."""
+        changes = sorted(abs(b - a) for a, b in pairwise(self._values))
+        del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
+        return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
-        If neighbors are correlated, it is larger: as if the level had come from independent values.
+    def _sigma(self, fast: float) -> float:
+        """Return a larger deviation if neighbors are correlated: that of a level, made comparable.
+
+        Args:
+            fast: the deviation without slow noise.
         """
         values = list(self._values)
-        changes = sorted(abs(b - a) for a, b in pairwise(values))
-        del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
-        fast = _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
-        changes = [b - a for a, b in zip(values, values[self._config.window :], strict=False)]
-        if not changes:
-            return fast
-        middle = upper_median(changes)
-        total = _TO_TOTAL_SIGMA * upper_median([abs(change - middle) for change in changes])
+        bends = [
+            abs(a - 2.0 * b + c)
+            for a, b, c in zip(values, values[_SHORT:], values[2 * _SHORT :], strict=False)
+        ]
+        total = _TO_TOTAL_SIGMA * upper_median(bends) if bends else 0.0
         return max(fast, _SLOW_NOISE * math.sqrt(max(total - fast, 0.0) * (total + fast)))
 
     @property
@@ -191,11 +198,13 @@ class RewardCourse(Stateful):
         fewer may be that of a slow success.
         """
         level, best, config = self.level, self.best, self._config
-        num_values = min(2 * config.window, _MAX_VALUES)
+        num_values = min(3 * config.window, _MAX_VALUES)
         if level is None or best is None or len(self._values) < num_values:
             return "unknown"
-        first, noise = self.first, config.gain_sigmas * self.sigma
-        counts = max(noise, _LEAST_GAIN * max(abs(best), abs(first)))
+        first, fast = self.first, self._fast_sigma
+        noise = config.gain_sigmas * self._sigma(fast)
+        least = _LEAST_GAIN * max(abs(best), abs(first))
+        counts = max(noise, least)
         gain, trend = best - first, self._trend
         is_solved = trend.lowest >= 0.0 and trend.highest <= 1.0 and level >= _SOLVED
         if gain > counts or trend.t >= _CERTAIN:
@@ -203,9 +212,10 @@ class RewardCourse(Stateful):
             return "at_best" if is_best else "fell"
         if is_solved:
             return "unknown"
-        if level < first - counts:
+        if level < min(first, best if self._start is None else self._start) - counts:
             return "fell"
-        is_slow = trend.num >= config.never_values and _AHEAD * trend.upper_slope <= counts
+        gain_ahead = max(config.gain_sigmas * fast, least)
+        is_slow = trend.num >= config.never_values and _AHEAD * trend.upper_slope <= gain_ahead
         return "flat" if is_slow and not trend.is_cut_off else "unknown"
 
     def describe(self) -> str:
