@@ -7,7 +7,7 @@ from vitals_dashboard import formatting
 
 
 def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
-    """Draw a notice in place of a dashboard page: title, error and hint."""
+    """Draw a notice instead of a dashboard page: title, error and hint."""
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
@@ -45,7 +45,7 @@ def wrong_token(error: UnauthorizedError) -> None:
 
 
 def problem(error: VitalsError) -> None:
-    """Draw any other error in place of a dashboard page."""
+    """Draw any other error instead of a dashboard page."""
     _draw_notice(
         "Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:"
     )
