@@ -26,20 +26,80 @@ from vitals_plugins.lab.preflight.report import DONE, FIGURES, MARK, STAGES
     [
         ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun --nproc-per-node 2 -m"),
         ("torchrun --nproc-per-node 2", "torchrun --nproc-per-node 2 -m"),
+        ("torchrun", "torchrun -m"),
         ("torchrun --standalone -m app.train -m x", "torchrun --standalone -m"),
+        ("torchrun --standalone -- train.py", "torchrun --standalone -m"),
+        ("torchrun --standalone train.py torchrun --nnodes 2", "torchrun --standalone -m"),
         ("srun -N 2 /opt/torchrun --nnodes=2 t.py", "srun -N 2 /opt/torchrun --nnodes=2 -m"),
+        ("srun -J torchrun torchrun --nnodes=2 t.py", "srun -J torchrun torchrun --nnodes=2 -m"),
+        ("srun -c 8 --prolog=/x/torchrun --label --ntasks=2 torchrun --nnodes=2 t.py",
+         "srun -c 8 --prolog=/x/torchrun --label --ntasks=2 torchrun --nnodes=2 -m"),
+        ("docker run --rm example.org/train:1 torchrun --standalone t.py",
+         "docker run --rm example.org/train:1 torchrun --standalone -m"),
+        ("uv run -- torchrun --standalone t.py", "uv run -- torchrun --standalone -m"),
         ("python -m torch.distributed.run a.py b", "python -m torch.distributed.run -m"),
+        ("srun -n 2 python3.11 -u -m torch.distributed.run --nnodes=2 a.py",
+         "srun -n 2 python3.11 -u -m torch.distributed.run --nnodes=2 -m"),
+        ("python /opt/bin/torchrun t.py", "python /opt/bin/torchrun -m"),
+        ("torchrun -mr 3 app.train", "torchrun -mr 3 --redirects=0 -m"),
         ("torchrun --no-python bash -c x", "torchrun -m"),
+        ("torchrun --no-py bash -c x", "torchrun -m"),
+        ("torchrun --run-path --nnodes 1 /a/b.py", "torchrun --nnodes 1 -m"),
+        ("torchrun --redirects 3 t.py", "torchrun --redirects 3 --redirects=0 -m"),
+        ("torchrun -r 3 -t 3 t.py", "torchrun -r 3 -t 3 --redirects=0 --tee=0 -m"),
+        ("torchrun --local-ranks-filter 1 t.py",
+         "torchrun --local-ranks-filter 1 --local-ranks-filter= -m"),
     ],
-)
+)  # fmt: skip
 def test_our_program_replaces_the_script_and_its_arguments(words, expected):
     assert [*expected.split(), PROGRAM, "{}"] == launcher_command(words.split(), "{}")
 
 
-@pytest.mark.parametrize("words", ["python train.py", "torchrun --no-such-option 2 train.py"])
-def test_another_launcher_or_option_is_a_usage_error(words):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python train.py",
+        "torchrun --no-such-option 2 train.py",
+        # Each of them would start a script, which gets "torchrun" as an argument.
+        "python train.py --launcher torchrun",
+        "python train.py --launcher torchrun --standalone",
+        "python train.py --launcher=slurm torchrun --standalone",
+        "python -m app.train torchrun --standalone",
+        "python -mapp torchrun --standalone",
+        "python -c code torchrun --standalone",
+        "python train.py -m torch.distributed.run --standalone",
+        "bash run.sh torchrun",
+        "bash run torchrun --standalone",
+        "./run torchrun --standalone",
+        "make torchrun",
+        "sbatch job torchrun --standalone",
+        "mpirun python main.py +launcher torchrun epochs=3",
+        "mpirun python -m app torchrun --standalone",
+        "srun main +launcher torchrun --standalone",
+        "srun main --launcher torchrun --standalone",
+        "srun main torchrun",
+        "srun main torchrun epochs=3",
+        "srun train.py torchrun --standalone",
+        "srun /bin/cat torchrun --standalone",
+        "srun torchrun train.py --launcher torchrun --standalone",
+        "srun -l torchrun --nnodes=2 app --mode=x torchrun --standalone",
+    ],
+)
+def test_words_that_may_start_the_training_are_a_usage_error(words):
     with pytest.raises(UsageError):
         launcher_command(words.split(), "{}")
+
+
+def test_a_quoted_torchrun_has_its_own_hint():
+    with pytest.raises(UsageError, match="without bash -c"):
+        launcher_command(["bash", "-c", "cd x && torchrun train.py"], "{}")
+
+
+def test_variables_do_not_change_how_our_program_is_started():
+    names = ("PET_RUN_PATH", "PET_NO_PYTHON", "PET_MODULE", "PET_REDIRECTS", "PET_NNODES")
+    environ = {**os.environ, **dict.fromkeys(names, "1")}
+    launched = launch(["sh", "-c", "env | grep ^PET_"], environ, seconds=60.0)
+    assert ("PET_NNODES=1",) == launched.tail
 
 
 def test_a_report_survives_the_label_of_srun_and_other_lines_are_none():
