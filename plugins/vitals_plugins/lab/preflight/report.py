@@ -109,6 +109,14 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
     """Computations with a wrong result."""
     errors: dict[str, str] = {}
     """Stage: first line of its error."""
+    timed_out: bool = False
+    """Whether the rank ended at its deadline, or got an error of a collective then."""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether no later report of this rank can follow."""
+        has_left = any(stage in STAGES[NUM_LOCAL:] for stage in self.errors)
+        return self.stage == DONE or self.timed_out or has_left
 
 
 def clock_offset(sent: float, received: float, replied: float, returned: float) -> ClockOffset:
