@@ -110,6 +110,7 @@ def judge(
         *_wrong_results(reports),
         *slow,
         *_slow_pairs(reports, slow_ranks),
+        *_skipped_disks(reports),
         *_skewed_clocks(reports),
         *_small_limits(reports),
         *_different_versions(reports),
@@ -536,7 +537,26 @@ def _quantile(values: list[float], part: float) -> float:
     return values[low] + (values[high] - values[low]) * (position - low)
 
 
-# ------------------------------------------------------------------- clocks, limits and versions
+# ------------------------------------------------------------ disks, clocks, limits and versions
+
+
+def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    disk = STAGES.index("disk")
+    skipped = [
+        each
+        for each in reports
+        if each.stage > disk
+        and "disk" not in each.errors
+        and "disk_bytes_per_second" not in each.figures
+    ]
+    if skipped:
+        yield PreflightFinding(
+            kind="disk_full",
+            severity="note",
+            ranks=tuple(each.rank for each in skipped),
+            text=f"{_ranks_on_nodes(skipped)} wrote nothing: the disk is almost full",
+            hint="free space in --dir",
+        )
 
 
 def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:

@@ -18,7 +18,7 @@ import msgspec
 
 from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import UNREADABLE, UsageError
-from vitals_plugins.lab.preflight.report import DONE, MARK, PreflightReport
+from vitals_plugins.lab.preflight.report import MARK, PreflightReport, merge_reports
 
 PROGRAM = "vitals_plugins.lab.preflight.program"
 RANK_SHARE = 0.7
@@ -244,5 +244,4 @@ def parse_line(line: bytes) -> PreflightReport | None:
 def keep_latest(reports: dict[int, PreflightReport], report: PreflightReport) -> None:
     """Store a report unless a later one of the same rank is stored already."""
     known = reports.get(report.rank)
-    if known is None or (known.stage < DONE and report.stage >= known.stage):
-        reports[report.rank] = report
+    reports[report.rank] = merge_reports(known, report) if known else report

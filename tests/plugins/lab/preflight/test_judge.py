@@ -56,6 +56,19 @@ def test_a_slow_disk_is_named_by_its_writes_and_its_sync():
         assert "matrix product" not in finding.text
 
 
+def test_a_disk_without_space_is_a_note():
+    reports = healthy(4)
+    figures = {**reports[2].figures}
+    del figures["disk_bytes_per_second"], figures["fsync_seconds"]
+    (finding,) = judge(change(reports, 2, figures=figures))
+    assert ("disk_full", "note") == (finding.kind, finding.severity)
+    assert [] == [
+        each.kind
+        for each in judge(change(reports, 2, figures=figures, errors={"disk": "no directory"}))
+        if each.kind == "disk_full"
+    ]
+
+
 def test_ranks_of_one_node_share_its_disk():
     reports = scale(healthy(4, per_node=4), 2, 0.1, "disk_bytes_per_second")
     assert [] == found(reports)

@@ -18,7 +18,16 @@ from vitals_plugins.lab.preflight.launch import (
     local_words,
     parse_line,
 )
-from vitals_plugins.lab.preflight.report import DONE, FIGURES, MARK, STAGES
+from vitals_plugins.lab.preflight.report import (
+    DONE,
+    FIGURES,
+    MARK,
+    STAGES,
+    ClockOffset,
+    PairTime,
+    report_lines,
+    round_figure,
+)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +119,46 @@ def test_a_report_survives_the_label_of_srun_and_other_lines_are_none():
     assert parse_line(raw[:40]) is None
 
 
-def test_a_report_of_the_largest_job_is_one_write_of_a_pipe():
-    (report, *_) = healthy(17)
-    assert len(MARK + msgspec.json.encode(report)) < 4096
+def test_lines_of_the_largest_job_are_shorter_than_the_parts_of_slurm():
+    (report, *_) = [
+        msgspec.structs.replace(
+            each,
+            rank=99_999,
+            world_size=100_000,
+            node="x" * 63,
+            device="NVIDIA H100 80GB HBM3",
+            versions=dict.fromkeys(
+                ("vitals", "python", "torch", "kernel", "cuda", "nccl", "driver"), "9" * 30
+            ),
+            limits=dict.fromkeys(each.limits, 1 << 62),
+            figures={name: round_figure(value * 1e4) for name, value in each.figures.items()},
+            offset=ClockOffset(-1234.567891, 0.123456),
+            ring_bytes_per_second=round_figure(123456789.1),
+            pairs=tuple(
+                PairTime(99_900 + pair.peer, round_figure(pair.bytes_per_second))
+                for pair in each.pairs
+            ),
+        )
+        for each in healthy(17)
+    ]
+    assert 16 == len(report.pairs)
+    lines = report_lines(report, has_facts=True).splitlines(keepends=True)
+    assert [] == [line for line in lines if len(line) >= 1000]
+    reports = {}
+    for line in lines:
+        keep_latest(reports, parse_line(line))
+    assert {99_999: report} == reports
+    keep_latest(reports, parse_line(report_lines(report, has_facts=False)))
+    assert {99_999: report} == reports
+
+
+def test_a_report_is_final_after_an_error_of_a_collective_or_a_timeout():
+    (report,) = healthy(1)
+    assert report.is_final
+    report = msgspec.structs.replace(report, stage=STAGES.index("disk"), errors={"disk": "full"})
+    assert not report.is_final
+    assert msgspec.structs.replace(report, timed_out=True).is_final
+    assert msgspec.structs.replace(report, errors={"pairs": "closed"}).is_final
 
 
 def test_an_earlier_report_from_another_node_does_not_replace_a_later_one():
