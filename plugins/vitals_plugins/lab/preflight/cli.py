@@ -77,7 +77,9 @@ def preflight(
             show_default=False,
         ),
     ] = None,
-    budget: Annotated[float, typer.Option(min=5, max=3600, help="Seconds for everything.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option(min=5, max=3600, help="Seconds for the measurement.")
+    ] = 60.0,
     checkpoint_bytes: Annotated[
         int, typer.Option(min=1 << 20, help="Bytes that each rank writes to the disk.")
     ] = 256 << 20,
@@ -128,7 +130,14 @@ def preflight(
         "checkpoint_bytes": checkpoint_bytes,
     }
     started = time.monotonic()
-    line = launcher_command(command or local_words(), msgspec.json.encode(parameters).decode())
+    try:
+        line = launcher_command(command or local_words(), msgspec.json.encode(parameters).decode())
+    except ModuleNotFoundError:
+        raise  # the caller names the package
+    except (ImportError, OSError) as error:  # exit code 1 would exclude the node
+        raise UsageError(
+            f"PyTorch cannot be loaded: {error}", hint="try: python -c 'import torch'"
+        ) from error
     environ = os.environ if command else {**os.environ, **_local_environ()}
     typer.echo(f"Measuring for at most {budget:g} s.", err=True)
     launched = launch(line, environ, seconds=budget - (time.monotonic() - started))

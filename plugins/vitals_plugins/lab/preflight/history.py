@@ -151,7 +151,7 @@ def baseline(checks: Sequence[NodeCheck], current: NodeCheck) -> Baseline:
         for each in clean
         if (each.device, each.num_ranks) == (current.device, current.num_ranks)
     ]
-    is_local = current.settings.startswith(LOCAL)  # the number of ranks is that of the GPUs
+    is_local = current.settings.startswith(LOCAL)  # a rank per GPU
     num_gpus = [each.num_gpus for each in clean if each.num_gpus] if is_local else []
     return Baseline(current.device, tuple(figures), num_gpus[-1] if num_gpus else 0)
 
