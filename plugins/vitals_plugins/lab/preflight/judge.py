@@ -140,7 +140,9 @@ def _silent_ranks(
     behind = [each for each in running if each.stage == first]
     if first < NUM_LOCAL:
         local = [each for each in running if each.stage < NUM_LOCAL]
-        nodes = _nodes(behind) if _culprits(local, reports, first) else ()
+        # A rank without a timeout may have started late, or was stopped because of another.
+        is_slow = all(each.timed_out for each in behind)
+        nodes = _nodes(behind) if is_slow and _culprits(local, reports, first) else ()
     else:
         # All others got an error before the end: this rank was killed. After a timeout, the ranks
         # that ended first cause the errors of the others.

@@ -107,14 +107,9 @@ class Rank:
         self._wall_clock = wall_clock
         self._local_rank = int(environ["LOCAL_RANK"])
         self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        num_gpus = torch.cuda.device_count()
-        is_gpu = self._local_rank < num_gpus
-        # A rank that ends here would have no report.
-        has_no_gpu = bool(num_gpus) or (torch.version.cuda is not None and has_unused_gpu(environ))
-        missing = f"CUDA finds {num_gpus} GPUs, none for local rank {self._local_rank}"
+        errors = _select_gpu(self._local_rank, environ)
+        is_gpu = torch.cuda.is_available() and not errors
         self._device = torch.device("cuda", self._local_rank) if is_gpu else torch.device("cpu")
-        if is_gpu:
-            torch.cuda.set_device(self._device)
         name = torch.cuda.get_device_name(self._device) if is_gpu else _processor()
         self._end = _STARTED + settings.seconds
         self.report = PreflightReport(
@@ -125,7 +120,7 @@ class Rank:
             is_gpu=is_gpu,
             versions=_versions(is_gpu),
             limits=_limits(),
-            errors={"start": missing} if has_no_gpu and not is_gpu else {},
+            errors=errors,
         )
         self._store: TCPStore | None = None
 
@@ -225,8 +220,7 @@ class Rank:
             try:
                 stages[stage]()
             except (OSError, RuntimeError) as error:  # reported; the parent decides
-                text = (str(error) or type(error).__name__).splitlines()[0][:_MAX_TEXT]
-                errors = {**self.report.errors, stage: text}
+                errors = {**self.report.errors, stage: _first_line(error)}
                 # At the end, an error only shows that another rank ended first.
                 timed_out = index >= NUM_LOCAL and self._left() < LATE_SECONDS
                 self.report = msgspec.structs.replace(
@@ -441,6 +435,23 @@ class Rank:
         tensor.add_(received)
         self._synchronize()
         return max(time.monotonic() - start, 1e-9)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:_MAX_TEXT]
+
+
+def _select_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Select the GPU of this rank; return errors by stage, because a rank must always report."""
+    num_gpus = torch.cuda.device_count()
+    if local_rank < num_gpus:
+        try:
+            torch.cuda.set_device(local_rank)
+        except RuntimeError as error:  # reported
+            return {"gemm": _first_line(error)}
+    elif num_gpus or (torch.version.cuda is not None and has_unused_gpu(environ)):
+        return {"start": f"CUDA finds {num_gpus} GPUs, none for local rank {local_rank}"}
+    return {}
 
 
 def bytes_to_write(wanted: int, *, free: int, num_ranks: int, is_memory: bool) -> int:

@@ -302,10 +302,16 @@ class TestRanksThatDoNotEnd:
 
     def test_a_rank_that_hangs_is_the_one_behind_the_others(self):
         reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(4)]
-        reports = change(reports, 1, stage=STAGES.index("disk"))
+        reports = change(reports, 1, stage=STAGES.index("disk"), timed_out=True)
         (finding,) = judge(reports)
         assert ("no_answer", (1,), ("n1",)) == (finding.kind, finding.ranks, finding.nodes)
         assert "stopped in disk" in finding.text
+
+    def test_a_rank_that_started_late_and_was_stopped_is_not_named(self):
+        stage = STAGES.index("join")
+        reports = [msgspec.structs.replace(r, stage=stage, timed_out=True) for r in healthy(4)]
+        reports = change(reports, 1, stage=STAGES.index("loader"), timed_out=False)
+        assert [("no_answer", (1,), ())] == found(reports)
 
     def test_all_in_one_collective_have_no_culprit(self):
         reports = [msgspec.structs.replace(r, stage=STAGES.index("pairs")) for r in healthy(4)]
@@ -323,13 +329,14 @@ class TestRanksThatDoNotEnd:
         for num, num_stopped in ((8, 8), (8, 4), (2, 2)):
             reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(num)]
             for rank in range(num_stopped):
-                reports = change(reports, rank, stage=STAGES.index(stage))
+                reports = change(reports, rank, stage=STAGES.index(stage), timed_out=True)
             (finding,) = judge(reports)
             assert ("no_answer", ()) == (finding.kind, finding.nodes)
             assert "shared" in finding.text
 
     def test_nodes_that_wait_for_one_file_server_in_several_stages_have_no_culprit(self):
-        reports = [msgspec.structs.replace(r, stage=STAGES.index("disk")) for r in healthy(8)]
+        stage = STAGES.index("disk")
+        reports = [msgspec.structs.replace(r, stage=stage, timed_out=True) for r in healthy(8)]
         reports = change(reports, 3, stage=STAGES.index("start"))
         assert [("no_answer", (3,), ())] == found(reports)
 
