@@ -75,14 +75,14 @@ def launcher_command(words: Sequence[str], settings: str, program: str = PROGRAM
     for name, value in _OUTPUT.items():
         if getattr(parsed, name, value) != value:
             options.append(f"--{name.replace('_', '-')}={value}")
-    ours = [*options, "-m", program, settings]
-    started = _parse(ours)
+    arguments = [*options, "-m", program, settings]
+    started = _parse(arguments)
     if [program, settings] != [started.training_script, *started.training_script_args]:
         raise UsageError(
             f"{' '.join(words[start:])!r} has options that a preflight cannot change",
             hint="write each option of torchrun as a separate word with --",
         )
-    return [*words[:start], *ours]
+    return [*words[:start], *arguments]
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -106,15 +106,15 @@ def _after_torchrun(words: Sequence[str]) -> int:
 
     A word "torchrun" can also be an argument of a training script, which would be started.
     """
-    found = [index for index, word in enumerate(words) if _is_torchrun(word)]
-    if not found:
+    indices = [index for index, word in enumerate(words) if _is_torchrun(word)]
+    if not indices:
         is_quoted = any("torchrun" in word for word in words)
         raise UsageError(
             f"no torchrun in {' '.join(words)!r}",
             hint="write the words of torchrun without bash -c and quotes" if is_quoted else _HINT,
         )
     # In ``srun -J torchrun torchrun --nnodes=2 ...`` the first is a value.
-    last = next(index for index in found if index + 1 not in found)
+    last = next(index for index in indices if index + 1 not in indices)
     first = last
     if first and words[first - 1] == "-m":
         first -= 1
@@ -156,14 +156,14 @@ def _is_python(word: str) -> bool:
 
 def _is_other_program(word: str) -> bool:
     name = PurePath(word).name
-    if name in STARTERS:
+    if name in STARTERS or word.startswith("-"):
         return False
-    is_file = "/" in word and not word.startswith("-") and shutil.which(word) is not None
     return (
         _is_python(word)
         or name in _SHELLS
         or name.endswith((".py", ".sh"))
-        or (is_file and not name.endswith((".sif", ".sqsh")))  # images of containers
+        # Images of containers can be executable.
+        or (not name.endswith((".sif", ".sqsh")) and shutil.which(word) is not None)
     )
 
 
@@ -216,8 +216,8 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
     # torchrun reads its options from variables too.
     names = {f"PET_{name.upper()}" for name in ("module", "no_python", "run_path", *_OUTPUT)}
-    kept = {name: value for name, value in environ.items() if name not in names}
-    return {**kept, "OMP_NUM_THREADS": "1"}  # as torchrun does
+    others = {name: value for name, value in environ.items() if name not in names}
+    return {**others, "OMP_NUM_THREADS": "1"}  # as torchrun does
 
 
 def _read_lines(output: IO[bytes], reports: dict[int, PreflightReport], tail: deque[str]) -> None:

@@ -90,6 +90,7 @@ def test_our_program_replaces_the_script_and_its_arguments(words, expected):
         "srun main torchrun epochs=3",
         "srun train.py torchrun --standalone",
         "srun /bin/cat torchrun --standalone",
+        "timeout 60 cat torchrun --standalone",
         "srun torchrun train.py --launcher torchrun --standalone",
         "srun -l torchrun --nnodes=2 app --mode=x torchrun --standalone",
     ],
