@@ -467,7 +467,7 @@ def _slow_links(
 
     A node is slow if most of its links are, with at least two others; otherwise the link is. One
     slow node of n slows 2 / n of the pairs, so the reference is the median of the fastest
-    (n - 2) / n: the quantile 1/2 + 1/n.
+    (n - 2) / n: the quantile 1/2 + 1/n. Two nodes have one link, and the median of its pairs.
     """
     links: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     peers: dict[str, set[str]] = defaultdict(set)
@@ -475,8 +475,8 @@ def _slow_links(
     for first, second in (_ends(pair, by_rank) for pair in speeds):
         peers[first].add(second)
         peers[second].add(first)
-    part = 0.5 + (1 / len(peers) if len(peers) > 2 else 0)
-    reference = _quantile(list(speeds.values()), part)
+    values, last = sorted(speeds.values()), len(speeds) - 1
+    reference = values[last // 2 if len(peers) == 2 else math.ceil((0.5 + 1 / len(peers)) * last)]
     bound = _pair_ratio(by_rank.values()) * reference
     for pair in sorted(pair for pair, speed in speeds.items() if speed < bound):
         first, second = _ends(pair, by_rank)
@@ -529,14 +529,6 @@ def _slow_links(
 def _ends(pair: tuple[int, int], by_rank: Mapping[int, PreflightReport]) -> tuple[str, str]:
     first, second = sorted(by_rank[rank].node for rank in pair)
     return first, second
-
-
-def _quantile(values: list[float], part: float) -> float:
-    values.sort()
-    position = min(part, 1.0) * (len(values) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (position - low)
 
 
 # ------------------------------------------------------------ disks, clocks, limits and versions

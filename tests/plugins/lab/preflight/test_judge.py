@@ -201,10 +201,12 @@ class TestLinks:
         assert "between n0 and n3" in finding.text
 
     def test_two_racks_are_a_note_without_a_node(self):
-        for num, first in ((8, 4), (8, 6), (8, 5), (6, 2), (9, 4), (16, 14)):
+        for num, first in ((4, 2), (8, 4), (8, 6), (8, 5), (6, 2), (9, 4), (16, 14)):
             for seed in range(5):
                 reports = healthy(num, seed=seed, gpu=True)
-                reports = slow_pairs(reports, lambda a, b: (a < first) != (b < first), 0.4)  # noqa: B023
+                reports = slow_pairs(
+                    reports, lambda a, b, first=first: (a < first) != (b < first), 0.45
+                )
                 (finding,) = judge(reports)
                 expected = ("link_groups", "note", ())
                 assert expected == (finding.kind, finding.severity, finding.nodes), (num, first)
@@ -237,9 +239,13 @@ class TestLinks:
         assert [] == found(slow_pairs(reports, lambda a, b: {a, b} == {0, 8}, 10))
 
     def test_rails_that_are_faster_than_other_pairs_name_no_node(self):
-        for num in (16, 32):
-            reports = healthy(num, per_node=8, gpu=True)
-            reports = slow_pairs(reports, lambda a, b: a // 8 != b // 8 and a % 8 != b % 8, 0.3)
+        for num, per_node in ((4, 2), (16, 8), (32, 8)):
+            reports = healthy(num, per_node=per_node, gpu=True)
+            reports = slow_pairs(
+                reports,
+                lambda a, b, n=per_node: a // n != b // n and a % n != b % n,
+                0.3,
+            )
             assert [] == [each for each in judge(reports) if each.severity == "fail"]
 
     def test_slow_links_of_ranks_in_a_note_are_reported(self):
