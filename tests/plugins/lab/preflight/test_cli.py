@@ -68,7 +68,7 @@ def test_a_slow_rank_exits_with_one_and_its_node_is_excluded_after_the_second_ti
         assert "fail  rank 2 on n2 is slow: matrix product" in output
         assert "Do not train on: n2" in output
     assert "n2\n" == failed_nodes("exclude")
-    assert '- "n2"' in failed_nodes("selector")
+    assert 'values: ["n2"]' in failed_nodes("selector")
     assert "2 of 2" in failed_nodes("table")
     check("vitals preflight --failed-nodes", failed_nodes("json"))
 
