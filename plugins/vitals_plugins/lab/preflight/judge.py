@@ -424,9 +424,9 @@ def _slow_pairs(
                 speeds[key] = max(speeds.get(key, 0.0), pair.bytes_per_second)
     inside: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
     between: dict[tuple[int, int], float] = {}
-    for pair, speed in speeds.items():
-        first, second = (by_rank[rank].node for rank in pair)
-        (inside[first] if first == second else between)[pair] = speed
+    for ends, speed in speeds.items():
+        first, second = (by_rank[rank].node for rank in ends)
+        (inside[first] if first == second else between)[ends] = speed
     yield from _unequal_links(inside, by_rank)
     # A slow rank explains its slow pairs.
     between = {pair: speed for pair, speed in between.items() if not slow_ranks & set(pair)}
