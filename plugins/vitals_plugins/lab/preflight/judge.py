@@ -42,7 +42,7 @@ CPU_PAIR_RATIO = 0.4
 """On CPUs an exchange also waits until both processes have a core."""
 OWN_STAGES = frozenset({"gemm", "memory"})
 """Measurements that use nothing outside of the node."""
-_UNKNOWN = "; the cause may be shared by all nodes"
+_UNKNOWN = "; it is unknown whether a node is the cause"
 MAX_SKEW_SECONDS = 0.25
 """Twice the 0.128 s at which ntpd steps a clock: no synchronized clock differs by this much."""
 MIN_OPEN_FILES = 1024

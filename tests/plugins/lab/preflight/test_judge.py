@@ -338,7 +338,7 @@ class TestRanksThatDoNotEnd:
                 reports = change(reports, rank, stage=STAGES.index(stage), timed_out=True)
             (finding,) = judge(reports)
             assert ("no_answer", ()) == (finding.kind, finding.nodes)
-            assert "shared" in finding.text
+            assert "it is unknown whether" in finding.text
 
     def test_nodes_that_wait_for_one_file_server_in_several_stages_have_no_culprit(self):
         stage = STAGES.index("disk")
