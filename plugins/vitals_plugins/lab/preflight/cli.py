@@ -19,6 +19,7 @@ from trainvitals.printable import printable
 from trainvitals.units import humanize_bytes, humanize_count, humanize_seconds
 from vitals_plugins.lab.burn_in.runner import running_here
 from vitals_plugins.lab.preflight.history import (
+    LOCAL,
     FailingNode,
     NodeHistory,
     baseline,
@@ -37,6 +38,8 @@ from vitals_plugins.lab.preflight.launch import (
 )
 from vitals_plugins.lab.preflight.report import PreflightReport
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+"""Variables with the GPUs that a process may use."""
 PreflightFormat = Literal["table", "json", "exclude", "selector"]
 
 
@@ -51,9 +54,10 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of each rank that reported."""
 
     @property
-    def has_failed(self) -> bool:
-        """Return whether the training should not start on these nodes."""
-        return any(each.severity == "fail" for each in self.findings)
+    def exit_code(self) -> int:
+        """Return 1 if a node is at fault, and 3 if something failed, but no node can be named."""
+        failed = [each for each in self.findings if each.severity == "fail"]
+        return 0 if not failed else 1 if any(each.nodes for each in failed) else 3
 
 
 def register(app: typer.Typer) -> None:
@@ -73,10 +77,15 @@ def preflight(
             show_default=False,
         ),
     ] = None,
-    budget: Annotated[float, typer.Option(min=5, max=3600, help="Seconds for everything.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option(min=5, max=3600, help="Seconds for the measurement.")
+    ] = 60.0,
     checkpoint_bytes: Annotated[
         int, typer.Option(min=1 << 20, help="Bytes that each rank writes to the disk.")
     ] = 256 << 20,
+    gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs that each node must have.", show_default=False)
+    ] = 0,
     directory: VitalsDir = Path("vitals_runs"),
     failed_nodes: Annotated[
         bool,
@@ -101,7 +110,7 @@ def preflight(
     pairs of ranks. Compares each rank with the other ranks and with earlier checks of its node.
     The launcher starts a measuring program instead of the training script, which is never started.
 
-    Exits 1 if a node should not be used.
+    Exits 1 if a node should not be used, and 3 if something failed, but no node can be named.
     """
     history = NodeHistory(directory)
     if failed_nodes:
@@ -115,26 +124,40 @@ def preflight(
             f"{', '.join(runs)} trains on this node; a preflight takes CPU, GPU and disk from it",
             hint="wait until it has ended, or add --yes",
         )
-    settings = {
+    parameters = {
         "seconds": RANK_SHARE * budget,
         "directory": str(directory.absolute()),
         "checkpoint_bytes": checkpoint_bytes,
     }
     started = time.monotonic()
-    line = launcher_command(command or local_words(), msgspec.json.encode(settings).decode())
+    try:
+        line = launcher_command(command or local_words(), msgspec.json.encode(parameters).decode())
+    except ModuleNotFoundError:
+        raise  # the caller names the package
+    except (ImportError, OSError) as error:  # exit code 1 would exclude the node
+        raise UsageError(
+            f"PyTorch cannot be loaded: {error}", hint="try: python -c 'import torch'"
+        ) from error
     environ = os.environ if command else {**os.environ, **_local_environ()}
     typer.echo(f"Measuring for at most {budget:g} s.", err=True)
     launched = launch(line, environ, seconds=budget - (time.monotonic() - started))
     if launched.exit_code or not launched.reports:
         for text in launched.tail:
             typer.echo(printable(text), err=True)
-    result = conclude(launched, history, now_unix_ns=time.time_ns())
+    visible = [os.environ.get(name) for name in _VISIBLE]
+    result = conclude(
+        launched,
+        history,
+        now_unix_ns=time.time_ns(),
+        settings=f"{'job' if command else LOCAL}, {budget:g} s, {visible}",
+        num_gpus=gpus,
+    )
     if form == "json":
         write_json(result)
     else:
         _write_result(result)
-    if result.has_failed:
-        raise typer.Exit(1)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def _local_environ() -> Mapping[str, str]:
@@ -142,15 +165,32 @@ def _local_environ() -> Mapping[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
 
-def conclude(launched: Launched, history: NodeHistory, *, now_unix_ns: int) -> PreflightResult:
-    """Judge the reports, store them in the history, and return the result."""
+def conclude(
+    launched: Launched,
+    history: NodeHistory,
+    *,
+    now_unix_ns: int,
+    settings: str = "",
+    num_gpus: int = 0,
+) -> PreflightResult:
+    """Judge the reports, store them in the history, and return the result.
+
+    Args:
+        launched: the reports.
+        history: of their nodes.
+        now_unix_ns: time of the check.
+        settings: everything that must be equal for a comparison with an earlier check.
+        num_gpus: GPUs that each node must have; 0 if unknown.
+    """
     reports = launched.reports
-    checks = {report.node: history.read(report.node) for report in reports}
-    baselines = {report.node: baseline(checks[report.node], report.device) for report in reports}
-    findings = judge(reports, baselines=baselines)
+    current = node_checks(reports, (), check_id="", now_unix_ns=now_unix_ns, settings=settings)
+    baselines = {node: baseline(history.read(node) or (), check) for node, check in current.items()}
+    findings = judge(reports, baselines=baselines, num_gpus=num_gpus)
     # The id that the ranks agreed on: several commands may store the same preflight.
     check_id = next((each.check_id for each in reports if each.check_id), secrets.token_hex(8))
-    entries = node_checks(reports, findings, check_id=check_id, now_unix_ns=now_unix_ns)
+    entries = node_checks(
+        reports, findings, check_id=check_id, now_unix_ns=now_unix_ns, settings=settings
+    )
     for node, entry in entries.items():
         history.add(node, entry)
     problems = tuple(
@@ -171,7 +211,10 @@ def conclude(launched: Launched, history: NodeHistory, *, now_unix_ns: int) -> P
 
 
 def _list_failing(history: NodeHistory, form: PreflightFormat) -> None:
-    failing = failing_nodes({node: history.read(node) for node in history.nodes()})
+    histories = history.read_all()
+    failing = failing_nodes(histories)
+    if not histories:
+        typer.echo("No check is stored in this directory.", err=True)
     for problem in history.problems:
         typer.echo(f"warning: {printable(problem)}", err=True)
     if form == "json":
@@ -182,6 +225,8 @@ def _list_failing(history: NodeHistory, form: PreflightFormat) -> None:
         typer.echo(node_affinity(failing))
     else:
         _write_failing(failing)
+    if history.problems:  # the list may be incomplete
+        raise typer.Exit(2)
 
 
 def _write_failing(failing: Sequence[FailingNode]) -> None:
@@ -209,7 +254,7 @@ def _write_result(result: PreflightResult) -> None:
         ranks = humanize_count(len(result.reports), "rank")
         typer.echo(f"ok  {ranks}, no fault found")
     nodes = sorted({node for each in result.findings for node in each.nodes})
-    if nodes and result.has_failed:
+    if nodes:
         typer.echo(f"\nDo not train on: {printable(', '.join(nodes))}")
 
 

@@ -6,8 +6,8 @@ Pure: no clock, no file, no torch.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Literal
 
@@ -40,6 +40,9 @@ GPU_PAIR_RATIO = 0.5
 """A pair below half of the reference is slow: a degraded link has half of its lanes or fewer."""
 CPU_PAIR_RATIO = 0.4
 """On CPUs an exchange also waits until both processes have a core."""
+OWN_STAGES = frozenset({"gemm", "memory"})
+"""Measurements that use nothing outside of the node."""
+_UNKNOWN = "; it is unknown whether a node is the cause"
 MAX_SKEW_SECONDS = 0.25
 """Twice the 0.128 s at which ntpd steps a clock: no synchronized clock differs by this much."""
 MIN_OPEN_FILES = 1024
@@ -62,10 +65,12 @@ class PreflightFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Figures of earlier checks of one node without a fault, oldest first."""
+    """Earlier checks of one node without a fault and with the same settings, oldest first."""
 
     device: str
     figures: tuple[dict[str, float], ...] = ()
+    num_gpus: int = 0
+    """Ranks with a GPU in the latest of them; 0 if the number is not comparable."""
 
 
 def judge(
@@ -73,6 +78,7 @@ def judge(
     *,
     world_size: int | None = None,
     baselines: Mapping[str, Baseline] | None = None,
+    num_gpus: int = 0,
 ) -> tuple[PreflightFinding, ...]:
     """Return the problems, failures first.
 
@@ -80,6 +86,7 @@ def judge(
         reports: the latest report of each rank that sent one.
         world_size: expected number of ranks; None takes it from the reports.
         baselines: history by node.
+        num_gpus: GPUs that each node must have; 0 if unknown.
     """
     if not reports:
         return (
@@ -87,18 +94,23 @@ def judge(
                 kind="no_report",
                 severity="fail",
                 text="no rank reported anything",
-                hint="run the launcher with a training script; its output is above",
+                hint="see the launcher's output above. Vitals must be installed where torchrun "
+                "runs, also in a container; on a busy machine, raise --budget",
             ),
         )
     reports = sorted(reports, key=lambda each: each.rank)
-    slow = _slow_ranks(reports, baselines or {})
-    slow_ranks = {rank for finding in slow for rank in finding.ranks}
+    baselines = baselines or {}
+    world_size = world_size or max(each.world_size for each in reports)
+    slow = _slow_ranks(reports, baselines)
+    slow_ranks = {rank for each in slow if each.severity == "fail" for rank in each.ranks}
     findings = [
-        *_silent_ranks(reports, world_size or max(each.world_size for each in reports)),
+        *_silent_ranks(reports, world_size),
+        *(_missing_gpus(reports, baselines, num_gpus) if len(reports) == world_size else ()),
         *_errors(reports),
         *_wrong_results(reports),
         *slow,
         *_slow_pairs(reports, slow_ranks),
+        *_skipped_disks(reports),
         *_skewed_clocks(reports),
         *_small_limits(reports),
         *_different_versions(reports),
@@ -126,39 +138,89 @@ def _silent_ranks(
         return
     first = min(each.stage for each in running)
     behind = [each for each in running if each.stage == first]
-    # A rank with an error in a collective stopped because of a rank that has no error.
-    behind = [each for each in behind if not each.errors] or behind
-    if len(behind) < len(reports) or first < NUM_LOCAL:
+    if first < NUM_LOCAL:
+        local = [each for each in running if each.stage < NUM_LOCAL]
+        # A rank without a timeout may have started late, or was stopped because of another.
+        is_slow = all(each.timed_out for each in behind)
+        nodes = _nodes(behind) if is_slow and _culprits(local, reports, first) else ()
+    else:
+        # All others got an error before the end: this rank was killed. After a timeout, the ranks
+        # that ended first cause the errors of the others.
+        is_early = any(each.errors and not each.timed_out for each in running)
+        dead = [each for each in behind if not each.errors and not each.timed_out]
+        behind = dead if is_early and dead else running
+        nodes = _culprits(dead, reports, first) if is_early else ()
+        if not nodes and any(each.errors for each in running):
+            return  # reported as an error
+    yield PreflightFinding(
+        kind="no_answer",
+        severity="fail",
+        ranks=tuple(each.rank for each in behind),
+        nodes=nodes,
+        text=f"{_ranks_on_nodes(behind)} stopped in {STAGES[first]}{'' if nodes else _UNKNOWN}",
+        hint="see dmesg on the node, or raise --budget on a busy machine"
+        if nodes
+        else "check the file server, and the network between the nodes (NCCL_SOCKET_IFNAME, "
+        "firewall), or raise --budget on a busy machine",
+    )
+
+
+def _culprits(
+    at_fault: Sequence[PreflightReport], reports: Sequence[PreflightReport], stage: int
+) -> tuple[str, ...]:
+    """Return the nodes at fault, or none if their cause may be a shared one.
+
+    A file server, a quota or an image affects many nodes, and each of them if it is checked alone.
+    """
+    nodes, num_nodes = _nodes(at_fault), len(_nodes(reports))
+    if len(nodes) > 1:
+        return nodes if 2 * len(nodes) < num_nodes else ()
+    return nodes if num_nodes > 1 or STAGES[stage] in OWN_STAGES else ()
+
+
+def _missing_gpus(
+    reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline], num_gpus: int
+) -> Iterable[PreflightFinding]:
+    least = int(any(each.is_gpu for each in reports))
+    counts: dict[str, int] = defaultdict(int)
+    for report in reports:
+        counts[report.node] += report.is_gpu
+    few = {}
+    for node, num in counts.items():
+        earlier = baselines[node].num_gpus if node in baselines else 0
+        expected = max(num_gpus or earlier, least)
+        if num < expected:
+            few[node] = f"{node} has {num} of {expected} GPUs"
+    if few:
+        lost = [each for each in reports if each.node in few]
+        nodes = _culprits(lost, reports, STAGES.index("gemm"))
         yield PreflightFinding(
-            kind="no_answer",
+            kind="missing_gpu",
             severity="fail",
-            ranks=tuple(each.rank for each in behind),
-            nodes=_nodes(behind),
-            text=f"{_ranks_on_nodes(behind)} stopped in {STAGES[first]}",
-            hint="see dmesg on the node, or raise --budget on a busy machine",
-        )
-    elif not any(each.errors for each in running):
-        yield PreflightFinding(
-            kind="no_answer",
-            severity="fail",
-            ranks=tuple(each.rank for each in behind),
-            text=f"all ranks stopped in {STAGES[first]}; none is behind the others",
-            hint="check the network between the nodes (NCCL_SOCKET_IFNAME, firewall)",
+            ranks=tuple(each.rank for each in lost),
+            nodes=nodes,
+            text=f"{'; '.join(few.values())}{'' if nodes else _UNKNOWN}",
+            hint="see nvidia-smi and dmesg on the node",
         )
 
 
 def _errors(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
     local = [each for each in reports if any(_is_local(stage) for stage in each.errors)]
-    for report in local:
-        stage = next(stage for stage in report.errors if _is_local(stage))
-        yield PreflightFinding(
-            kind="failed",
-            severity="fail",
-            ranks=(report.rank,),
-            nodes=(report.node,),
-            text=f"rank {report.rank} on {report.node}: {stage} failed: {report.errors[stage]}",
-            hint="fix the node, or train without it",
-        )
+    for index, stage in enumerate(STAGES[:NUM_LOCAL]):
+        failed = [each for each in reports if stage in each.errors]
+        if failed:
+            nodes = _culprits(failed, reports, index)
+            yield PreflightFinding(
+                kind="failed",
+                severity="fail",
+                ranks=tuple(each.rank for each in failed),
+                nodes=nodes,
+                text=f"{_ranks_on_nodes(failed)}: {stage} failed: {failed[0].errors[stage]}"
+                f"{'' if nodes else _UNKNOWN}",
+                hint="fix the node, or train without it"
+                if nodes
+                else "check the file server, its quota, the image and the limits",
+            )
     others = [each for each in reports if each.errors and each not in local]
     # An error of a collective names no culprit: all ranks get one if one of them is missing.
     if others and not local:
@@ -182,13 +244,12 @@ def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
         for wrong in report.wrong:
             by_kernel[wrong.partition(",")[0]].append(report)
     for kernel, wrong_reports in by_kernel.items():
-        # All ranks get the same wrong sum, so a wrong sum of all ranks has no culprit.
-        is_shared = len(wrong_reports) == len(reports) > 1
         yield PreflightFinding(
             kind="wrong_result",
             severity="fail",
             ranks=tuple(each.rank for each in wrong_reports),
-            nodes=() if is_shared else _nodes(wrong_reports),
+            # All ranks get the same wrong sum, so a wrong sum of all ranks has no culprit.
+            nodes=_culprits(wrong_reports, reports, STAGES.index("gemm")),
             text=f"{kernel} was wrong on {_ranks_on_nodes(wrong_reports)}: "
             f"{wrong_reports[0].wrong[0]}",
             hint="drain the node, and test it: vitals doctor --burn-in 600",
@@ -201,19 +262,25 @@ def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 def _slow_ranks(
     reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
 ) -> Iterable[PreflightFinding]:
-    """Return one finding per slow rank, and one per unclear pair of ranks."""
+    """Return one finding per slow rank, and notes about those that cannot be attributed."""
     reasons: dict[int, list[str]] = defaultdict(list)
     unclear: list[PreflightFinding] = []
-    by_device: dict[str, list[PreflightReport]] = defaultdict(list)
-    for report in reports:
-        by_device[report.device].append(report)
     by_rank = {each.rank: each for each in reports}
+    num_ranks = Counter(each.node for each in reports)
+    # The ranks of a node share its memory, cores and disk.
+    by_kind: dict[tuple[str, int], list[PreflightReport]] = defaultdict(list)
+    for report in reports:
+        by_kind[report.device, num_ranks[report.node]].append(report)
+    shared: list[PreflightFinding] = []
     for spec in FIGURES:
-        for rank, speed in _speeds(spec, reports).items():
-            reason = _slower_than_history(spec, speed, by_rank[rank], baselines)
-            if reason:
+        slower, num_compared = _slower_than_history(spec, reports, baselines)
+        nodes = _nodes([by_rank[rank] for rank in slower])
+        if len(nodes) > 1 and 2 * len(nodes) >= num_compared:
+            shared.append(_slower_nodes(spec, nodes))
+        else:
+            for rank, reason in slower.items():
                 reasons[rank].append(reason)
-        for peers in by_device.values():
+        for peers in by_kind.values():
             speeds = _speeds(spec, peers)
             if len(speeds) == 2:
                 unclear += _compare_two(spec, speeds, reports, reasons)
@@ -233,7 +300,7 @@ def _slow_ranks(
         for rank in sorted(reasons)
     ]
     named = {rank for finding in slow for rank in finding.ranks}
-    return [*slow, *(each for each in unclear if not named & set(each.ranks))]
+    return [*slow, *shared, *(each for each in unclear if not named & set(each.ranks))]
 
 
 def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, float]:
@@ -294,18 +361,37 @@ def _compare_two(
 
 
 def _slower_than_history(
-    spec: FigureSpec, speed: float, report: PreflightReport, baselines: Mapping[str, Baseline]
-) -> str | None:
-    baseline = baselines.get(report.node)
-    if baseline is None or baseline.device != report.device:
-        return None
-    stored = (_as_speed(spec, figures.get(spec.name)) for figures in baseline.figures)
-    earlier = [each for each in stored if each is not None]
-    if len(earlier) < MIN_HISTORY:
-        return None
-    if not _is_slow(speed, earlier, HISTORY_RATIO * _ratio(spec, report)):
-        return None
-    return _slow_text(spec, speed, median(earlier), f"{len(earlier)} earlier checks of this node")
+    spec: FigureSpec, reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
+) -> tuple[dict[int, str], int]:
+    """Return why ranks are slower than earlier, and the number of nodes that were compared.
+
+    Disks are not compared: the speed of a file server depends on other nodes and jobs.
+    """
+    slower, compared = {}, set()
+    by_rank = {each.rank: each for each in reports}
+    for rank, speed in _speeds(spec, reports).items() if not spec.is_of_node else ():
+        report = by_rank[rank]
+        baseline = baselines.get(report.node)
+        if baseline is None or baseline.device != report.device:
+            continue
+        stored = (_as_speed(spec, figures.get(spec.name)) for figures in baseline.figures)
+        earlier = [each for each in stored if each is not None]
+        if len(earlier) < MIN_HISTORY:
+            continue
+        compared.add(report.node)
+        if _is_slow(speed, earlier, HISTORY_RATIO * _ratio(spec, report)):
+            of_whom = f"{len(earlier)} earlier checks of this node"
+            slower[rank] = _slow_text(spec, speed, median(earlier), of_whom)
+    return slower, len(compared)
+
+
+def _slower_nodes(spec: FigureSpec, nodes: Sequence[str]) -> PreflightFinding:
+    return PreflightFinding(
+        kind="slower_nodes",
+        severity="note",
+        text=f"{spec.label}: {_count_nodes(nodes)} are slower than in their earlier checks",
+        hint="the cause is probably shared: another image, setting or power limit",
+    )
 
 
 def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -> str:
@@ -336,73 +422,100 @@ def _slow_pairs(
                 key = (min(report.rank, pair.peer), max(report.rank, pair.peer))
                 # Both ends measure an exchange; a delay of one end makes its value lower.
                 speeds[key] = max(speeds.get(key, 0.0), pair.bytes_per_second)
-    for is_inside in (True, False):
-        chosen = {
-            pair: speed
-            for pair, speed in speeds.items()
-            if (by_rank[pair[0]].node == by_rank[pair[1]].node) == is_inside
-        }
-        if is_inside:
-            yield from _slow_links(chosen, by_rank, slow_ranks, lambda rank: f"rank {rank}")
-        else:
-            yield from _slow_links(chosen, by_rank, slow_ranks, lambda rank: by_rank[rank].node)
+    inside: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    between: dict[tuple[int, int], float] = {}
+    for ends, speed in speeds.items():
+        first, second = (by_rank[rank].node for rank in ends)
+        (inside[first] if first == second else between)[ends] = speed
+    yield from _unequal_links(inside, by_rank)
+    # A slow rank explains its slow pairs.
+    between = {pair: speed for pair, speed in between.items() if not slow_ranks & set(pair)}
+    if len(between) > 1:  # one link has nothing to be compared with
+        yield from _slow_links(between, by_rank)
+
+
+def _pair_ratio(reports: Iterable[PreflightReport]) -> float:
+    return GPU_PAIR_RATIO if any(each.is_gpu for each in reports) else CPU_PAIR_RATIO
+
+
+def _unequal_links(
+    inside: Mapping[str, Mapping[tuple[int, int], float]], by_rank: Mapping[int, PreflightReport]
+) -> Iterable[PreflightFinding]:
+    """Yield a note: the links of healthy GPUs differ by NVLink bridges and PCIe switches."""
+    ratio = _pair_ratio(by_rank.values())
+    unequal = {
+        node: speeds
+        for node, speeds in inside.items()
+        if min(speeds.values()) < ratio * max(speeds.values())
+    }
+    if unequal:
+        speeds = next(iter(unequal.values()))
+        slow, fast = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+        yield PreflightFinding(
+            kind="unequal_links",
+            severity="note",
+            text=f"inside of {_count_nodes([*unequal])}: {humanize_bytes(speeds[slow])}/s between "
+            f"{name_ranks(slow)}, {humanize_bytes(speeds[fast])}/s between {name_ranks(fast)}",
+            hint="compare with the wiring: nvidia-smi topo -m",
+        )
 
 
 def _slow_links(
-    speeds: Mapping[tuple[int, int], float],
-    by_rank: Mapping[int, PreflightReport],
-    slow_ranks: set[int],
-    end_of: Callable[[int], str],
+    speeds: Mapping[tuple[int, int], float], by_rank: Mapping[int, PreflightReport]
 ) -> Iterable[PreflightFinding]:
-    """Yield the slow ends (ranks inside of a node, nodes between nodes) and the slow links.
+    """Yield the slow nodes and the slow links between nodes, or a note if the links form groups.
 
-    An end is slow if most of its links are, with at least two different other ends; otherwise the
-    link itself is. One slow end of n slows 2 / n of the pairs, so the reference is the median of
-    the fastest (n - 2) / n: the quantile 1/2 + 1/n.
+    A node is slow if most of its links are, with at least two others; otherwise the link is. One
+    slow node of n slows 2 / n of the pairs, so the reference is the median of the fastest
+    (n - 2) / n: the quantile 1/2 + 1/n. Two nodes have one link, and the median of its pairs.
     """
+    links: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     peers: dict[str, set[str]] = defaultdict(set)
-    for pair in speeds:
-        first, second = map(end_of, pair)
+    slow_peers: dict[str, set[str]] = defaultdict(set)
+    for first, second in (_ends(pair, by_rank) for pair in speeds):
         peers[first].add(second)
         peers[second].add(first)
-    if len(speeds) < 2:
-        return  # one link has nothing to be compared with
-    reference = _quantile(list(speeds.values()), 0.5 + 1 / len(peers))
-    is_gpu = any(by_rank[rank].is_gpu for pair in speeds for rank in pair)
-    bound = (GPU_PAIR_RATIO if is_gpu else CPU_PAIR_RATIO) * reference
-    slow = {
-        pair: speed
-        for pair, speed in speeds.items()
-        if speed < bound and not slow_ranks & set(pair)
+    values, last = sorted(speeds.values()), len(speeds) - 1
+    reference = values[last // 2 if len(peers) == 2 else math.ceil((0.5 + 1 / len(peers)) * last)]
+    bound = _pair_ratio(by_rank.values()) * reference
+    for pair in sorted(pair for pair, speed in speeds.items() if speed < bound):
+        first, second = _ends(pair, by_rank)
+        links[first, second].append(pair)
+        slow_peers[first].add(second)
+        slow_peers[second].add(first)
+    slow_nodes = {
+        node
+        for node, others in slow_peers.items()
+        if len(others) > 1 and 2 * len(others) > len(peers[node])
     }
-    slow_ends = set()
-    for end, others in peers.items():
-        slow_peers = {
-            other for pair in slow for other in map(end_of, pair) if end in map(end_of, pair)
-        } - {end}
-        if len(slow_peers) >= 2 and 2 * len(slow_peers) > len(others):
-            slow_ends.add(end)
-    for end in sorted(slow_ends):
-        of_end = {pair: speed for pair, speed in slow.items() if end in map(end_of, pair)}
-        ranks = sorted({rank for pair in of_end for rank in pair if end_of(rank) == end})
-        node = by_rank[ranks[0]].node
+    single = {ends: pairs for ends, pairs in links.items() if not slow_nodes & {*ends}}
+    # Slow nodes with a fast link between them, and several slow links of a fast node: racks.
+    has_fast_link = any(slow_nodes & peers[node] - slow_peers[node] for node in slow_nodes)
+    most = max(Counter(node for ends in single for node in ends).values(), default=0)
+    if 2 * len(slow_nodes) >= len(peers) or has_fast_link or most > 1:
+        yield PreflightFinding(
+            kind="link_groups",
+            severity="note",
+            text=f"{len(links)} links between nodes are slow, below {humanize_bytes(bound)}/s; "
+            f"they form groups, so no node is named",
+            hint="nodes of one rack are often faster with each other than with another rack",
+        )
+        return
+    for node in sorted(slow_nodes):
+        of_node = [pair for ends, pairs in links.items() if node in ends for pair in pairs]
+        ranks = sorted({rank for pair in of_node for rank in pair if by_rank[rank].node == node})
         yield PreflightFinding(
             kind="slow_network",
             severity="fail",
             ranks=tuple(ranks),
             nodes=(node,),
-            text=f"{name_ranks(ranks)} on {node}: exchanges with {len(peers[end])} others have "
-            f"{humanize_bytes(median(of_end.values()))}/s; other pairs have "
+            text=f"{name_ranks(ranks)} on {node}: exchanges with {len(slow_peers[node])} others "
+            f"have {humanize_bytes(median(speeds[pair] for pair in of_node))}/s; other pairs have "
             f"{humanize_bytes(reference)}/s",
             hint="check the network card of the node: link speed, errors, PCIe width",
         )
-    links: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
-    for pair in sorted(slow):
-        ends = tuple(map(end_of, pair))
-        if not slow_ends & {*ends}:
-            links[ends].append(pair)
-    for ends, pairs in links.items():
-        speed = median(slow[pair] for pair in pairs)
+    for ends, pairs in single.items():
+        speed = median(speeds[pair] for pair in pairs)
         yield PreflightFinding(
             kind="slow_link",
             severity="fail",
@@ -413,15 +526,31 @@ def _slow_links(
         )
 
 
-def _quantile(values: list[float], part: float) -> float:
-    values.sort()
-    position = min(part, 1.0) * (len(values) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (position - low)
+def _ends(pair: tuple[int, int], by_rank: Mapping[int, PreflightReport]) -> tuple[str, str]:
+    first, second = sorted(by_rank[rank].node for rank in pair)
+    return first, second
 
 
-# ------------------------------------------------------------------- clocks, limits and versions
+# ------------------------------------------------------------ disks, clocks, limits and versions
+
+
+def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    disk = STAGES.index("disk")
+    skipped = [
+        each
+        for each in reports
+        if each.stage > disk
+        and "disk" not in each.errors
+        and "disk_bytes_per_second" not in each.figures
+    ]
+    if skipped:
+        yield PreflightFinding(
+            kind="disk_full",
+            severity="note",
+            ranks=tuple(each.rank for each in skipped),
+            text=f"{_ranks_on_nodes(skipped)} wrote nothing: the disk is almost full",
+            hint="free space in --dir",
+        )
 
 
 def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
@@ -474,7 +603,7 @@ def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFindi
                 kind="small_limit",
                 severity="fail",
                 ranks=tuple(each.rank for each in small),
-                nodes=_nodes(small),
+                # The launcher and the image set limits, not the node.
                 text=f"{_ranks_on_nodes(small)}: {value:,} {label}; at least {least:,} are needed",
                 hint=hint,
             )
@@ -519,7 +648,9 @@ def _nodes(reports: Sequence[PreflightReport]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.node for each in reports))
 
 
+def _count_nodes(nodes: Sequence[str]) -> str:
+    return nodes[0] + (f" and {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
+
+
 def _ranks_on_nodes(reports: Sequence[PreflightReport]) -> str:
-    nodes = _nodes(reports)
-    more = f" and {len(nodes) - 1} more nodes" if len(nodes) > 1 else ""
-    return f"{name_ranks([each.rank for each in reports])} on {nodes[0]}{more}"
+    return f"{name_ranks([each.rank for each in reports])} on {_count_nodes(_nodes(reports))}"

@@ -33,17 +33,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from trainvitals import __version__  # noqa: E402
-from trainvitals.identity import safe_node_id  # noqa: E402
+from trainvitals.io.private import is_memory_backed  # noqa: E402
 from vitals_plugins.lab.preflight.report import (  # noqa: E402
     DONE,
-    MARK,
     NUM_LOCAL,
     STAGES,
+    ClockOffset,
     PairTime,
     PreflightReport,
     clock_offset,
     num_turns,
     pair_of,
+    report_lines,
+    round_figure,
 )
 from vitals_plugins.lab.selftest import all_reduce, gemm  # noqa: E402
 
@@ -56,7 +58,12 @@ NUM_PASSES = 2
 NUM_EXCHANGES = 8
 NUM_SYNCS = 8
 MAX_SUMS = 50
+LATE_SECONDS = 3.0
+"""Time before the end in which an error of a collective follows from the timeout of a rank."""
+MAX_MEMORY_BYTES = 16 << 20
+MIN_WRITE_BYTES = 1 << 20
 _CHUNK_BYTES = 8 << 20
+_MAX_NODE = 253
 _MAX_TEXT = 80
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -100,20 +107,20 @@ class Rank:
         self._wall_clock = wall_clock
         self._local_rank = int(environ["LOCAL_RANK"])
         self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        is_gpu = torch.cuda.is_available()
+        errors = _select_gpu(self._local_rank, environ)
+        is_gpu = torch.cuda.is_available() and not errors
         self._device = torch.device("cuda", self._local_rank) if is_gpu else torch.device("cpu")
-        if is_gpu:
-            torch.cuda.set_device(self._device)
         name = torch.cuda.get_device_name(self._device) if is_gpu else _processor()
-        node = environ.get("VITALS_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._end = _STARTED + settings.seconds
         self.report = PreflightReport(
             rank=self._rank,
             world_size=self._world_size,
-            node=safe_node_id(node),
+            node=node_name(environ, socket.gethostname())[:_MAX_NODE],
             device=name[:_MAX_TEXT],
             is_gpu=is_gpu,
             versions=_versions(is_gpu),
             limits=_limits(),
+            errors=errors,
         )
         self._store: TCPStore | None = None
 
@@ -132,13 +139,16 @@ class Rank:
         )
 
     def _left(self) -> float:
-        return self._settings.seconds - (time.monotonic() - _STARTED)
+        return self._end - time.monotonic()
 
     # -------------------------------------------------------------------------------- reporting
 
     def publish(self) -> None:
         """Print the report, and store it for the other nodes."""
         self._write(self.report)
+        self._share_report()
+
+    def _share_report(self) -> None:
         if self._store is None:
             return
         # Without the store, the other nodes report this rank as missing.
@@ -148,10 +158,10 @@ class Rank:
     def _key(self, rank: int) -> str:
         return f"vitals-preflight/{self._environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{rank}"
 
-    @staticmethod
-    def _write(report: PreflightReport) -> None:
+    def _write(self, report: PreflightReport) -> None:
         # One call, so that lines of several ranks do not mix (up to 4 KiB in a pipe).
-        os.write(1, MARK + msgspec.json.encode(report) + b"\n")
+        is_first = report.stage == 0 or report.rank != self._rank
+        os.write(1, report_lines(report, has_facts=is_first))
 
     def print_others(self) -> None:
         """Print the reports of other nodes, for a parent that sees only the ranks of this one."""
@@ -166,7 +176,7 @@ class Rank:
                     if not store.check([self._key(rank)]):
                         continue
                     report = msgspec.json.decode(store.get(self._key(rank)), type=PreflightReport)
-                    if report.stage == DONE or report.errors or is_last:
+                    if report.is_final or is_last:
                         self._write(report)
                         pending.discard(rank)
                 if is_last:
@@ -177,12 +187,17 @@ class Rank:
         """Start a thread that ends this process if a measurement does not."""
 
         def end() -> None:
+            while (left := self._left()) > 0:  # the ranks may agree on an earlier end
+                time.sleep(min(left, _POLL_SECONDS))
+            self.report = msgspec.structs.replace(self.report, timed_out=True)
             self._write(self.report)
+            # The store may be on a node that does not respond.
+            sharing = threading.Thread(target=self._share_report, daemon=True)
+            sharing.start()
+            sharing.join(1.0)
             os._exit(0)
 
-        timer = threading.Timer(max(self._left(), 0.0), end)
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=end, daemon=True).start()
 
     # ----------------------------------------------------------------------------- measurements
 
@@ -205,9 +220,12 @@ class Rank:
             try:
                 stages[stage]()
             except (OSError, RuntimeError) as error:  # reported; the parent decides
-                text = (str(error) or type(error).__name__).splitlines()[0][:_MAX_TEXT]
-                errors = {**self.report.errors, stage: text}
-                self.report = msgspec.structs.replace(self.report, errors=errors)
+                errors = {**self.report.errors, stage: _first_line(error)}
+                # At the end, an error only shows that another rank ended first.
+                timed_out = index >= NUM_LOCAL and self._left() < LATE_SECONDS
+                self.report = msgspec.structs.replace(
+                    self.report, errors=errors, timed_out=timed_out
+                )
                 if index >= NUM_LOCAL:
                     self.publish()
                     return
@@ -215,7 +233,7 @@ class Rank:
         self.publish()
 
     def _set_figure(self, name: str, value: float) -> None:
-        figures = {**self.report.figures, name: value}
+        figures = {**self.report.figures, name: round_figure(value)}
         self.report = msgspec.structs.replace(self.report, figures=figures)
 
     def _share(self, part: float) -> float:
@@ -278,24 +296,33 @@ class Rank:
     def _measure_disk(self) -> None:
         directory = Path(self._settings.directory)
         directory.mkdir(parents=True, exist_ok=True)
+        num_bytes = bytes_to_write(
+            self._settings.checkpoint_bytes,
+            free=shutil.disk_usage(directory).free,
+            num_ranks=self._world_size,
+            is_memory=is_memory_backed(directory),
+        )
+        if not num_bytes:
+            return  # the missing figure is reported
         path = directory / f".preflight-{secrets.token_hex(8)}"
-        chunk = os.urandom(_CHUNK_BYTES)  # not zeros: some file systems compress
+        chunk = os.urandom(min(_CHUNK_BYTES, num_bytes))  # not zeros: file systems compress
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             path.unlink()  # nothing is left if this process is killed
             start, written = time.monotonic(), 0
             until = start + self._share(0.1)
-            while written < self._settings.checkpoint_bytes and time.monotonic() < until:
-                written += os.write(fd, chunk[: self._settings.checkpoint_bytes - written])
-            os.fsync(fd)
+            while written < num_bytes and time.monotonic() < until:
+                written += os.write(fd, chunk[: num_bytes - written])
+                os.fsync(fd)  # each chunk: one sync at the end could take minutes
             self._set_figure("disk_bytes_per_second", written / (time.monotonic() - start))
-            syncs = []
-            for _ in range(NUM_SYNCS):
+            syncs: list[float] = []
+            until = time.monotonic() + self._share(0.05)
+            while len(syncs) < NUM_SYNCS and (not syncs or time.monotonic() < until):
                 start = time.monotonic()
                 os.pwrite(fd, chunk[:4096], 0)
                 os.fsync(fd)
                 syncs.append(time.monotonic() - start)
-            self._set_figure("fsync_seconds", max(sorted(syncs)[NUM_SYNCS // 2], 1e-6))
+            self._set_figure("fsync_seconds", max(sorted(syncs)[len(syncs) // 2], 1e-6))
         finally:
             os.close(fd)
 
@@ -313,7 +340,17 @@ class Rank:
             store.set("id", secrets.token_hex(8))
         check_id = store.get("id").decode()
         self.report = msgspec.structs.replace(self.report, check_id=check_id)
-        dist.barrier()
+        # One end for all, so that none of them ends while the others still wait for it.
+        (left,) = self._least(self._left())
+        self._end = time.monotonic() + left
+
+    @staticmethod
+    def _least(*values: float) -> list[float]:
+        """Return the least of each value over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        least: list[float] = tensor.tolist()
+        return least
 
     def _measure_clock(self) -> None:
         """Compare the clock with rank 0, which responds to each rank in turn."""
@@ -337,7 +374,7 @@ class Rank:
                 offset = clock_offset(sent, received, replied, returned)
                 # The fastest exchange has the smallest error.
                 if best is None or offset.uncertainty < best.uncertainty:
-                    best = offset
+                    best = ClockOffset(round(offset.seconds, 6), round(offset.uncertainty, 6))
         self.report = msgspec.structs.replace(self.report, offset=best)
 
     def _measure_ring(self) -> None:
@@ -349,13 +386,13 @@ class Rank:
         tensor = torch.zeros((64 << 20 if self.report.is_gpu else 4 << 20) // 4).to(self._device)
         start = time.monotonic()
         self._reduce(tensor)
-        slowest = torch.tensor([time.monotonic() - start], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks must agree on the number
-        num = int(min(max(self._share(0.04) / max(slowest.item(), 1e-6), 1), MAX_SUMS))
+        (slowest,) = self._least(start - time.monotonic())  # all ranks must agree on the number
+        num = int(min(max(self._share(0.04) / max(-slowest, 1e-6), 1), MAX_SUMS))
         seconds = min(self._reduce(tensor) for _ in range(num))
         # As nccl-tests: the bytes that each link carries.
         moved = 2 * (self._world_size - 1) / self._world_size * tensor.nbytes
-        self.report = msgspec.structs.replace(self.report, ring_bytes_per_second=moved / seconds)
+        rate = round_figure(moved / seconds)
+        self.report = msgspec.structs.replace(self.report, ring_bytes_per_second=rate)
 
     def _reduce(self, tensor: torch.Tensor) -> float:
         start = time.monotonic()
@@ -371,13 +408,20 @@ class Rank:
         tensor = torch.zeros((32 << 20 if self.report.is_gpu else 2 << 20) // 4).to(self._device)
         received = torch.empty_like(tensor)
         best: dict[int, float] = {}
+        until = time.monotonic() + self._share(0.25)
+        longest = 0.0
         for turn in NUM_PASSES * [*range(min(num_turns(self._world_size), MAX_TURNS))]:
-            dist.barrier()  # all pairs share the links of a node at the same time, as in training
+            # Also a barrier: all pairs share the links of a node at the same time, as in training.
+            left, slowest = self._least(until - time.monotonic(), -longest)
+            if left < -slowest:  # the turn would end too late
+                break
             peer = pair_of(self._rank, self._world_size, turn)
             if peer is None:
                 continue
+            start = time.monotonic()
             seconds = min(self._exchange(tensor, received, peer) for _ in range(NUM_EXCHANGES))
-            best[peer] = max(best.get(peer, 0.0), round(tensor.nbytes / seconds))
+            longest = max(longest, time.monotonic() - start)
+            best[peer] = max(best.get(peer, 0.0), round_figure(tensor.nbytes / seconds))
             pairs = tuple(PairTime(each, rate) for each, rate in best.items())
             self.report = msgspec.structs.replace(self.report, pairs=pairs)
         dist.barrier()
@@ -391,6 +435,60 @@ class Rank:
         tensor.add_(received)
         self._synchronize()
         return max(time.monotonic() - start, 1e-9)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:_MAX_TEXT]
+
+
+def _select_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Select the GPU of this rank; return errors by stage, because a rank must always report."""
+    num_gpus = torch.cuda.device_count()
+    if local_rank < num_gpus:
+        try:
+            torch.cuda.set_device(local_rank)
+        except RuntimeError as error:  # reported
+            return {"gemm": _first_line(error)}
+    elif num_gpus or (torch.version.cuda is not None and has_unused_gpu(environ)):
+        return {"start": f"CUDA finds {num_gpus} GPUs, none for local rank {local_rank}"}
+    return {}
+
+
+def bytes_to_write(wanted: int, *, free: int, num_ranks: int, is_memory: bool) -> int:
+    """Return the bytes that a rank writes: all ranks together use a quarter of the free space.
+
+    Less than 1 MiB would not be a measurement, so the result is 0 then. In a file system in memory,
+    the bytes count as memory of the container.
+    """
+    num_bytes = min(wanted, free // (4 * num_ranks), MAX_MEMORY_BYTES if is_memory else wanted)
+    return num_bytes if num_bytes >= MIN_WRITE_BYTES else 0
+
+
+def node_name(environ: Mapping[str, str], host_name: str) -> str:
+    """Return the name of this node as its scheduler knows it.
+
+    Slurm names a node by its short host name.
+    """
+    name = environ.get("VITALS_NODE") or environ.get("SLURMD_NODENAME")
+    if name:
+        return name
+    is_address = host_name.replace(".", "").isdigit()
+    return (host_name if is_address else host_name.partition(".")[0]) or "node"
+
+
+def has_unused_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
+    """Return whether this process may use a GPU of NVIDIA, according to the files of its driver."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return False
+    for path in devices.glob("nvidia[0-9]*"):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        except (FileNotFoundError, PermissionError):  # a GPU of another job
+            continue
+        except OSError:  # the GPU does not respond
+            return True
+        return True
+    return False
 
 
 def _processor() -> str:

@@ -109,6 +109,47 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
     """Computations with a wrong result."""
     errors: dict[str, str] = {}
     """Stage: first line of its error."""
+    timed_out: bool = False
+    """Whether the rank ended at its deadline, or got an error of a collective then."""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether no later report of this rank can follow."""
+        has_left = any(stage in STAGES[NUM_LOCAL:] for stage in self.errors)
+        return self.stage == DONE or self.timed_out or has_left
+
+
+def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
+    """Return a report as it is printed: versions and limits have a separate line.
+
+    Slurm cuts output after 1,024 bytes, and mixes the parts of several ranks.
+    """
+    facts = PreflightReport(
+        rank=report.rank,
+        world_size=report.world_size,
+        node=report.node,
+        device=report.device,
+        is_gpu=report.is_gpu,
+        versions=report.versions,
+        limits=report.limits,
+    )
+    results = msgspec.structs.replace(report, versions={}, limits={})
+    lines = (facts, results) if has_facts else (results,)
+    return b"".join(MARK + msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def merge_reports(known: PreflightReport, report: PreflightReport) -> PreflightReport:
+    """Return the later of two reports of a rank, with the versions and limits of either."""
+    is_later = known.stage < DONE and report.stage >= known.stage
+    later, other = (report, known) if is_later else (known, report)
+    return msgspec.structs.replace(
+        later, versions=later.versions or other.versions, limits=later.limits or other.limits
+    )
+
+
+def round_figure(value: float) -> float:
+    """Return a value with four significant digits, which keep a report short."""
+    return float(f"{value:.4g}")
 
 
 def clock_offset(sent: float, received: float, replied: float, returned: float) -> ClockOffset:

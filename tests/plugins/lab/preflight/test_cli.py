@@ -40,11 +40,12 @@ def preflight(tmp_path, capsys):
 
 @pytest.fixture
 def failed_nodes(tmp_path, capsys):
-    def run(form: str):
+    def run(form: str, code: int = 0):
         options = ("--failed-nodes", "--dir", tmp_path / "runs", "--format", form)
-        assert 0 == vitals("preflight", *options)
+        assert code == vitals("preflight", *options)
         return capsys.readouterr().out
 
+    (tmp_path / "runs").mkdir()
     return run
 
 
@@ -67,7 +68,7 @@ def test_a_slow_rank_exits_with_one_and_its_node_is_excluded_after_the_second_ti
         assert "fail  rank 2 on n2 is slow: matrix product" in output
         assert "Do not train on: n2" in output
     assert "n2\n" == failed_nodes("exclude")
-    assert '- "n2"' in failed_nodes("selector")
+    assert 'values: ["n2"]' in failed_nodes("selector")
     assert "2 of 2" in failed_nodes("table")
     check("vitals preflight --failed-nodes", failed_nodes("json"))
 
@@ -85,10 +86,40 @@ def test_json_is_what_the_schema_says(preflight):
     assert ["n1"] == json.loads(output)["findings"][0]["nodes"]
 
 
-def test_no_report_exits_with_one(preflight):
-    code, output = preflight([])
-    assert 1 == code
+def test_without_a_measurement_no_node_is_at_fault(preflight):
+    hung = [msgspec.structs.replace(each, stage=0) for each in healthy(4)]
+    full = [msgspec.structs.replace(each, errors={"disk": "Disk quota"}) for each in healthy(4)]
+    for reports in ([], healthy(4)[:3], hung, full):
+        code, output = preflight(reports)
+        assert 3 == code
+        assert "Do not train on" not in output
+
+
+def test_no_report_names_the_possible_cause(preflight):
+    _, output = preflight([])
     assert "no rank reported anything" in output
+    assert "Vitals must be installed where torchrun runs" in output
+
+
+def test_a_node_with_fewer_gpus_than_given_exits_with_one(preflight):
+    assert 0 == preflight(healthy(4, per_node=4, gpu=True, noise=0.02), "--gpus", "4")[0]
+    code, output = preflight(healthy(3, per_node=3, gpu=True, noise=0.02), "--gpus", "4")
+    assert 1 == code
+    assert "n0 has 3 of 4 GPUs" in output
+
+
+def test_a_list_with_an_unreadable_history_or_without_its_directory_exits_with_two(
+    preflight, failed_nodes, tmp_path
+):
+    for _ in range(2):
+        preflight(scale(healthy(4), 2, 0.3))
+    (tmp_path / "runs" / "preflight" / "n1.json").write_text("{")
+    before = (tmp_path / "runs" / "preflight" / "n2.json").read_bytes()
+    assert "\n" == failed_nodes("exclude", 2)  # one check: both had the same id
+    assert before == (tmp_path / "runs" / "preflight" / "n2.json").read_bytes()
+    assert "{" == (tmp_path / "runs" / "preflight" / "n1.json").read_text()
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert "" == failed_nodes("exclude", 2)
 
 
 def test_a_damaged_history_is_a_note(preflight, tmp_path):

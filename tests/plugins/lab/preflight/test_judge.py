@@ -56,6 +56,19 @@ def test_a_slow_disk_is_named_by_its_writes_and_its_sync():
         assert "matrix product" not in finding.text
 
 
+def test_a_disk_without_space_is_a_note():
+    reports = healthy(4)
+    figures = {**reports[2].figures}
+    del figures["disk_bytes_per_second"], figures["fsync_seconds"]
+    (finding,) = judge(change(reports, 2, figures=figures))
+    assert ("disk_full", "note") == (finding.kind, finding.severity)
+    assert [] == [
+        each.kind
+        for each in judge(change(reports, 2, figures=figures, errors={"disk": "no directory"}))
+        if each.kind == "disk_full"
+    ]
+
+
 def test_ranks_of_one_node_share_its_disk():
     reports = scale(healthy(4, per_node=4), 2, 0.1, "disk_bytes_per_second")
     assert [] == found(reports)
@@ -135,10 +148,29 @@ class TestHistory:
         assert [] == found(reports, baselines={"n0": Baseline("Xeon", (SPEEDS,) * 2)})
         assert [] == found(reports, baselines={"n0": Baseline("old", (SPEEDS,) * 9)})
 
-    def test_a_sync_that_became_slower_is_slow(self):
-        reports = scale(healthy(1, noise=0.0), 0, 20, "fsync_seconds")
+    def test_a_matrix_product_that_became_slower_is_slow(self):
+        reports = scale(healthy(1, noise=0.0), 0, 0.05, "gemm_flops_per_second")
         (finding,) = judge(reports, baselines={"n0": Baseline("Xeon", (SPEEDS,) * 3)})
-        assert "fsync 100 ms, 5% of the speed of 3 earlier checks" in finding.text
+        assert "5e+08 FLOP/s, 5% of the speed of 3 earlier checks" in finding.text
+
+    def test_a_disk_that_all_nodes_share_now_is_not_compared_with_a_node_checked_alone(self):
+        for num in (1, 8):
+            reports = healthy(num)
+            for rank in range(num):
+                reports = scale(reports, rank, 1 / 8, "disk_bytes_per_second")
+                reports = scale(reports, rank, 8, "fsync_seconds")
+            baselines = {f"n{rank}": Baseline("Xeon", (SPEEDS,) * 3) for rank in range(num)}
+            assert [] == found(reports, baselines=baselines)
+
+    def test_most_nodes_slower_than_before_is_a_note_without_a_node(self):
+        # Only half of the nodes have a history.
+        baselines = {f"n{rank}": Baseline("Xeon", (SPEEDS,) * 3) for rank in range(4)}
+        reports = healthy(8)
+        for rank in range(8):
+            reports = scale(reports, rank, 0.2, "loader_bytes_per_second")
+        (finding,) = judge(reports, baselines=baselines)
+        assert ("slower_nodes", "note", ()) == (finding.kind, finding.severity, finding.nodes)
+        assert "loader: n0 and 3 more nodes" in finding.text
 
 
 class TestLinks:
@@ -167,6 +199,66 @@ class TestLinks:
         (finding,) = judge(reports)
         assert ("slow_link", (0, 1, 6, 7)) == (finding.kind, finding.ranks)
         assert "between n0 and n3" in finding.text
+
+    def test_two_racks_are_a_note_without_a_node(self):
+        for num, first in ((4, 2), (8, 4), (8, 6), (8, 5), (6, 2), (9, 4), (16, 14)):
+            for seed in range(5):
+                reports = healthy(num, seed=seed, gpu=True)
+                reports = slow_pairs(
+                    reports, lambda a, b, first=first: (a < first) != (b < first), 0.45
+                )
+                (finding,) = judge(reports)
+                expected = ("link_groups", "note", ())
+                assert expected == (finding.kind, finding.severity, finding.nodes), (num, first)
+
+    def test_two_slow_cards_are_named(self):
+        for seed in range(20):
+            reports = slow_pairs(healthy(8, seed=seed), lambda a, b: {a, b} & {2, 5} != set())
+            assert [("n2",), ("n5",)] == [each.nodes for each in judge(reports)]
+
+    def test_nvlink_bridges_between_pairs_of_gpus_are_a_note(self):
+        # Four A100 PCIe: 0-1 and 2-3 have bridges.
+        for num in (4, 8):
+            reports = healthy(num, per_node=4, gpu=True)
+            reports = slow_pairs(reports, lambda a, b: a // 2 != b // 2 and a // 4 == b // 4, 0.1)
+            (finding,) = judge(reports)
+            expected = ("unequal_links", "note", ())
+            assert expected == (finding.kind, finding.severity, finding.nodes)
+
+    def test_gpus_with_one_or_two_links_and_none_are_a_note(self):
+        # DGX-1 V100: a GPU has NVLink to four others, and PCIe to three.
+        linked = {(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 5), (2, 3), (2, 6), (3, 7),
+                  (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7)}  # fmt: skip
+        reports = healthy(8, per_node=8, gpu=True)
+        reports = slow_pairs(reports, lambda a, b: (min(a, b), max(a, b)) not in linked)
+        (finding,) = judge(reports)
+        assert ("unequal_links", "note", ()) == (finding.kind, finding.severity, finding.nodes)
+
+    def test_one_fast_pair_of_two_nodes_is_no_reference(self):
+        reports = healthy(16, per_node=8, gpu=True)
+        assert [] == found(slow_pairs(reports, lambda a, b: {a, b} == {0, 8}, 10))
+
+    def test_rails_that_are_faster_than_other_pairs_name_no_node(self):
+        for num, per_node in ((4, 2), (16, 8), (32, 8)):
+            reports = healthy(num, per_node=per_node, gpu=True)
+            reports = slow_pairs(
+                reports,
+                lambda a, b, n=per_node: a // n != b // n and a % n != b % n,
+                0.3,
+            )
+            assert [] == [each for each in judge(reports) if each.severity == "fail"]
+
+    def test_slow_links_of_ranks_in_a_note_are_reported(self):
+        reports = scale(healthy(5, noise=0.0), 1, 0.55, "gemm_flops_per_second")
+        for rank in (1, 2):  # two ranks of another device, which have no majority
+            reports = change(reports, rank, device="H100")
+        reports = slow_pairs(reports, lambda a, b: {a, b} == {1, 2})
+        assert ["slow_link", "unequal_ranks"] == [each.kind for each in judge(reports)]
+
+    def test_a_slow_rank_does_not_hide_the_slow_card_of_another_node(self):
+        reports = scale(healthy(8), 6, 0.3, "gemm_flops_per_second")
+        reports = slow_pairs(reports, lambda a, b: 2 in (a, b))
+        assert [("n6",), ("n2",)] == [each.nodes for each in judge(reports)]
 
     def test_a_card_of_one_rank_of_a_node_names_rank_and_node(self):
         reports = healthy(8, per_node=2)
@@ -216,10 +308,16 @@ class TestRanksThatDoNotEnd:
 
     def test_a_rank_that_hangs_is_the_one_behind_the_others(self):
         reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(4)]
-        reports = change(reports, 1, stage=STAGES.index("disk"))
+        reports = change(reports, 1, stage=STAGES.index("disk"), timed_out=True)
         (finding,) = judge(reports)
         assert ("no_answer", (1,), ("n1",)) == (finding.kind, finding.ranks, finding.nodes)
         assert "stopped in disk" in finding.text
+
+    def test_a_rank_that_started_late_and_was_stopped_is_not_named(self):
+        stage = STAGES.index("join")
+        reports = [msgspec.structs.replace(r, stage=stage, timed_out=True) for r in healthy(4)]
+        reports = change(reports, 1, stage=STAGES.index("loader"), timed_out=False)
+        assert [("no_answer", (1,), ())] == found(reports)
 
     def test_all_in_one_collective_have_no_culprit(self):
         reports = [msgspec.structs.replace(r, stage=STAGES.index("pairs")) for r in healthy(4)]
@@ -232,6 +330,61 @@ class TestRanksThatDoNotEnd:
         reports = change(reports, 2, errors={})
         assert ("no_answer", (2,), ("n2",)) in found(reports)
 
+    @pytest.mark.parametrize("stage", ["start", "loader", "gemm", "disk"])
+    def test_a_stage_in_which_most_nodes_stop_has_no_culprit(self, stage):
+        for num, num_stopped in ((8, 8), (8, 4), (2, 2)):
+            reports = [msgspec.structs.replace(r, stage=STAGES.index("join")) for r in healthy(num)]
+            for rank in range(num_stopped):
+                reports = change(reports, rank, stage=STAGES.index(stage), timed_out=True)
+            (finding,) = judge(reports)
+            assert ("no_answer", ()) == (finding.kind, finding.nodes)
+            assert "it is unknown whether" in finding.text
+
+    def test_nodes_that_wait_for_one_file_server_in_several_stages_have_no_culprit(self):
+        stage = STAGES.index("disk")
+        reports = [msgspec.structs.replace(r, stage=stage, timed_out=True) for r in healthy(8)]
+        reports = change(reports, 3, stage=STAGES.index("start"))
+        assert [("no_answer", (3,), ())] == found(reports)
+
+    @pytest.mark.parametrize("num", [1, 8])
+    def test_an_error_of_all_nodes_names_none(self, num):
+        for text in ("Disk quota exceeded", "Too many open files"):
+            reports = [msgspec.structs.replace(r, errors={"disk": text}) for r in healthy(num)]
+            (finding,) = judge(reports)
+            assert ("failed", ()) == (finding.kind, finding.nodes)
+            assert text in finding.text
+
+    def test_a_node_checked_alone_is_named_for_its_gpu_but_not_for_the_file_server(self):
+        for stage, nodes in (("gemm", ("n0",)), ("memory", ("n0",)), ("disk", ()), ("start", ())):
+            reports = change(healthy(1), 0, stage=STAGES.index(stage), timed_out=True)
+            assert [("no_answer", (0,), nodes)] == found(reports)
+
+    def test_small_shared_memory_on_all_nodes_names_none(self):
+        limits = {"open_files": 256, "locked_bytes": -1, "shared_bytes": 64000000}
+        for num in (1, 8):
+            reports = [msgspec.structs.replace(r, limits=limits) for r in healthy(num)]
+            assert [(), ()] == [each.nodes for each in judge(reports)]
+
+    def test_the_rank_that_started_first_is_not_named_for_its_timeout(self):
+        # Its timer ends first; the others then get errors of the collective.
+        stage, errors = STAGES.index("pairs"), {"pairs": "connection closed by peer"}
+        reports = [msgspec.structs.replace(r, stage=stage, errors=errors) for r in healthy(8)]
+        reports = change(reports, 2, errors={}, timed_out=True)
+        assert [()] == [each.nodes for each in judge(reports)]
+
+    def test_a_rank_that_its_launcher_stops_after_the_timeout_is_not_named(self):
+        stage = STAGES.index("pairs")
+        errors = {"pairs": "connection closed by peer"}
+        reports = [
+            msgspec.structs.replace(r, stage=stage, errors=errors, timed_out=True)
+            for r in healthy(8)
+        ]
+        reports = change(reports, 2, errors={}, timed_out=False)
+        assert [()] == [each.nodes for each in judge(reports)]
+        reports = [msgspec.structs.replace(r, errors={}) for r in reports]
+        reports = change(reports, 2, stage=stage - 1)
+        assert [()] == [each.nodes for each in judge(reports)]
+
     def test_an_error_in_one_measurement_names_the_node(self):
         reports = change(healthy(4), 1, errors={"disk": "No space left on device"})
         (finding,) = judge(reports)
@@ -241,8 +394,9 @@ class TestRanksThatDoNotEnd:
 
 class TestLimitsAndVersions:
     def test_small_shared_memory_is_named(self):
+        # The image and the launcher set it: no node is at fault.
         limits = {"open_files": 65536, "locked_bytes": -1, "shared_bytes": 1 << 20}
-        assert [("small_limit", (1,), ("n1",))] == found(change(healthy(4), 1, limits=limits))
+        assert [("small_limit", (1,), ())] == found(change(healthy(4), 1, limits=limits))
 
     def test_the_minority_has_the_wrong_version(self):
         versions = {"torch": "2.12.0", "kernel": "6.1"}
@@ -266,6 +420,42 @@ class TestLimitsAndVersions:
         for rank in range(4):
             reports = change(reports, rank, wrong=("all-reduce, seed 0: element 0 is 0x1",))
         assert [("wrong_result", (0, 1, 2, 3), ())] == found(reports)
+
+
+class TestMissingGpus:
+    def test_fewer_gpus_than_in_the_earlier_check_fail(self):
+        baselines = {"n0": Baseline("H100", (), 8)}
+        for reports in (healthy(7, per_node=8, gpu=True), healthy(2, per_node=2)):
+            findings = found(reports, baselines=baselines)
+            assert [("missing_gpu", ("n0",))] == [(kind, nodes) for kind, _, nodes in findings]
+        assert [] == found(healthy(8, per_node=8, gpu=True), baselines=baselines)
+
+    def test_a_first_check_fails_below_the_given_number(self):
+        (finding,) = judge(healthy(2, per_node=2), num_gpus=8)
+        assert ("missing_gpu", ("n0",)) == (finding.kind, finding.nodes)
+        assert "n0 has 0 of 8 GPUs" in finding.text
+
+    def test_a_node_without_gpus_among_others_is_named(self):
+        reports = change(healthy(4, gpu=True, noise=0.02), 2, is_gpu=False, device="Xeon")
+        assert [("missing_gpu", (2,), ("n2",))] == found(reports)
+
+    def test_a_wrong_number_for_all_nodes_names_none(self):
+        assert [("missing_gpu", ())] == [
+            (kind, nodes) for kind, _, nodes in found(healthy(4, gpu=True), num_gpus=8)
+        ]
+
+    def test_a_rank_without_a_report_is_not_a_missing_gpu(self):
+        reports = healthy(8, per_node=8, gpu=True)[:7]
+        assert ["missing_rank"] == [each.kind for each in judge(reports, num_gpus=8)]
+
+
+def test_nodes_with_another_number_of_ranks_are_not_compared():
+    # Eight ranks share the memory and the disk of a node; two have more for each.
+    reports = healthy(16, per_node=2)
+    for rank in range(16, 24):
+        more = msgspec.structs.replace(healthy(1)[0], rank=rank, node="n8")
+        reports += scale([more], rank, 0.2, "memory_bytes_per_second", "disk_bytes_per_second")
+    assert [] == found([msgspec.structs.replace(each, world_size=24) for each in reports])
 
 
 @pytest.mark.parametrize("size", range(10))
