@@ -226,7 +226,7 @@ class Attached(Loop):
     # ---------------------------------------------------------------------------- one step
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one optimizer; the first one of a step judges it for all."""
+        """Step one of the loop's optimizers; a step's first one judges it for all."""
         if self._run.halted is not None:
             raise self._run.halted
         guards = (self._device.engine.guards[index],)

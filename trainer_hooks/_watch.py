@@ -468,6 +468,7 @@ def _emit_start_events(
 
 
 def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
+    """Start this node's agent, unless VITALS_AGENT is off or a package is missing."""
     if environ.get("VITALS_AGENT") == "off" or run_paths.folder is None:
         return
     missing = missing_packages()

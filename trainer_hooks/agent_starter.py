@@ -168,6 +168,7 @@ class NodeAgent:
     def _restart_if_ended(
         self, now_ns: int, step: int, attempt: int, *, last: bool = False
     ) -> None:
+        """Restart the node's agent if its process has ended and its delay has passed."""
         # A forked child is not the agent's parent, and must not start another one.
         if os.getpid() != self._owner:
             return
@@ -192,7 +193,7 @@ class NodeAgent:
         self._restart_agent(now_ns, step, attempt)
 
     def _record_agent_loss(self, why: str, now_ns: int, step: int, attempt: int) -> None:
-        """Record the loss, and schedule the next start."""
+        """Record that the node's agent was lost, and schedule its next start."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
         self.next_look_ns = now_ns + wait_before(self._losses)
@@ -208,6 +209,7 @@ class NodeAgent:
             self._emit_agent_note("agent_gone", text, step, attempt)
 
     def _restart_agent(self, now_ns: int, step: int, attempt: int) -> None:
+        """Start the node's agent again after its process was lost, and note it."""
         self._started_ns = now_ns
         try:
             self.pid = self._start()

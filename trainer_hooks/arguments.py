@@ -71,7 +71,7 @@ class Arguments:
     max_norm: MaxNorm | None = None
 
     def tokens(self) -> int | None:
-        """Return the tokens per step as a number; raise if invalid."""
+        """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
         return _validate_tokens_per_step(self.tokens_per_step)
 
     def hyperparameters(self) -> Mapping[str, object]:
@@ -204,6 +204,7 @@ def _check_argument_types(arguments: Arguments) -> None:
 
 
 def _has_param_groups(optimizer: Any) -> bool:
+    """Return whether an optimizer given to ``watch`` has valid param_groups."""
     groups = getattr(optimizer, "param_groups", None)
     return isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Iterable) for group in groups
@@ -211,6 +212,7 @@ def _has_param_groups(optimizer: Any) -> bool:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
+    """Refuse a ``scaler`` given to ``watch`` that is not a GradScaler."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(
             f"scaler is {name_type(scaler)}; it must be a torch.amp.GradScaler", hint=hint
@@ -218,6 +220,7 @@ def _check_scaler(scaler: object, hint: str) -> None:
 
 
 def _check_early_stopping(value: object) -> None:
+    """Refuse an ``early_stopping`` given to ``watch`` that is not EarlyStopping."""
     if value is not None and not isinstance(value, EarlyStopping):
         raise UsageError(
             f"early_stopping is {name_type(value)}; it must be an EarlyStopping",
@@ -258,6 +261,7 @@ def _check_on_hang(value: object) -> None:
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
+    """Refuse a value of VITALS_AGENT other than auto and off."""
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -327,6 +331,7 @@ def _effective_mode(
 
 
 def _check_torch() -> None:
+    """Refuse a torch older than the oldest supported version."""
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(
@@ -347,6 +352,7 @@ def _validate_tokens_per_step(value: float | None) -> int | None:
 
 
 def _config_mapping(config: object) -> Mapping[str, object]:
+    """Return the ``config`` given to ``watch`` as a mapping; refuse other types."""
     if isinstance(config, Mapping):
         return config
     if config is None:
@@ -447,7 +453,7 @@ def refuse_misplaced(options: Mapping[str, object]) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return one or several objects as a list."""
+    """Return one or several optimizers, schedulers or models as a list."""
     if value is None:
         return []
     # A Sequential or a loader is iterable too, but must count as one object.

@@ -295,7 +295,7 @@ class Monitor(Loop):
         )
 
     def _keep_state(self) -> None:
-        """Save and exit after SIGTERM; take a snapshot if one is due."""
+        """Save a checkpoint and exit after SIGTERM; take a snapshot if one is due."""
         run = self._run
         if run.recovery is None:
             return
@@ -514,7 +514,7 @@ class Monitor(Loop):
         self._start_again()
 
     def _start_again(self) -> None:
-        """Reset everything that depends on the previous state."""
+        """Reset the monitor's parts that depend on the state before a rollback."""
         self._run.features.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:

@@ -261,6 +261,7 @@ def open_inbox(
 
 
 def _boot_id() -> str:
+    """Return the kernel's boot id, for the journal's identity; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -55,7 +55,7 @@ def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: fl
 
 
 def fingerprint(name: str, labels: Mapping[str, str]) -> str:
-    """Return 16 hexadecimal characters that name the alert: equal for equal name and labels."""
+    """Return 16 hexadecimal characters that identify an alert by name and labels."""
     text = json.dumps([name, sorted(labels.items())], ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -751,14 +751,14 @@ def alerts_for_absence(
 
 
 def alert_for_cap(run_id: str, summary: str = "") -> Alert:
-    """Return the alert for a run above its cap with nothing left to delete."""
+    """Return the alert for a run above its storage cap with nothing left to delete."""
     return _build_alert("RunOverCap", run_id, summary, -1)
 
 
 def point_is_over(
     *, raised_step: int, last_step: int, last_unhealthy_step: int, healthy_steps: int = 100
 ) -> bool:
-    """Return whether a point event resolves: the run was healthy for ``healthy_steps`` since.
+    """Return whether an alert about a single step resolves after healthy steps.
 
     After a rollback steps count again from an earlier one, so the event stays until the run has
     come past the trouble.

@@ -80,12 +80,12 @@ def _host_metric(
 
 
 def _count(scope: Scope, column: str, text: str) -> MetricSpec:
-    """Return the catalog entry of a counter of events that the agent samples."""
+    """Return the catalog entry of a counter that the agent samples."""
     return _host_metric(scope, column, "", text, kind="counter", dtype="i8")
 
 
 def _pressure(what: str, text: str) -> MetricSpec:
-    """Return a counter of the kernel's pressure stall information."""
+    """Return the catalog entry of a counter of the kernel's pressure stalls (PSI)."""
     return _host_metric("node", f"pressure_{what}_seconds", "seconds", text, kind="counter")
 
 
@@ -240,6 +240,7 @@ def _exposed_metric(
     unit: str = "",
     labels: tuple[str, ...] = (),
 ) -> MetricSpec:
+    """Return the catalog entry of a metric that only ``/metrics`` exposes."""
     return MetricSpec(name=name, help=text, unit=unit, kind=kind, scope=scope, labels=labels)
 
 

@@ -165,6 +165,7 @@ def load_settings(
 def _read_settings_file(
     path: Path, sections: Sections, given_by_section: dict[str, dict[str, _GivenSetting]]
 ) -> None:
+    """Add the values of the TOML settings file to each section's given values."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -197,6 +198,7 @@ def _read_settings_environ(
     sections: Sections,
     given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
+    """Add the values of ``VITALS_SECTION_KEY`` variables to the given values."""
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
         for section in longest_first:
@@ -217,6 +219,7 @@ def _read_settings_arguments(
     sections: Sections,
     given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
+    """Add the values of command-line arguments to each section's given values."""
     for name, value in arguments.items():
         section, _, key = name.partition(".")
         if section not in sections:
@@ -357,6 +360,7 @@ def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
 
 
 def _suggest_name(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5) -> str:
+    """Return a hint with the most similar name of a setting; "" without one."""
     near = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 

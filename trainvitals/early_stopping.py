@@ -70,6 +70,7 @@ class Stopper(Stateful):
         return True
 
     def _improves(self, value: float) -> bool:
+        """Return whether a value of the metric is better than the best so far."""
         if not math.isfinite(value):
             return False
         if self.best is None:
@@ -79,7 +80,7 @@ class Stopper(Stateful):
         return gain >= self._config.min_delta and gain > 0.0
 
     def why(self, value: float, *, step: int) -> str:
-        """Return the sentence that explains why the run ends with this value."""
+        """Return a sentence on why early stopping ends the run with this value."""
         config = self._config
         best = "had no finite value"
         if self.best is not None:

@@ -311,6 +311,7 @@ def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) 
 
 
 def _estimate_median_error(window: Floats) -> float:
+    """Return the standard error of the median loss in a window."""
     spread = 1.4826 * float(np.median(np.abs(window - np.median(window))))
     return 1.2533 * spread / float(np.sqrt(len(window)))
 

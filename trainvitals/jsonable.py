@@ -65,6 +65,7 @@ def _find_float_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
+    """Return whether values of a type may contain a float."""
     match kind:
         case inspect.FloatType() | inspect.AnyType():
             return True
@@ -82,6 +83,7 @@ def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
 
 
 def _changed_fields(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the values that change if non-finite numbers become strings."""
     pairs = ((name, value, jsonable(value)) for name, value in values.items())
     return {name: new for name, value, new in pairs if new is not value}
 

@@ -118,7 +118,7 @@ class Cadence:
 
 
 def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
-    """Return the spacing of a log's steps."""
+    """Return the spacing of the steps in a log that is replayed."""
     restarts: set[int] = set()
     forward: Counter[int] = Counter()
     num_repeated = num_late = 0
@@ -314,6 +314,7 @@ class _LogReplay:
         return len(self._expected) < num_left
 
     def _clock_at_index(self, index: int) -> int:
+        """Return the policy's clock at a record of the replayed log."""
         return index if self._cadence.counts_records else self._log[index].step
 
     def _logged_step(self, clock: int) -> int:
@@ -324,10 +325,12 @@ class _LogReplay:
         return self._log[index].step + self._lag < now.step or len(self._waiting) > self._lag
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
+        """Judge the log's records whose numbers the host has not read yet."""
         while self._waiting:
             yield self._judge_record(*self._waiting.popleft())
 
     def _judge_record(self, index: int, record: StepRecord) -> JudgedStep:
+        """Judge one record of the replayed log, and follow a rollback or halt."""
         if record.attempt != self._attempt:
             record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
         self._take_checkpoint(index, record.step)

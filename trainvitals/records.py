@@ -247,12 +247,12 @@ class Profiled(NamedTuple):
 
     @property
     def argument(self) -> float:
-        """The number: exact in a float64 up to 2**44 ranks."""
+        """The profile command's argument: exact in a float64 up to 2**44 ranks."""
         return float(self.num_steps | self.by_itself << 7 | self.rank + 1 << 8)
 
     @classmethod
     def of(cls, argument: float) -> Profiled:
-        """Decode an argument."""
+        """Return the duration and rank that a profile command's argument encodes."""
         bits = int(argument)
         return cls(bits & 127, (bits >> 8) - 1, bool(bits & 128))
 

@@ -220,6 +220,7 @@ def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
 
 
 def _safe_keys(value: Mapping[object, object]) -> list[object]:
+    """Return the keys of a third-party mapping; none if reading them fails."""
     try:
         return list(value)
     except Exception:  # noqa: BLE001 - a stranger's mapping may raise anything

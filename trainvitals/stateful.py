@@ -157,6 +157,7 @@ def _table_row(key: Any, value: Any, num_keys: int) -> list[Any]:
 
 
 def _to_plain_state(value: Any, flags_are_numbers: bool) -> Any:
+    """Return an attribute of a ``Stateful`` object as JSON types."""
     if value.__class__ in _PLAIN:
         return value
     if isinstance(value, StatefulRow):
@@ -216,6 +217,7 @@ _PARTS = (bool, deque, Stateful, StatefulRow)
 
 
 def _copy_saved(saved: Any) -> Any:
+    """Return a copy of a value from a saved state; refuse text."""
     if isinstance(saved, str):
         raise ValueError(
             f"{saved!r} is not a number"

@@ -444,7 +444,7 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Those of the rank's main thread, the innermost first; empty where none are known.
+        """Calls of the rank's main thread, the innermost first; empty if unknown.
 
         The last thread is the main one; the others wait for work.
         """
@@ -479,7 +479,7 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What people call it: of an alert of their own, the name they gave it."""
+        """Displayed name of an alert; for a custom alert, the user's name."""
         return self.labels.get("cause", self.name) if self.name == "UserAlert" else self.name
 
 
@@ -639,7 +639,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def of(cls, command: Command) -> CommandRequest:
-        """Return what a command asks for, whose bounds are to be checked."""
+        """Return a request with the fields of a command, to check their bounds."""
         takes_argument = command.argument or command.action == "accept"
         argument, rank = command.argument if takes_argument else None, -1
         if command.action == "profile" and argument is not None:
@@ -656,7 +656,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def text(self) -> str:
-        """What it asks for, in a few words."""
+        """The command in a few words, such as ``lr x0.5``."""
         if self.action == "lr_factor":
             return f"lr x{self.argument:g}"
         text = f"{self.action} {self.argument:.12g}" if self.argument else self.action

@@ -239,6 +239,7 @@ def decode_batch(raw: bytes) -> Batch:
 
 @lru_cache(maxsize=16_384)
 def _decode_writer(head: bytes) -> tuple[int, Identity, Schema]:
+    """Return format version, writer and schema from a batch's header."""
     _refuse_newer(head)
     try:
         writer = _DECODER.decode(head)

@@ -226,6 +226,7 @@ class Agent:
         self._counted = {"rows": 0, "dropped": 0, "corrupt": 0}
 
     def _state_path(self) -> Path:
+        """Return the agent's state directory, within its only run or for all runs."""
         if self.config.run_id:
             return RunDir(self.config.vitals_dir / self.config.run_id).agent_path(self.config.node)
         return self.config.vitals_dir / "agents" / self.config.node
@@ -333,6 +334,7 @@ class Agent:
         self._turned_at_ns = self._clock.monotonic_ns()
 
     def _hang_watch(self, run: ServedRun) -> HangWatch:
+        """Return the watch for hangs of a served run's ranks, created if needed."""
         watch = self._hangs.get(run.run_id)
         if watch is None:
             watch = self._hangs[run.run_id] = HangWatch(
@@ -381,12 +383,14 @@ class Agent:
                     run.follow(ref.directory)
 
     def _find_journals(self) -> Iterable[JournalRef]:
+        """Return the ranks' journals in shared memory that this agent serves."""
         # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
         of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
         return filter(self._is_in_vitals_dir, chain.from_iterable(of_runs))
 
     def _is_in_vitals_dir(self, ref: JournalRef) -> bool:
+        """Return whether a journal's run directory is in the directory that is served."""
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
             return False
         if ref.run_dir not in self._ours:
@@ -493,6 +497,7 @@ class Agent:
                 self._check_spool_disk(run)
 
     def _return_state_to_disk(self) -> None:
+        """Move the agent's state from memory back to a disk that has space again."""
         if self._state_dir.in_memory and has_room(self._state_dir.path):
             self._state_dir.return_to_disk()
             assert self._server is not None and self._info is not None
@@ -500,6 +505,7 @@ class Agent:
             self._publish_agent_info(self._server.url)
 
     def _check_spool_disk(self, run: ServedRun) -> None:
+        """Move a run's spool from a full disk to memory, or back to disk with space."""
         num_dropped = run.spool.dropped_rows
         if num_dropped > 2 * self._dropped_reported.get(run.run_id, 0):
             self._dropped_reported[run.run_id] = num_dropped
@@ -551,6 +557,7 @@ class Agent:
         return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
 
     def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
+        """Return whether a spool's rows are for this agent's collector."""
         return bool(self.config.collector) and state_dir.destination() == self.config.collector
 
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
@@ -604,11 +611,13 @@ class Agent:
             self._outage_reported[run.run_id] = is_away
 
     def _has_spool(self, run_dir: RunDir) -> bool:
+        """Return whether this node has spooled rows of a run, on disk or in memory."""
         state_dir = self._state_dir_of(run_dir)
         is_in_memory = bytes_in(state_dir.memory_path / "spool") > 0
         return is_in_memory or self.config.node in run_dir.spool_dirs()
 
     def _retire_idle_runs(self, now: float) -> None:
+        """Release runs whose ranks have ended and whose rows are shipped."""
         for run_id, run in list(self.runs.items()):
             if run.active or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)

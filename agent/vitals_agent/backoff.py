@@ -24,7 +24,7 @@ class Backoff:
         self.num_failures = 0
 
     def due(self, now: float) -> bool:
-        """Return whether an attempt may be made at ``now`` (monotonic seconds)."""
+        """Return whether the agent may try again at ``now`` (monotonic seconds)."""
         return self.num_failures == 0 or now >= self._not_before
 
     def failed(self, now: float, *, retry_after: float = 0.0) -> None:
@@ -68,11 +68,11 @@ class BacklogRateLimit:
         self._free_at = -math.inf
 
     def due(self, now: float) -> bool:
-        """Return whether more may be sent at ``now`` (monotonic seconds)."""
+        """Return whether the agent may send more rows at ``now`` (monotonic seconds)."""
         return now >= self._free_at
 
     def sent(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Record a request with a response after ``seconds``."""
+        """Adapt the rate limit to a shipped request's size and response time."""
         if seconds > self._slow_seconds:
             self.failed()
         else:

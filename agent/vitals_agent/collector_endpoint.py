@@ -66,6 +66,7 @@ class AgentClient(CollectorClient):
         super().close()
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
+        """Send one request to the collector; return the response's body."""
         query = f"?{urlencode(how['params'])}" if how.get("params") else ""
         headers = {**self._headers, **how.get("headers", {})}
         try:
@@ -219,7 +220,7 @@ class CollectorEndpoint:
         self._call_collector(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def drop(self) -> None:
-        """Close the connections, and search for the collector again."""
+        """Close the agent's connections, and search for the collector again."""
         self.close()
         self._address, self._is_doubtful = None, True
 
@@ -237,6 +238,7 @@ class CollectorEndpoint:
             self._ahead = None
 
     def _call_collector(self, call: Callable[[CollectorClient], T]) -> T:
+        """Call the known collector; after an error, search for it again."""
         client = self._client
         if client is None:
             raise TransportError(
@@ -278,6 +280,7 @@ class CollectorEndpoint:
         self._connect_to(self._find())
 
     def _connect_to(self, address: CollectorAddress | None) -> None:
+        """Connect the agent to this collector; close the previous connection."""
         if address == self._address:
             return
         if self._client is not None:
@@ -290,6 +293,7 @@ class CollectorEndpoint:
 
 
 def _is_owner_address(address: CollectorAddress, owner: str) -> bool:
+    """Return whether a known URL belongs to the run's owner."""
     return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 

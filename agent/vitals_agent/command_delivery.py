@@ -166,6 +166,7 @@ class CommandDelivery:
     def _record_refusal(
         self, run: ServedRun, desk: _Desk, command: Command, error: VitalsError
     ) -> None:
+        """Report a command that was not delivered because it is not genuine."""
         if len(desk.refused) >= _MAX_REFUSED:
             desk.refused.clear()
         desk.refused[command.number] = command
@@ -216,5 +217,6 @@ class CommandDelivery:
                 self._faults.record("relay", error)  # it is reported again at the next poll
 
     def _report_delivery(self, run: ServedRun, number: int) -> None:
+        """Report to the collector that a command is in rank 0's mailbox."""
         if self._client is not None:
             self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

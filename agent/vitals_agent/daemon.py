@@ -283,6 +283,7 @@ def wait_for_leaving(
 
 
 def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
+    """Return the agents' directories of runs whose ranks have all ended."""
     ranks: dict[Path, list[Identity]] = {}
     for ref in discover(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():

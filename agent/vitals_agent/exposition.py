@@ -46,7 +46,7 @@ class MetricSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the cycle is still running."""
+    """Whether the agent's cycle is still running."""
 
     ok: bool
     details: Mapping[str, object] = field(default_factory=dict)
@@ -184,6 +184,7 @@ def _build_handler_class(
 def _samples_from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
 ) -> Iterator[MetricSample]:
+    """Return a row's values as samples for the agent's ``/metrics``."""
     for spec in specs:
         value = values.get(spec.column)
         if isinstance(value, int | float):  # an unmeasured column has no sample at all
@@ -245,6 +246,7 @@ def run_readings(run: ServedRun) -> Iterator[MetricSample]:
 
 
 def _run_level_readings(run: ServedRun, tail: JournalTail) -> Iterator[MetricSample]:
+    """Yield rank 0's values and counters of a run for the agent's ``/metrics``."""
     last, label = tail.last, (run.run_id,)
     yield from _samples_from_columns(_RUN_METRICS, last.values, label)
     if last.step >= 0:

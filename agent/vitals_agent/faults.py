@@ -33,7 +33,7 @@ PARTS: tuple[str, ...] = get_args(Part)
 
 
 class Faults:
-    """Keeps one part's failure from the other parts and counts it by part. Thread-safe."""
+    """Isolates errors of the agent's parts, and counts them by part. Thread-safe."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}

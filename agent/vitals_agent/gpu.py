@@ -165,11 +165,13 @@ class GpuSampler:
         return devices
 
     def _note_no_gpus(self, why: str) -> None:
+        """Record why the agent samples no GPUs."""
         self.absent = why
         note = Note(code="no_gpu", text=f"no GPU samples: {why}")
         self.notes = (*self.notes, note)
 
     def _add_device(self, devices: dict[str, _Device], index: int) -> None:
+        """Open the GPU with this number; report a GPU without UUID."""
         nvml = self._nvml
         self.asking = f"number {index}"
         try:
@@ -244,6 +246,7 @@ class GpuSampler:
 
 
 def _is_mig_note(note: Note, uuid: str) -> bool:
+    """Return whether a note is about the MIG mode of this GPU."""
     return note.code == "gpu_mig" and note.text.startswith(f"GPU {uuid} ")
 
 

@@ -79,7 +79,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _ObservedRank:
-    """State of one rank between checks."""
+    """A rank as the watch for hangs saw it at the last check."""
 
     word: Heartbeat | None = None
     beat_at: float = 0.0
@@ -270,6 +270,7 @@ class HangWatch:
         )
 
     def _read_heartbeat(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
+        """Update a rank's state from its heartbeat: step, phase, last progress."""
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
@@ -357,7 +358,7 @@ def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
 
 
 def _is_active(work: Sequence[_Work], now: float) -> bool:
-    """Return whether a rank has computed, read or written lately, or moved in its code."""
+    """Return whether a hanging rank has computed, done I/O or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
         return True  # too early to decide
     first, last = work[0], work[-1]
@@ -426,6 +427,7 @@ class ExitWatch:
             self._fds = {}
 
     def _run(self) -> None:
+        """Wait in a thread for the end of the ranks' processes."""
         assert self._pipe is not None
         wake = self._pipe[0]
         while True:

@@ -87,6 +87,7 @@ class IoLoop:
         return self._sent.get(run.run_id) == (run, run.num_written)
 
     def _start_serving(self, run_id: str) -> ServedRun | None:
+        """Mark a run as served by the agent's I/O loop; None if it was released."""
         with self._lock:
             run = self._runs().get(run_id)
             if run is not None:
@@ -104,6 +105,7 @@ class IoLoop:
             self._sent[run.run_id] = (run, written)
 
     def _drop_run(self, run_id: str) -> None:
+        """Discard a released run's state: its commands and its shipping."""
         self._served.pop(run_id, None)
         self._sent.pop(run_id, None)
         self._relay.forget(run_id)
@@ -118,7 +120,7 @@ MAX_AHEAD, MAX_AHEAD_BYTES = 64, 1 << 16
 
 
 class EventsAhead:
-    """Sends events as soon as they are read; the spool also sends them in order. Thread-safe.
+    """Sends new events before the spool's earlier rows. Thread-safe.
 
     Operators may wait for events, while the spool waits for replies about rows, for a second or for
     the merge of files. Events that cannot be sent now are only sent by the spool.

@@ -46,7 +46,7 @@ def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
 
 
 def bytes_in(spool: Path) -> int:
-    """Return the bytes in a spool's directory; 0 if it does not exist."""
+    """Return the size of a run's spool on this node; 0 if it does not exist."""
     return sum(path.stat().st_size for path in spool.glob("*.tvs"))
 
 

@@ -136,6 +136,7 @@ def holds_files(pid: int, directory: Path) -> bool:
 
 
 def _list_directory(directory: Path) -> list[Path]:
+    """Return the entries of a directory; none if it was removed."""
     try:
         return list(directory.iterdir())
     except OSError:  # deleted, or another user's
@@ -150,5 +151,6 @@ def _stat_or_none(path: Path) -> os.stat_result | None:
 
 
 def _is_other_boot(boot_id: str) -> bool:
+    """Return whether the rank's process was started before the node's last boot."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return bool(boot_id) and path.exists() and path.read_text().strip() != boot_id

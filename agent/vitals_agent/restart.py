@@ -126,6 +126,7 @@ class HungJob:
     def _terminate_job(
         self, verdict: HangVerdict, processes: Collection[Process], now: float
     ) -> None:
+        """End the job that hangs, unless its budget of restarts is used up."""
         if not all(process.is_rank for process in processes):
             text = (
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
@@ -193,4 +194,5 @@ class HungJob:
         self._kill_at = None
 
     def _latest_attempt(self) -> int:
+        """Return the latest attempt of the job that hangs."""
         return max((tail.last.attempt for tail in self._run.tails.values()), default=0)

@@ -160,6 +160,7 @@ class ServedRun:
         return self._get_or_create_source(Source("gpu", uuid))
 
     def _get_or_create_source(self, source: Source) -> OwnSource:
+        """Return the agent's source of rows about the node or a GPU."""
         key = str(source)
         if key not in self._sources:
             clock = self._facts.clock
@@ -293,6 +294,7 @@ class ServedRun:
         return num_rows
 
     def _sync_spool(self) -> None:
+        """Make the rows in the run's spool durable."""
         if self._dirty:
             self._dirty = False  # before the sync: another thread may append meanwhile
             try:

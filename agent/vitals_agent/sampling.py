@@ -157,6 +157,7 @@ class Sampling:
             self._spawn("vitals-agent-gpu-close", self._gpu.close)
 
     def _sample_ranks(self, run: ServedRun) -> None:
+        """Write one row about each rank's process: CPU time, memory, I/O."""
         rows: list[dict[str, Value]] = []
         for tail in run.tails.values():
             if not tail.removed:
@@ -201,6 +202,7 @@ class Sampling:
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 
     def _report_once(self, run: ServedRun, note: Note) -> None:
+        """Write a note of the GPU sampler into a run, unless it was written before."""
         texts = self._noted.setdefault(run.run_id, set())
         if note.text not in texts:
             run.node_source.say(note)

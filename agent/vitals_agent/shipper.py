@@ -154,7 +154,7 @@ class _Progress:
         return self.is_settled(sent) or sent.end <= spool.acked
 
     def is_withheld(self, batch: _InFlightBatch) -> bool:
-        """Return whether the batch is not to be sent now."""
+        """Return whether a spooled batch is not sent: settled, or its stream stopped."""
         return batch.key in self.stopped or self.is_settled(batch)
 
     def advance_past(self, batch: _InFlightBatch) -> None:
@@ -292,6 +292,7 @@ class Shipper:
         self._progress.pop(run_id, None)
 
     def _note_failure(self, progress: _Progress, error: VitalsError, now: float) -> None:
+        """Record a failed request to the collector; wait longer before the next."""
         self.num_errors += 1
         retry_after = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
         self._backoff.failed(now, retry_after=retry_after)
@@ -304,6 +305,7 @@ class Shipper:
     # -------------------------------------------------------------------------- sending
 
     def _send_spool(self, progress: _Progress, spool: Ships, now: float) -> None:
+        """Send a spool's new batches until the time or the rate is used up."""
         progress.all_sent = False
         began = self._stopwatch()
         # A slow collector gets smaller requests, so that it can respond in time.
@@ -481,6 +483,7 @@ class Shipper:
     def _resend_batch(
         self, progress: _Progress, spool: Ships, sent: _InFlightBatch, raw: bytes, now: float
     ) -> None:
+        """Send a refused batch to the collector again."""
         self.num_resent_batches += 1
         try:
             # Without a query: all earlier batches were sent before it.
@@ -517,6 +520,7 @@ class Shipper:
                 self._record_durable(progress, spool, waiting, reply, now)
 
     def _ack_settled_batches(self, progress: _Progress, spool: Ships, now: float) -> None:
+        """Release the spooled batches that the collector has, or never accepts."""
         # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
         if len(waiting) < len(progress.unacked):

@@ -94,7 +94,7 @@ class StackTaker:
     def ask(
         self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
     ) -> None:
-        """Request a rank's stacks; the previous check confirmed that it is the same process."""
+        """Have a hanging rank's stack written, by a signal or by py-spy."""
         pending = _PendingStack(tail, word, step, number)
         if state in _CANNOT:
             if number:
@@ -167,7 +167,7 @@ class StackTaker:
 
 
 def _collectives(directory: Path) -> tuple[str, ...]:
-    """Return the last collectives that the rank recorded, as lines."""
+    """Return the last collectives in a hanging rank's flight recorder, as lines."""
     try:
         calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
     except (OSError, VitalsError, *UNREADABLE):

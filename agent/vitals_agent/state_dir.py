@@ -146,6 +146,7 @@ class AgentStateDir:
         return fd
 
     def _memory_lock_path(self, local: Path) -> Path:
+        """Return the lock file in the node's memory that stands for the directory's."""
         name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
         return local / f"agent-{name}.lock"
 
@@ -168,6 +169,7 @@ class AgentStateDir:
         return not num_free
 
     def _lock_error(self, error: OSError) -> VitalsError:
+        """Return the error if another agent serves the directory, or it has no locks."""
         if isinstance(error, BlockingIOError):
             return UsageError(
                 f"{self.path.parent.parent}: {self._describe_lock_holder()} serves this "
@@ -255,7 +257,7 @@ class AgentStateDir:
         self._write("agent.json", msgspec.json.encode(info) + b"\n")
 
     def _write(self, name: str, raw: bytes) -> None:
-        """Replace a file atomically; in the node's memory if the disk is full."""
+        """Replace a file of the agent's state; in memory if the disk is full."""
         if not self.in_memory:
             try:
                 replace_file(self.path / name, raw, mode=0o600)

@@ -166,7 +166,7 @@ class JournalTail:
         self._reader.resume_after(resume)
 
     def copy(self, sink: Sink) -> int:
-        """Append new rows; return their number. After an error, the rows are read again."""
+        """Append a rank's new rows to the spool; after an error, read them again."""
         if not self.directory.is_dir():
             self.removed = True  # deleted by another process: nothing is left to copy
             return 0

@@ -60,7 +60,7 @@ def _is_signed_on(settings: DashboardSettings) -> bool:
 
 
 def role() -> Role:
-    """Return the session's current role: its control may have expired since the last refresh."""
+    """Return the browser session's role; its control may have expired by now."""
     settings = load_settings(os.environ)
     if settings.sign_on is not None and _is_signed_on(settings):
         granted = settings.sign_on.role(st.user.to_dict(), unix_seconds=time.time())
@@ -72,7 +72,7 @@ def role() -> Role:
 
 
 def limit_source_to_role(source: DataSource) -> DataSource:
-    """Return the source as this session may use it."""
+    """Return the data source; without control if this browser session has none."""
     return source if role() == "control" else replace(source, control=None)
 
 

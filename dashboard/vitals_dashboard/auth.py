@@ -405,6 +405,7 @@ class TokenMiddleware:
     async def _send_session_redirect(
         self, scope: Scope, send: Any, key: str, host: str, rest: str
     ) -> None:
+        """Start a browser session, and redirect to the URL without the token."""
         if self._redirect_file is not None:
             self._redirect_file.unlink(missing_ok=True)
         # Opening the URL again keeps the session, including control.

@@ -100,6 +100,7 @@ def decision_response(view: DecisionView, notes: tuple[AnnotationView, ...]) -> 
 
 
 def _decision_label(view: DecisionView) -> str:
+    """Return a decision's number and action: the start of notes that respond to it."""
     look = ACTIONS.get(view.decision.action)
     return f"Decision {view.decision.ledger_seq} ({look.word if look else view.decision.action})"
 
@@ -155,6 +156,7 @@ def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
 def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
+    """Send a manual command to a run; return the outcome as text."""
     who = layout.current_user() or "dashboard"
     try:
         sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)

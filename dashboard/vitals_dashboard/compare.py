@@ -37,7 +37,7 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
 
 
 def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
-    """Return the different settings: attributes, the config's keys, the judge's settings."""
+    """Return table rows of the settings that differ between compared runs."""
     settings = [_flat_settings(detail) for detail in details]
     rows = []
     for key in dict.fromkeys(key for of_run in settings for key in of_run):
@@ -50,6 +50,7 @@ def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]
 
 
 def _flat_settings(detail: RunDetail) -> dict[str, Any]:
+    """Return a compared run's attributes, config and judge settings by one name each."""
     info = msgspec.to_builtins(detail.info)
     settings = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
     settings |= _flatten_tree(detail.info.config, "config")
@@ -77,7 +78,7 @@ def _format_value(value: Any) -> str:
 def value_rows(
     source: DataSource, details: Sequence[RunDetail], names: Sequence[str], metric: str
 ) -> list[Row]:
-    """Return a row for each number: the runs' current values, and the metric's range."""
+    """Return table rows of the compared runs' values, and the metric's range."""
     rows: list[Row] = []
 
     def add(what: str, values: Sequence[str]) -> None:
@@ -120,4 +121,5 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
 
 
 def _finite_values(reply: SeriesReply | None) -> list[float]:
+    """Return the finite values of a compared run's series."""
     return [] if reply is None else [value for value in reply.value if value is not None]

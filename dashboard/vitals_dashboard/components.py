@@ -15,7 +15,7 @@ _NAME: dict[Program, str] = {"chart": "charts", "command": "command"}
 
 
 def register_component(program: Program) -> Any:
-    """Return what mounts one of our programs, known to the runtime that runs this page.
+    """Register one of our browser programs; return the function that mounts it.
 
     Streamlit finds such files itself only next to a project file named like the import package. As
     text, the program would be sent with each refresh, and our content policy would block it.

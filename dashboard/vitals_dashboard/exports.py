@@ -37,7 +37,7 @@ def parquet_bytes(reply: TableReply) -> bytes:
 
 
 def unify_column_type(values: tuple[Value, ...]) -> list[Value]:
-    """Return a column as one type: numbers if all are, texts if there are several types."""
+    """Return a query result's column as one type: numbers, or text if mixed."""
     present = [value for value in values if value is not None]
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in present if isinstance(v, str)]
@@ -49,4 +49,5 @@ def unify_column_type(values: tuple[Value, ...]) -> list[Value]:
 
 
 def _parse_nonfinite(value: Value) -> Value:
+    """Return the float of a query result's cell that names NaN or an infinity."""
     return _NONFINITE[value] if isinstance(value, str) else value

@@ -136,6 +136,7 @@ class Feed:
     def _build_line(
         self, name: str, request: SeriesRequest, role: Role, reply: SeriesReply | None
     ) -> Line | None:
+        """Return a chart's line with only the points that the browser lacks."""
         sent = self.series.get(_drop_request_range(request))
         rows = _point_rows(reply)
         self.last_step = max([self.last_step, *(row[0] for row in rows[-1:])])
@@ -195,6 +196,7 @@ class Feed:
         return num_left_out
 
     def _full_message(self, charts: Sequence[Chart]) -> Wire:
+        """Return the message with whole charts; without them if they are unchanged."""
         self.marks = _charts_by_mark(charts)
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         message: Wire = {
@@ -346,6 +348,7 @@ def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> Se
 
 
 def _charts_within_limit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
+    """Return the charts whose points fit on the page, and how many do not."""
     num_points, fitting = 0, []
     for chart in charts:
         if num_points + chart.num_points <= MAX_POINTS:
@@ -383,6 +386,7 @@ def _whole_curve(curve: ChartCurve) -> Wire:
 
 
 def _integer_if_whole(x: float) -> float | int:
+    """Return a whole number as an integer, which is shorter in the charts' JSON."""
     return int(x) if float(x).is_integer() else x
 
 

@@ -43,7 +43,7 @@ def stacks_of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[St
 
 
 def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.Row]:
-    """Return a row for each rank: its last collective, and its location."""
+    """Return a table row for each rank of a hang: its last collective and location."""
     return [
         {
             "Rank": view.rank,

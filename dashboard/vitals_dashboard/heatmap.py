@@ -77,6 +77,7 @@ def color_values(cells: Floats, shade: Shade) -> Floats:
 
 
 def _all_positive(cells: Floats) -> bool:
+    """Return whether a heat map has finite values and all are positive."""
     finite = cells[np.isfinite(cells)]
     return bool(finite.size) and bool((finite > TINY).all())
 
@@ -192,6 +193,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _category_axis(names: Sequence[str], label: Spec) -> Spec:
+    """Return the chart options of a heat map's axis, with a category per name."""
     return {
         "type": "category",
         "data": list(names),
@@ -257,6 +259,7 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
 def _cross_series(
     name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
+    """Return the chart series of crosses at a heat map's non-finite cells."""
     row_index = {row: at for at, row in enumerate(order)}
     seen = [[column, row_index[row]] for row, column in cells if row in row_index]
     return {

@@ -138,7 +138,7 @@ def refreshing_runs(
     key: str,
     every: float = REFRESH_SECONDS,
 ) -> None:
-    """As ``refreshing``, for a page of these runs: if all have ended it is drawn once.
+    """Draw a page of runs, and refresh it every few seconds until all have ended.
 
     Its ``draw`` has to call ``stop_at_the_end``.
     """

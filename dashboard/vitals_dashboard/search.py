@@ -93,7 +93,7 @@ def parse(text: str) -> Search:
 
 
 def _word_test(term: str) -> Test:
-    """Return the search test for a word in a run's name, project, user, id or tags."""
+    """Return the predicate of a word in the search box: in a run's name, tags etc."""
     needle = term.replace('"', "").casefold()
 
     def holds(run: RunSummary, _: Config) -> bool:
@@ -104,6 +104,7 @@ def _word_test(term: str) -> Test:
 
 
 def _field_test(name: str, sign: str, quoted: str) -> Test:
+    """Return the predicate of FIELD:VALUE in the search box, over runs."""
     value = quoted.replace('"', "")
     if not value:
         raise UsageError(f"{name}{sign} has no value", hint=f"give one, such as {name}{sign}1")
@@ -134,6 +135,7 @@ def _field_test(name: str, sign: str, quoted: str) -> Test:
 
 
 def _number_test(name: str, sign: str, value: str) -> Test:
+    """Return the predicate of a number in the search box, such as step>1000."""
     limit = _parse_number(value)
     if limit is None:
         raise UsageError(f"{name} is compared with {value!r}, which is not a number",
@@ -152,6 +154,7 @@ def _number_test(name: str, sign: str, value: str) -> Test:
 
 
 def _config_test(key: str, sign: str, value: str) -> Test:
+    """Return the predicate of config.KEY in the search box, over a run's config."""
     limit = _parse_number(value)
 
     def holds(_: RunSummary, config: Config) -> bool:
@@ -170,6 +173,7 @@ def _config_test(key: str, sign: str, value: str) -> Test:
 
 
 def _parse_number(text: str) -> float | None:
+    """Return the number in a term of the search box; None if it has none."""
     try:
         return float(text.replace("_", ""))
     except ValueError:
@@ -180,7 +184,7 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_group(by: str) -> str:
-    """Return what to group by; empty: nothing.
+    """Return the key to group the run list by; empty: it is not grouped.
 
     Raises:
         UsageError: runs cannot be grouped by that.

@@ -123,6 +123,7 @@ def _cached_response(
 
 @st.cache_data(max_entries=1000, ttl=60, show_spinner=False)
 def _cached_verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -> RunVerdict:
+    """Return the cached verdict on a run; queried again if ``changed`` differs."""
     return _client.ask(VerdictQuestion(run_id=run_id))
 
 

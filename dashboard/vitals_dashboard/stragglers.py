@@ -72,6 +72,7 @@ def summarize_stragglers(
 
 
 def _find_stragglers(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ...]:
+    """Return the ranks or nodes whose median step is unusually long, longest first."""
     if len(paces) < 2:
         return ()
     values = np.array(list(paces.values()))
@@ -108,6 +109,7 @@ def straggler_sentences(what: StragglerSummary) -> list[str]:
 
 
 def _straggler_sentence(straggler: Straggler, kind: str) -> str:
+    """Return a sentence about a slow rank or node, for the ranks page."""
     name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
     where = f" on {straggler.node}" if straggler.node else ""
     others = f"the median of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
@@ -142,4 +144,5 @@ def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Se
 
 
 def _format_seconds(seconds: float) -> str:
+    """Return a step's duration as text, for the ranks page."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

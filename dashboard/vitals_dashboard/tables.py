@@ -318,6 +318,7 @@ def data_rows(data: Sequence[StepData]) -> list[Row]:
 
 
 def _command_text(command: Command) -> str:
+    """Return a manual command as text for the dashboard's table."""
     is_accept = command.action == "accept"
     return f"accept step {command.argument:,.0f}" if is_accept else command.action
 

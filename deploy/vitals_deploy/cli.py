@@ -105,7 +105,7 @@ def deploy_prometheus(
 
 
 def _host_and_port(option: str, address: str) -> str:
-    """Return what Prometheus takes as a target of the address that a server prints.
+    """Return the host:port of a server's URL, as a Prometheus target.
 
     Raises:
         UsageError: it has more than a scheme, a host and a port.
@@ -213,7 +213,7 @@ def deploy_all(output: Output = Path("vitals-deploy"), force: Force = False) -> 
 
 
 def reader_tokens(path: Path) -> CollectorTokens:
-    """Return what the collector's token file holds.
+    """Return the collector's tokens from their file, for scrapes by Prometheus.
 
     Raises:
         UsageError: it is missing, or has no token to read with.
@@ -240,6 +240,7 @@ def _read_line(path: Path) -> str:
 
 
 def _write_and_print(directory: Path, files: dict[str, str], *, force: bool) -> None:
+    """Write generated deployment files, and print their paths."""
     for path in write_files(directory, files, force=force):
         typer.echo(path)
 

@@ -67,7 +67,7 @@ def _alert_text_template(texts: Mapping[str, str], otherwise: str) -> str:
 
 
 def _to_do(alert: AlertSpec) -> str:
-    """Return the recommended action, with commands to paste."""
+    """Return an alert's recommended action, for its Prometheus rule."""
     return alert.to_do.replace(" RUN", " {{ $labels.run }}")
 
 
@@ -328,6 +328,7 @@ def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
 
 
 def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[str]:
+    """Return the YAML lines of an alerting rule of Prometheus."""
     for metric in rule.metrics:
         spec(metric)  # fail for unknown metrics: their rules would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]
@@ -360,6 +361,7 @@ def agent_targets(runs: Path) -> list[dict[str, object]]:
 
 
 def _agent_url(path: Path) -> str:
+    """Return the URL in an agent's file, for Prometheus; empty if it has none."""
     try:
         return str(json.loads(path.read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):

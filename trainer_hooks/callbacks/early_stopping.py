@@ -287,6 +287,7 @@ class Evaluations:
         attempt: int,
         severity: Literal["info", "warning"] = "info",
     ) -> None:
+        """Write a note about early stopping to the run's events."""
         self._emitter.note(code, text, severity, step=step, attempt=attempt)
 
 

@@ -229,7 +229,7 @@ class Batches:
         return parts
 
     def why_not_exact(self, state: DataState | None) -> str:
-        """Return why ``state`` cannot be resumed exactly; empty if it can."""
+        """Return why the data cannot resume exactly from ``state``; empty if it can."""
         loader, saved_state = self._loader, state or self._initial_state
         if saved_state is None:
             return "the checkpoint holds no position"
@@ -288,6 +288,7 @@ class Batches:
         return self._build_data_state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
     def _build_data_state(self, epoch: int, batch: int) -> DataState:
+        """Return the position in the data as plain values, for a checkpoint."""
         state: DataState = {
             "loop": self.loop,
             "num_ranks": self._num_ranks,
@@ -325,6 +326,7 @@ class Batches:
             self.ended = True
 
     def _iterate_epoch(self, epoch: int) -> Iterator[Any]:
+        """Yield an epoch's batches, except skipped ones; record each position."""
         seekable = is_seekable(self._loader)
         self._waits()
         begin = self._clock.monotonic_ns()
@@ -438,7 +440,7 @@ class Batches:
             loader.load_state_dict(deepcopy(state["loader"]))  # type: ignore[attr-defined]
 
     def _reopen(self, state: DataState) -> Iterator[_Found]:
-        """Open an epoch again, behind the batches that ``state`` had yielded."""
+        """Open the loader's epoch again, behind the batches that ``state`` yielded."""
         loader, start = self._loader, self._next.batch
         epoch = self._next.epoch
         source: Iterator[_Found]
@@ -455,7 +457,7 @@ class Batches:
         return source
 
     def _at_state(self, state: DataState) -> Iterator[Any] | None:
-        """Return an iterator from the loader's own ``state_dict``; None if that fails."""
+        """Return the loader's iterator from its own saved state; None if that fails."""
         if state["loader"] is None or not isinstance(self._loader, HasStateDict):
             return None
         with self._faults.fail_open("data.load_state_dict"):

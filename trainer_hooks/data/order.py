@@ -69,7 +69,7 @@ def shared_by(loader: object) -> tuple[int, int]:
 
 
 def comes_in_order(loader: DataLoader[Any]) -> bool:
-    """Return whether batches arrive in the order in which the sampler drew them."""
+    """Return whether a DataLoader yields batches in its sampler's order."""
     return loader.in_order or not loader.num_workers
 
 

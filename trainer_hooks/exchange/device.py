@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Whether an optimizer needs the verdict on the host: then every rank reads it."""
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return the object that measures the gradients in place. Collective."""
+        """Return the object that measures the engine's gradients. Collective."""
 
     def overflow(self) -> Tensor | None:
         """Return this rank's flag of the loss scaling in this step, 0.0 or 1.0, or None."""
@@ -280,6 +280,7 @@ def _sampler(
 
 
 def _refuse_signals(signals: object) -> None:
+    """Refuse ``signals`` given to ``watch`` that are not SignalSettings."""
     if signals is not None and not isinstance(signals, SignalSettings):
         raise UsageError(
             f"signals is {name_type(signals)}; it must be a SignalSettings",
@@ -288,6 +289,7 @@ def _refuse_signals(signals: object) -> None:
 
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that an open monitor guards already."""
     if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
         raise UsageError(
             "the optimizer is already guarded: its step would be judged twice",

@@ -237,7 +237,7 @@ class Emitter:
 
     @_fail_open_write
     def event(self, event: Event, *, step: int, attempt: int) -> None:
-        """Write an event."""
+        """Write an event to this rank's journal."""
         stream = self._get_or_open_stream(EVENT_SCHEMA)
         if stream is not None:
             stream.append_event(
@@ -285,7 +285,7 @@ class Emitter:
                 self.observer.saw_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
-        """Return a scalar as a number; an invalid one is counted, and reported once per name."""
+        """Return a user's scalar as a number; count and report an invalid one."""
         try:
             return float(value)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - a third-party __float__ may raise anything
@@ -333,7 +333,7 @@ class Emitter:
         *,
         has_finding: bool,
     ) -> None:
-        """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled.
+        """Write the layers stream on rank 0: each tenth step, near findings, if sampled.
 
         Each of several optimizers that alternate has its own first step in every ten: the run's
         tenth step could always belong to the same optimizer.
@@ -604,7 +604,7 @@ class RootColumns:
         samples: Samples | None,
         tokens: int | None,
     ) -> dict[str, Value]:
-        """Return the columns of one step; call once per step, in order."""
+        """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
             self._utilization.counted(measured.flops, tokens)
         seconds = measured.duration_seconds
@@ -630,6 +630,7 @@ class RootColumns:
         return columns
 
     def _loss_scale_columns(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
+        """Return a step's columns about the gradient scaler: scale and overflows."""
         self._overflows += overflow
         self._recent.append(overflow)
         return {
@@ -667,6 +668,7 @@ def _spread(losses: list[float | None]) -> float | None:
 
 
 def _weight_update_columns(samples: Samples) -> dict[str, Value]:
+    """Return a step's columns about the norms of weights and their update."""
     assert samples.weight_squares is not None, "asked for where it was measured"
     weight = _norm_from_squares(samples.weight_squares)
     if samples.update_squares is None:

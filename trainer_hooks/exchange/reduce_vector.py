@@ -106,7 +106,7 @@ class VectorFields:
 
     @classmethod
     def of(cls, slots: Iterable[Slots]) -> VectorFields:
-        """Return the layout of the core's numbers, followed by those of the features."""
+        """Return the fields of the reduce vector: the core's, then the features'."""
         parts = (CORE_SLOTS, *slots)
         fields = cls(
             tuple(name for part in parts for name in part.rank0),
@@ -176,7 +176,7 @@ class PackLayout:
         return cls(num_params, slots, slot, world_size, num_sampled, rank, fields)
 
     def own_index(self, field: str) -> int:
-        """Position of this rank's ``field``."""
+        """Return this rank's position of a field in the reduce vector."""
         return self.ranks + self.slot * len(self.fields.rank) + self.fields.rank.index(field)
 
     def own_exact_index(self, field: str) -> int:
@@ -327,6 +327,7 @@ class ReduceVector:
 
     @torch.no_grad()
     def _fill_tensors(self, local: RankContribution, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's device tensors to its slot of the reduce vector."""
         mine = self._mine
         if local.loss is not None:
             assert isinstance(local.loss, Tensor), "plain only if the host writes the vector"
@@ -413,7 +414,7 @@ class Reduced:
         return any(self._sums["num_gradients"])
 
     def total(self, field: str) -> float:
-        """Return the sum of the field over all ranks."""
+        """Return the sum of a field of the reduce vector over all ranks."""
         return sum(self._sums[field])
 
     def of_slot(self, field: str) -> float:
@@ -421,7 +422,7 @@ class Reduced:
         return self._sums[field][self.layout.slot]
 
     def ranks_where(self, field: str) -> tuple[int, ...]:
-        """Return the ranks whose value is not zero."""
+        """Return the ranks whose value of a field in the reduce vector is not zero."""
         if not self.layout.is_shared:
             values = self._sums[field]
             if not any(values):
@@ -446,7 +447,7 @@ class Reduced:
         return [loss / weight if weight else None for loss, weight in pairs]
 
     def by_rank(self, field: str) -> list[float]:
-        """Return each rank's own value of a field that is ``exact``."""
+        """Return the value of each rank for an ``exact`` field of the reduce vector."""
         return (self._own if self.layout.is_shared else self._sums)[field]
 
     @property
@@ -457,7 +458,7 @@ class Reduced:
     def limit(
         self, field: Literal["loss_limit", "grad_norm_limit", "auto_max_norm"]
     ) -> float | None:
-        """Return the limit that was in force; None if there was none."""
+        """Return rank 0's limit for the step from the reduce vector; None: no limit."""
         value = self.root[field]
         return None if math.isinf(value) else value
 

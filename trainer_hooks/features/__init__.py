@@ -42,7 +42,7 @@ FEATURES: list[type[StepFeature]] = [
 
 
 def vector_fields() -> VectorFields:
-    """Return the layout of the vector. A feature keeps its slots in runs that do not use it."""
+    """Return the reduce vector's fields: core and all features, used or not."""
     return VectorFields.of(feature.slots for feature in FEATURES)
 
 

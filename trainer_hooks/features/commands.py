@@ -60,7 +60,7 @@ class CommandsFeature(StepFeature):
         return dict(zip(self.slots.rank0, self._command_words(step.step), strict=True))
 
     def _command_words(self, step: int) -> Words:
-        """Return the waiting command as numbers; on rank 0."""
+        """Encode the operator's waiting command for the reduce vector; on rank 0."""
         command = self._waiting_command(step)
         if command is None:
             return _NO_COMMAND
@@ -121,6 +121,7 @@ class CommandsFeature(StepFeature):
             self._apply_pause_state(command.action == "pause", "manual command")
 
     def _apply_pause_state(self, is_paused: bool, reason: str) -> None:
+        """Start or end the run's pause, and write the event about it."""
         self._set_paused(is_paused)
         event = TrainingPaused(is_paused=is_paused, reason=reason)
         self._run.emitter.run_event(event, step=self._run.last_step, attempt=self._run.attempt)

@@ -107,7 +107,7 @@ class StepProfile:
         self._guard.begin()
 
     def stepped(self) -> bool:
-        """Count a completed step; return whether more steps follow."""
+        """Count a step of the torch profile; return whether more steps follow."""
         self._steps_left -= 1
         if self._steps_left > 0 and self._thread is None:
             self._profiler.step()
@@ -124,6 +124,7 @@ class StepProfile:
             self._thread.start()
 
     def _export_trace(self) -> None:
+        """Write the trace of torch.profiler to its file, and delete old traces."""
         partial = self._path.with_name(f".{self._path.name}")
         try:
             self._profiler.export_chrome_trace(str(partial))
@@ -210,7 +211,7 @@ class Profiling:
         return self._order is not None or self._profile is not None
 
     def order(self, first_step: int, profiled: Profiled) -> None:
-        """Order a profile of the steps from ``first_step`` on; on all ranks."""
+        """Order a torch profile that starts at ``first_step``; on all ranks."""
         self._order = (first_step, profiled)
 
     def advance_profile(self, device: torch.device) -> None:

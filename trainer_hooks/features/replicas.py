@@ -62,6 +62,7 @@ class ReplicasFeature(StepFeature):
             step.record = _with_difference(step.record, difference)
 
     def _compare_replicas(self, step: ReturnedStep) -> Difference | None:
+        """Vote over the ranks' fingerprints of a step; diagnose a difference."""
         replicas, record = self.replicas, step.record
         votes = replicas.votes(step.reduced.by_rank("replicas"))
         if not votes.apart:

@@ -99,6 +99,7 @@ class SnapshotsFeature(StepFeature):
         return values
 
     def _check_live_state(self, step: int) -> Tensor | None:
+        """Count non-finite tensors of the live state; None without a check."""
         if self._state_check is not None:
             with self._run.faults.fail_open("state_check"):
                 return self._state_check.nonfinite_count(step)
@@ -211,7 +212,7 @@ class SnapshotsFeature(StepFeature):
 
 
 def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
-    """Return the judgement with names in the findings of a kind, and in the decision on them."""
+    """Return the judgement with tensor names added to findings and decision."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
     findings = tuple(

@@ -120,6 +120,7 @@ class RankAlerts:
         self._late.append(_PendingAlertCall(call, numbers, record_event(like.device)))
 
     def _apply_alert_call(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
+        """Raise or end the custom alert of a ``monitor.alert`` call."""
         if call.attempt != self._attempt:
             return  # from a discarded attempt
         if not holds:
@@ -176,6 +177,7 @@ class RankAlerts:
     def _update_rules(
         self, rules: Sequence[WatchedRule], step: int, value: float, rank: int
     ) -> None:
+        """Judge a value by the custom alert rules about its series."""
         for rule in rules:
             if self._unseen:
                 self._unseen.discard(rule.condition.series)
@@ -185,6 +187,7 @@ class RankAlerts:
                 self._emit_finding(self._alerts.end(rule.rule.name))
 
     def _look_for_series(self, step: int) -> None:
+        """Note custom alert rules whose series was never recorded."""
         if self._first_step is None:
             self._first_step = step
         if step - self._first_step < MISSING_AFTER:

@@ -205,7 +205,7 @@ class _GuardedUpdate:
         self._bad = {one: torch.ones_like(bad) for one, bad in self._bad.items()}
 
     def _settle(self, patience_seconds: float | None = None) -> None:
-        """Restore the counter after a skipped step; waits only for that step, not for this one."""
+        """Restore an average's update counter if the previous step was skipped."""
         if self._late is None:
             return
         ready, self._waits = self._late.pop(patience_seconds=patience_seconds), False
@@ -225,7 +225,7 @@ def _average_tensors(average: AveragedModel) -> tuple[Tensor, ...]:
 
 
 def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:
-    """Return whether the tensor is a counter on the host and the verdict is on a device.
+    """Return whether an average's counter is on the host and the verdict elsewhere.
 
     Reading the verdict would wait for the device.
     """

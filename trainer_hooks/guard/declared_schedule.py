@@ -131,6 +131,7 @@ class DeclaredSchedule:
         return band is not None and self.follower.is_declared(rate, band)
 
     def _rate_bands(self, step: int, count: int | None, back: int, ahead: int) -> list[Band | None]:
+        """Return each parameter group's range of declared rates at a step."""
         if self._shape is not None:
             factors = self._shape.band(step, self._total_steps or 0)
             return [factors.times(peak) for peak in self._peaks]
@@ -226,6 +227,7 @@ class _SimulatedSchedule:
             ) from error
 
     def _restart_simulation(self) -> None:
+        """Copy the scheduler again, and simulate it from its first count."""
         self._now = _copied(self._begin.scheduler, self._begin.rates)
         self._count = self._first
         self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
@@ -234,7 +236,7 @@ class _SimulatedSchedule:
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
 
     def at(self, step: int, before: int, after: int) -> list[Band] | None:
-        """Return each group's rates at the count of a step; None while the copy catches up.
+        """Return each group's simulated rates at a step; None while it catches up.
 
         A scheduler that had counted before the run started keeps this offset.
         """

@@ -129,7 +129,7 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def follow(self, names: Sequence[str]) -> None:
-        """Average these weights after their update, unless the verdict from ``begin`` was 1.
+        """Update the EMA of these weights after their step, unless it was bad.
 
         For the monitor. After a bad step, no element is written.
         """
@@ -142,7 +142,7 @@ class EMA(nn.Module):
         self._average(weights)
 
     def forget(self) -> None:
-        """Discard pending copies: a rollback has restored the averages."""
+        """Discard the EMA's pending copies: a rollback has restored its averages."""
         if self._late is not None:
             self._late.pending = False
 
@@ -218,7 +218,7 @@ class EMA(nn.Module):
             self._swapped = False
 
     def _parts(self) -> list[Pair]:
-        """Return pairs of the averages' and the weights' tensors on this rank, safe to write."""
+        """Return pairs of the EMA's averages and this rank's weights, safe to write."""
         reshard(self._of[0])
         torch.clear_autocast_cache()
         return [

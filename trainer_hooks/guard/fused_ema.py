@@ -103,7 +103,7 @@ def fused_update(pairs: Sequence[Pair], rate: Tensor, skip: Tensor) -> None:
 
 
 def in_chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Yield the pairs with weights converted to the averages' layout, in bounded chunks."""
+    """Yield EMA pairs in bounded chunks, weights converted to the averages' layout."""
     chunk: list[Pair] = []
     num_converted = 0
     for average, weight in pairs:

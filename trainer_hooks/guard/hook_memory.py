@@ -93,7 +93,7 @@ class HookMemory:
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
-        """Restore the kept memory if ``bad`` is 1. Does not wait.
+        """Restore a communication hook's memory if the step was bad; never wait.
 
         Memory created in this step is reset to the initial memory of a hook: zero, and for the Q of
         PowerSGD random numbers, equal on all ranks (Q would never leave zero).

@@ -40,6 +40,7 @@ class Backwards:
                 return
 
     def _count_backward(self, param: Tensor) -> None:
+        """Count a backward pass that adds to the observed parameter's gradient."""
         is_added = param.grad is not None and self._grad() is param.grad
         self.count = self.count + 1 if is_added else 1
         self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)

@@ -72,7 +72,7 @@ class RestorableData(Protocol):
         """Copy the data; call after the update, before the next forward."""
 
     def put_back(self, bad: Tensor) -> None:
-        """Restore the kept copy if ``bad`` is 1. Does not wait."""
+        """Restore the copy from before the step if the step was bad; never wait."""
 
     def settle(self, bad: Tensor) -> None:
         """Restore the copy if ``bad`` is 1, and keep a copy of the result."""
@@ -182,7 +182,7 @@ class BufferShadow:
         return self._live
 
     def _is_unmoved(self) -> bool:
-        """Return whether every buffer is where it was last seen."""
+        """Return whether every model buffer still has its place and memory."""
         if len(self._seen) != len(self._places):
             return False
         for (buffers, name), (seen, pointer) in zip(self._places, self._seen, strict=True):
@@ -199,6 +199,7 @@ class BufferShadow:
 
     @torch.no_grad()
     def _save_buffers(self, *, is_kept: bool = False) -> None:
+        """Copy the model's buffers, as far as they may have changed."""
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
@@ -248,7 +249,7 @@ class BufferShadow:
         return live.keys() == copies.keys() and all(alike(copies[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the buffers that may differ from their copies."""
+        """Return the model's buffers that may differ from their kept copies."""
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
@@ -301,7 +302,7 @@ class _FlatShadow:
         self.device = self._saved_copies.device
 
     def each(self) -> tuple[Tensor, ...]:
-        """Return the copies, buffer by buffer, as bits."""
+        """Return the kept copies of the model's buffers, one by one, as bits."""
         return torch.split(self._saved_copies, self._sizes)
 
     def keep(self) -> None:
@@ -342,7 +343,7 @@ def _bits_of(buffer: Tensor) -> Tensor | None:
 
 
 def _flag_on(device: torch.device, bad: Tensor, flags: dict[torch.device, Tensor]) -> Tensor:
-    """Return the verdict on a device; each device is copied to once."""
+    """Return a step's verdict on a device as a flag; copy once per device."""
     if device not in flags:
         flags[device] = bad.to(device) != 0
     return flags[device]
@@ -384,7 +385,7 @@ class OptimizerGuard:
             self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        """Check the optimizer after a load: it may now be fused, or have no momentum buffers."""
+        """Check after a load whether the optimizer is fused; create missing momentum."""
         self.on_device = takes_found_inf(optimizer)
         if self.on_device:
             _create_momentum(optimizer)

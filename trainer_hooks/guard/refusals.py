@@ -57,6 +57,7 @@ def refuse_unguardable(
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
+    """Refuse anything but a torch optimizer whose step needs no closure."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
@@ -98,6 +99,7 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
+    """Refuse an LR scheduler that is given twice to ``watch``."""
     seen: set[int] = set()
     for scheduler in schedulers:
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):

@@ -142,6 +142,7 @@ class Schedules:
         self._step_schedulers()
 
     def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Step the LR schedulers of these optimizers, or all of them."""
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
                 continue

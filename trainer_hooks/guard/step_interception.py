@@ -130,6 +130,7 @@ class StepInterception:
         self._undo.append(put_back)
 
     def _intercept_step(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the guarded step instead of ``optimizer.step``; run or refuse a closure."""
         present = [value for value in (*args, *kwargs.values()) if value is not None]
         if self.runs_closures and len(present) == 1 and callable(present[0]):
             with torch.enable_grad():

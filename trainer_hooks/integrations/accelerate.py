@@ -247,7 +247,7 @@ class Hooks:
         return backward
 
     def give_loss(self) -> None:
-        """Pass on the sum of the partial losses, once; call before the step's update."""
+        """Pass the summed loss of the accelerator's backwards on to the guard, once."""
         if self._sum is not None:
             self._attached.loss(self._sum)
             self._sum = None
@@ -379,7 +379,7 @@ class _Loop:
                 Path(output_dir, self._state_file).write_text(state)
 
     def _load(self, _models: Any, input_dir: str) -> None:
-        """Continue from the saved state; in the middle of a run, start a new baseline."""
+        """Load the guard's state with an accelerator's; mid-run, start a new baseline."""
         attached = self._attached
         if attached.step_index:
             attached.expect("accelerator.load_state() was called")
@@ -392,7 +392,7 @@ class _Loop:
         attached.load_state_dict(self._from_root(state))
 
     def _from_root(self, state: Any) -> Any:
-        """Return rank 0's value: the directory may exist only on its node."""
+        """Return rank 0's state: only its node may have the accelerator's directory."""
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([state])[0]

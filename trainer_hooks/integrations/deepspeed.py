@@ -108,7 +108,7 @@ class DeepSpeedAttached(Attached):
         replace_while_attached(self, owner, name, not_compiled(make(getattr(owner, name))))
 
     def _listen(self, engine: Any) -> None:
-        """Get the losses from ``backward``, and the scalars that the engine logs."""
+        """Get losses from the DeepSpeed engine's backward, and its logged scalars."""
 
         def backward(real: Any) -> Any:
             def ours(*args: Any, **kwargs: Any) -> Any:
@@ -385,7 +385,7 @@ _OTHER_PARTS = "its ranks hold different parameters, so there is no common gradi
 
 
 def _reasons(engine: Any) -> list[tuple[str, str]]:
-    """Return features of the engine that cannot be guarded, with reasons."""
+    """Return features of a DeepSpeed engine that cannot be guarded, with reasons."""
 
     def has(name: str) -> bool:
         return bool(getattr(engine, name, False))
@@ -405,7 +405,7 @@ def _reasons(engine: Any) -> list[tuple[str, str]]:
 
 
 def _reasons_of(outer: Any) -> list[tuple[str, str]]:
-    """Return features of the engine's optimizer that cannot be guarded, with reasons."""
+    """Return features of a DeepSpeed optimizer that cannot be guarded."""
     plain = getattr(outer, "optimizer", outer)
     name, is_plain = type(plain).__name__, isinstance(outer, Optimizer)
     kinds = {kind.__name__ for kind in type(plain).__mro__}

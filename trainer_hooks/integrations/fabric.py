@@ -157,7 +157,7 @@ def _judge_before_clips(
 
 
 def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
-    """Return the norm to which a clip scales; None for a clip by value or another norm type."""
+    """Return the norm that Fabric clips to; None for a clip by value."""
     max_norm = bound_arguments.get("max_norm")
     return (
         None if max_norm is None or bound_arguments.get("norm_type", 2.0) != 2 else float(max_norm)

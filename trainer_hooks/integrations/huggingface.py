@@ -95,6 +95,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
             self.attached.load_state_dict(saved["attributes"]["kept"])
 
     def _attach(self, model: Any, optimizer: Any, options: Options) -> Attached:
+        """Attach the guard to the Hugging Face trainer's optimizer."""
         trainer = self._trainer
         if trainer is None:
             if not is_off(options):

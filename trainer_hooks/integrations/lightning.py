@@ -106,6 +106,7 @@ class VitalsCallback(_Callback):
         self._listen(trainer, attached)
 
     def _select_optimizer(self, optimizers: Sequence[Optimizer]) -> Optimizer:
+        """Return the Lightning trainer's optimizer to guard; refuse a wrong index."""
         if self._index is None and len(optimizers) == 1:
             return optimizers[0]
         if self._index is None or not 0 <= self._index < len(optimizers):

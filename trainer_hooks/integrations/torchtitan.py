@@ -69,7 +69,7 @@ def _require_torchtitan() -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse trainers that step differently from ``Trainer.train_step``.
+    """Refuse torchtitan trainers that step differently from their train_step.
 
     Raises:
         UsageError: the message says which and why.
@@ -153,7 +153,7 @@ class _StepJudge:
         return loss
 
     def _give(self, loss: Any, *, labels: Any, global_valid_tokens: Any, **_: Any) -> None:
-        """Pass on the local mean loss: torchtitan returns this rank's part of the global mean.
+        """Pass on torchtitan's local mean loss, weighted by its valid tokens.
 
         The weight is the number of valid tokens, divided by the ranks that share them. So the
         weighted mean over ranks is ``global_avg_loss``, and the weights add up to the tokens of the

@@ -67,7 +67,7 @@ class DeepSpeedAdapter(ABC):
 
     @property
     def own_scale(self) -> float:
-        """Current loss scale of the engine."""
+        """Current loss scale of the DeepSpeed engine."""
         if self.zero.custom_loss_scaler:
             return float(self.zero.external_loss_scale)
         return float(self.scaler.cur_scale)
@@ -255,7 +255,7 @@ class _Replicated(DeepSpeedAdapter):
 
     @abstractmethod
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter of the model with its gradient."""
+        """Yield each parameter of a DeepSpeed optimizer with its gradient."""
 
     def everything(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""

@@ -605,7 +605,7 @@ def _listed(ids: Any) -> list[Any]:
 
 
 def _as_many_as_fit(ids: Iterable[int | str]) -> tuple[int | str, ...]:
-    """Return the longest prefix of the ids that fits into one event."""
+    """Return the longest prefix of the sample ids that fits into one event."""
     fitting: list[int | str] = []
     room = MAX_ID_BYTES
     for sample_id in islice(ids, MAX_IDS):

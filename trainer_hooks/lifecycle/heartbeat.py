@@ -111,6 +111,7 @@ class HeartbeatThread:
                 return
 
     def _beat_once(self) -> None:
+        """Write this rank's heartbeat; without progress, also its code position."""
         clock, now = self._clock, time.monotonic()
         step, phase, sequences = clock.step, clock.phase, self._sequences()
         moved = (step, phase, sequences)
@@ -279,7 +280,7 @@ class FlightRecorder:
         self.read(dump(True, False), directory, sequences)
 
     def read(self, dumped: bytes | str, directory: Path, sequences: dict[str, int]) -> None:
-        """Read a dump, in JSON, of the groups in ``sequences``."""
+        """Read a dump of the torch flight recorder: each group's latest collectives."""
         self.started = {}
         trace = msgspec.json.decode(dumped, type=_Trace, strict=False)
         last: dict[str, list[_RecorderEntry]] = {}

@@ -205,7 +205,7 @@ class Loop:
         )
 
     def _evaluated(self) -> Meta:
-        """Return the metadata of the evaluated state, which must be that of the training."""
+        """Return a snapshot's metadata for ``evaluate``; refuse swapped averages."""
         averages = self._device.averages
         if averages is not None and averages.is_swapped:
             raise UsageError(
@@ -394,6 +394,7 @@ class Loop:
             carry_out_at_end(run, judge_returned(run, *remaining, now_step=self._step))
 
     def _release(self) -> None:
+        """Remove the hooks of the guarded loop, and restore its optimizers."""
         self._parts.close()
         self._device.release()
 

@@ -76,7 +76,7 @@ class Shutdown:
 
     @property
     def saves(self) -> bool:
-        """Whether SIGTERM triggers a checkpoint."""
+        """Whether SIGTERM makes this rank save a checkpoint."""
         return self._grace is not None
 
     def on_sigterm(self) -> None:
@@ -193,7 +193,7 @@ def close_earlier(optimizers: Sequence[object]) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """End monitors that were not closed; an uncaught error is the reason.
+    """End monitors still open at interpreter exit, with the uncaught error if any.
 
     Except in an interactive session, where the last error may belong to any earlier line.
     """

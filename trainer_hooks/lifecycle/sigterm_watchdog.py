@@ -40,6 +40,7 @@ class SigtermWatchdog:
         threading.Thread(target=self._watch, name="vitals-grace", daemon=True).start()
 
     def _watch(self) -> None:
+        """Act after SIGTERM's grace period, unless the main thread handled it."""
         while (number := os.read(self._reader, 1)) not in (b"", _CLOSED):
             if number[0] == signal.SIGTERM and not self._met.wait(self._seconds):
                 self._act()

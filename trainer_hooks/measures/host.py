@@ -420,7 +420,7 @@ class GroupSettings:
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def take_changes(self) -> list[Change]:
-        """Return the changes since the last call."""
+        """Return changes of parameter groups' settings since the last call."""
         changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
             for key, before in seen.items():

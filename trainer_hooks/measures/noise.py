@@ -235,7 +235,7 @@ class OwnGradients:
     def check(
         self, bucket: GradBucket, averaged: torch.futures.Future[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Compute the checksum of the reduced bucket, if this bucket is the one to check."""
+        """Compute the checksum of a reduced DDP bucket, if it is the one to check."""
         if self._put_in is None or not self._is_due(bucket):
             return averaged
 
@@ -249,7 +249,7 @@ class OwnGradients:
         return looked
 
     def square(self, loss_scale: Tensor | None) -> Tensor | None:
-        """Return the squared norm of the step, unscaled; None if no backward was reduced in it."""
+        """Return the squared norm of a rank's gradients before DDP averages them."""
         if self._passes != 1 or not self._measures_square:
             return None
         return self._square if loss_scale is None else self._square / loss_scale.double() ** 2

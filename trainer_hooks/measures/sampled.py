@@ -110,6 +110,7 @@ class OutsideWrites:
 
     @torch.no_grad()
     def _weight_and_moment_sums(self) -> tuple[Tensor, Tensor]:
+        """Return sums of squares of weights and of optimizer state, by parameter."""
         norms = self._norms
         weights = self._weights.of(norms.local_parameters(), norms.device)
         owners: list[int] = []

@@ -146,7 +146,7 @@ class Sections:
             self._has_begun = True
 
     def aside(self, nanoseconds: int) -> None:
-        """Subtract this time from the current section: another column includes it."""
+        """Subtract a data wait or checkpoint from the step's current section."""
         self._asides[self._section] += nanoseconds
 
     def end_loop_part(self, now_ns: int) -> None:

@@ -285,7 +285,7 @@ class Bank:
         self._evict_old()
 
     def fed(self, step: int, num_batches: int, loss_of: Callable[[Any], Any]) -> None:
-        """Assign the copies since the last call to this step."""
+        """Assign the batches copied for the probe since the last call to a step."""
         copies, self._copies = self._copies, []
         size, self._copied_bytes = self._copied_bytes, 0
         self._waiting.pop(step, None)  # belongs to an attempt that was rolled back

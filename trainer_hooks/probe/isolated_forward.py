@@ -142,7 +142,7 @@ def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
 
 @torch.no_grad()
 def _copies(tensors: Iterable[Tensor]) -> _Copies:
-    """Return each tensor with its storage and a copy.
+    """Return each tensor with its storage and a copy, for an isolated forward.
 
     The storage is recorded because ``param.data = ...`` replaces it.
     """
@@ -184,7 +184,7 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
 
 @contextmanager
 def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Prevent DDP from broadcasting buffers and from recording a forward.
+    """Keep DDP from syncing in the probe's forward; restore its flags later.
 
     Otherwise a forward with gradients makes its reducer wait for a backward that never comes.
     """

@@ -595,7 +595,7 @@ class SnapshotRing:
 
     @property
     def shares(self) -> bool:
-        """Whether the ranks of this node share one copy of the state that DDP keeps equal."""
+        """Whether the node's ranks share one snapshot of the replicas."""
         return self._joined.regions is not None
 
     @property
@@ -624,7 +624,7 @@ class SnapshotRing:
         self._unused.clear()
 
     def save_begins(self, entry: Snapshot) -> None:
-        """Keep a shared slot that some rank may be reading; on all ranks at the same step."""
+        """Keep a shared snapshot slot that some rank may be writing to disk."""
         if entry._slot is not None:
             entry._slot.being_saved = True
 
@@ -1089,7 +1089,7 @@ class RecoveryManager:
         return self._ring.fingerprint
 
     def missed(self, step: int) -> bool:
-        """Return whether this rank could not take the snapshot that was due at ``step``."""
+        """Return whether this rank could not take a snapshot that was due at a step."""
         return self._wrong == (step, None)
 
     def nonfinite_names(self) -> list[str]:
@@ -1139,7 +1139,7 @@ class RecoveryManager:
         differ: tuple[int, ...] = (),
         is_shared: bool = True,
     ) -> None:
-        """Apply the ranks' reports with ``step``: about its snapshot, and rank 0's about the disk.
+        """Settle a step's snapshot by the reduced numbers; apply rank 0's save flags.
 
         Args:
             reduced: the numbers of the step.

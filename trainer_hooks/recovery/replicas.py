@@ -471,7 +471,7 @@ class Replicas:
             return "", None
 
     def _speakers(self) -> set[int]:
-        """Return the ranks that provide the names: the first of each group."""
+        """Return the ranks that name replica tensors: the first of each group."""
         return {group[0] for group in self.groups}
 
     # ---------------------------------------------------------------------- differing elements

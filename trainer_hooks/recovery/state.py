@@ -345,7 +345,7 @@ class TrainingState:
 
     @torch.no_grad()
     def conform(self, saved: Mapping[str, Spec], host: HostState) -> None:
-        """Make the live tensors match the saved ones, ready for ``write``.
+        """Make live tensors match a checkpoint's shapes and types, before ``write``.
 
         Optimizer state that was absent starts again: zeroed in place if the optimizer is known to
         start from zeros, otherwise removed so that the optimizer creates it as in a new run. State

@@ -416,7 +416,7 @@ class Autocast:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return versions that arithmetic depends on: torch, Python, CUDA, the device's name."""
+    """Return software versions for a repro capsule, and the device's name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "vitals": __version__,

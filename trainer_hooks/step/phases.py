@@ -330,6 +330,7 @@ class StepPhases:
         return verdict
 
     def _judge(self) -> Verdict:
+        """Return the verdict on the reduce vector, computed on device or host."""
         packer, row = self._device.packer, self._rows.get(self.turn.number)
         if not self._judges_on_host:
             row = self._no_row if row is None else row

@@ -152,7 +152,7 @@ def _is_small(pair: Pair) -> bool:
 
 
 def _arrays(pair: Pair) -> tuple[NDArray[Any] | None, NDArray[Any], int | None]:
-    """Return both sides as numpy arrays, and the first bit pattern that is non-finite."""
+    """Return both sides of a snapshot copy as arrays, and the first non-finite bits."""
     numbers = numbers_of(pair.source) if pair.checked else None
     if numbers is None:
         into = None if pair.into is None else bytes_of(pair.into)

@@ -175,7 +175,7 @@ def _piece(param: Tensor) -> Piece:
 
 
 def shares(mine: Sequence[Shard], everyone: Sequence[Sequence[Shard]]) -> list[float]:
-    """Return this rank's share of each square: 1 divided by the number of holders."""
+    """Return this rank's share of each gradient's square: 1 / number of holders."""
     held = Counter(shard for rank in everyone for shard in rank)
     return [1.0 / held[shard] for shard in mine]
 

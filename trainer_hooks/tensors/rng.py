@@ -24,7 +24,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def capture_now() -> dict[str, Any]:
-    """Return the same, for each batch: only the current CUDA device, numpy's in its own format."""
+    """Return the RNG state at a batch, with only the current CUDA device's."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -181,7 +181,7 @@ def register(app: typer.Typer) -> None:
 
 
 def print_next(console: Console, runs: Path) -> None:
-    """Print the next steps, as lines to paste."""
+    """Print the next steps after the demo, as lines to paste."""
     folder, vitals = shlex.quote(str(runs)), _own_command()
     console.print("\nnext, here or in another terminal:")
     for command, meaning in (
@@ -324,6 +324,7 @@ class _Demo:
         return msgspec.json.decode(result.read_bytes(), type=DemoResult)
 
     def _show_progress(self, arm: Arm, ended: Callable[[], int | None]) -> None:
+        """Show the progress bar of one of the demo's trainings until it ends."""
         columns = ("{task.description:<28}", "{task.fields[status]}")
         progress = Progress(
             TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -356,6 +357,7 @@ class _Demo:
     # ------------------------------------------------------------------------------- reading
 
     def _open_client(self) -> CollectorClient:
+        """Return a client of the demo's collector."""
         collector = collector_on(self._stack.data)
         if collector is None:
             raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")

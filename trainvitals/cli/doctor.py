@@ -170,7 +170,7 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
 
 
 def examine(environ: Mapping[str, str]) -> list[Check]:
-    """Return the checks of ``vitals doctor``, in display order."""
+    """Run the checks of ``vitals doctor`` and return them in display order."""
     torch = check_torch(_installed_version)
     return [
         *check_versions(),
@@ -275,6 +275,7 @@ def run_gpu_check(importable: Callable[[str], bool]) -> int:
 
 
 def _run_burn_in(seconds: int, yes: bool) -> tuple[list[Check], bool]:
+    """Run the burn-in of ``vitals doctor``; refuse while a run trains on this node."""
     burn_in = load_plugin("burn-in")
     runs = burn_in.running_here(os.environ)
     if runs and not yes:

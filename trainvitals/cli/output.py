@@ -47,6 +47,7 @@ def _escaped(text: str) -> str:
 
 
 def _escape_json_line(line: str) -> str:
+    """Escape the control characters in one line of a command's JSON output."""
     # In JSON such characters only occur inside strings. ``dumps`` does not escape DEL.
     escaped = (c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     return "".join(escaped).replace("\x7f", "\\u007f")

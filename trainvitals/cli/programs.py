@@ -115,7 +115,7 @@ def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs an extra, or the base install."""
+    """Return the pip command that installs an extra, as text for a hint."""
     return "pip install trainvitals" if extra == "base" else f"pip install 'trainvitals[{extra}]'"
 
 
@@ -149,6 +149,7 @@ def register_all(
 
 
 def _command_sort_key(command: CommandInfo) -> int:
+    """Return the position of a CLI command in the help."""
     name = _command_name(command)
     return ORDER.index(name) if name in ORDER else len(ORDER)
 

@@ -329,6 +329,7 @@ class _TerminationSignal(KeyboardInterrupt):
 
 
 def _raise_termination(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM or SIGHUP while `vitals run` waits: raise an exception."""
     raise _TerminationSignal
 
 
@@ -356,6 +357,7 @@ def _served(data: Path, pid: int) -> str | None:
 
 
 def _find_dashboard_url(log: Path) -> str | None:
+    """Return the one-click URL in the dashboard's log; None before it is printed."""
     match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
     return match.group(0) if match else None
 

@@ -62,17 +62,20 @@ def register(app: typer.Typer) -> None:
 
 
 def _revive_programs(stack: Stack) -> None:
+    """Restart Vitals programs that ended; print messages and control codes."""
     for message in stack.revive():
         typer.echo(f"vitals: {message}", err=True)
     _print_control_codes(stack)
 
 
 def _print_control_codes(stack: Stack) -> None:
+    """Print the dashboard's new control codes on stderr."""
     for line in stack.control_codes():
         typer.echo(line, err=True)
 
 
 def _start_available_programs(stack: Stack, port: int, control: bool) -> None:
+    """Start the programs of `vitals run`; print which ones could not start."""
     try:
         _start_collector(stack)
     except TransportError:

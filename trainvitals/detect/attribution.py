@@ -116,23 +116,23 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_cause(self) -> bool:
-        """Whether it identifies the origin of the problem, not only a series that moved."""
+        """Whether the onset identifies the problem's origin, not only a moved series."""
         return self.subject not in ("losses", "gradients")
 
     @property
     def is_of_speed(self) -> bool:
-        """Whether it concerns the speed of the run, not its numbers."""
+        """Whether the onset concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether it changed what later steps start from, even if nothing is out for a while."""
+        """Whether the onset changed what later steps start from, such as weights."""
         is_frozen = self.value == 0.0 and self.sigmas is None
         return is_frozen or self.subject in ("lr", "config") or self.series in _STATE_SERIES
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether a number turned NaN or infinite."""
+        """Whether a number turned NaN or infinite at the onset."""
         return self.value is None and not self.is_lasting
 
 
@@ -600,6 +600,7 @@ class OnsetTracker:
     def _update_episode(
         self, episode: _Episode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
     ) -> bool:
+        """Add a step to an episode and record its onset; return whether it is new."""
         was = episode.onset
         if not episode.advance(attempt, out, is_old=is_old) or episode.onset is None:
             return False
@@ -634,6 +635,7 @@ class OnsetTracker:
     # ------------------------------------------------------------------------------- settings
 
     def _find_setting_changes(self, merged: MergedStep) -> list[_SeriesOutlier]:
+        """Return deliberate jumps of the learning rate and of other settings."""
         out: list[_SeriesOutlier] = []
         rate = number(merged.run.get("learning_rate"))
         factor = number(merged.run.get("lr_factor")) or 1.0
@@ -706,6 +708,7 @@ class OnsetTracker:
     def _judge_finite_losses(
         self, step: int, losses: Sequence[float], out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> bool:
+        """Judge the ranks' finite losses; return whether a loss left its normal range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean, looked)
         self._loss_height = (mean - middle, sigmas > 0.0)
@@ -771,12 +774,14 @@ class OnsetTracker:
         ]
 
     def _total_norm_outlier(self, merged: MergedStep, sigmas: float) -> _SeriesOutlier:
+        """Return the total gradient norm of a step as an outlier."""
         value = number(merged.run.get("grad_norm"))
         return _SeriesOutlier(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
 
     def _judge_data_waits(
         self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> None:
+        """Judge the longest wait of a rank for the data loader."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
             return
@@ -837,6 +842,7 @@ class OnsetTracker:
         out: list[_SeriesOutlier],
         looked: list[_Looked],
     ) -> None:
+        """Judge writes to weights and optimizer states outside the optimizer step."""
         for name, order, subject in _WRITES:
             written = rows.column(name)
             if written is None:

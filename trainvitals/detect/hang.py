@@ -83,7 +83,7 @@ class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[tuple[int, ...], Reason]:
-        """Properties that must change before it is reported again."""
+        """Blocking ranks and reason: a change of either is reported again."""
         return self.culprits, self.reason
 
 
@@ -333,6 +333,7 @@ class _HangJudge:
         )
 
     def _page_limit_seconds(self, culprits: Sequence[RankActivity], reason: Reason) -> float:
+        """Return the seconds after which a hang with these blocking ranks pages."""
         phases = {rank.phase for rank in culprits}
         blocked = max(self._limits.page[phase] for phase in phases)
         if reason == "debugged":

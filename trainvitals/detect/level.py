@@ -99,6 +99,7 @@ class LevelDetector(Detector):
         self._forget_level()
 
     def _forget_level(self) -> None:
+        """Reset the loss level, its lowest value and the current rise."""
         self._best: float | None = None
         self._onset = -1
         """First step of the rise, or -1 while the level is normal."""
@@ -180,6 +181,7 @@ class LevelDetector(Detector):
         return latest < _RECOVERING * max(before, level - best)
 
     def _start_rise(self, level: float, best: float) -> None:
+        """Record that the loss started to rise above its lowest level."""
         self._top = 0.0
         self._onset = self._change_point(level, best)
         self._low, self._num_told, self._is_far = best, 0, False

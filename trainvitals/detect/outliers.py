@@ -106,7 +106,7 @@ class RobustWindow(StatefulRow):
         return reach
 
     def upper(self, fraction: float) -> float:
-        """Return the sample that only ``fraction`` of the window exceeds."""
+        """Return the sample that only ``fraction`` of the window's samples exceed."""
         return self._sorted[-1 - int(len(self._sorted) * fraction)]
 
 
@@ -138,6 +138,7 @@ def is_clean(record: StepRecord) -> bool:
 
 
 def _is_nonfinite_or_outlier(value: float | None, limit: float | None) -> bool:
+    """Return whether a loss or norm is non-finite or above its limit."""
     if value is None:
         return False
     return not math.isfinite(value) or (limit is not None and value > limit)

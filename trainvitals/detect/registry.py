@@ -42,7 +42,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_causes(self) -> tuple[str, ...]:
-        """Its name, and the causes that represent it."""
+        """Name of the kind, and the causes that represent the kind in decisions."""
         return (self.name, *self.alerts, *self.causes)
 
 
@@ -357,7 +357,7 @@ DOMAINS: Mapping[str, Domain] = {
 
 
 def kinds_about(subject: Subject) -> frozenset[str]:
-    """Return the kinds of findings about such an object."""
+    """Return the kinds of findings about a subject, such as machines."""
     return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
 
 

@@ -212,6 +212,7 @@ class ScheduleFollower(Stateful):
         return f"the learning rate left the declared {self._name}: {named}{more}{since}"
 
     def _is_outside_band(self, rate: float, band: Band) -> bool:
+        """Return whether a learning rate is outside its declared range."""
         self._highest = max(self._highest, abs(band.high))
         low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
         return not low <= rate <= high

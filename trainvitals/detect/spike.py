@@ -286,6 +286,7 @@ class SpikeDetector(Detector):
         self._push_trend(value)
 
     def _push_trend(self, value: float) -> None:
+        """Add a clean step's value to the trend; refresh the spread now and then."""
         self._course.push(value)
         self._stale += 1
         if self._stale >= _REFRESH and self._far is not None:
@@ -335,6 +336,7 @@ class SpikeDetector(Detector):
     def _judge_around_zero(
         self, record: StepRecord, value: float, clean: bool
     ) -> tuple[Finding, ...]:
+        """Judge a value of a metric with values at or below zero."""
         limit = self._limit_around_zero()
         if limit is not None and value > limit:
             self._held.append(value)
@@ -435,6 +437,7 @@ class SpikeDetector(Detector):
         return findings + self._accept_if_steady(record)
 
     def _is_burst(self, beyond: float) -> bool:
+        """Return whether the excess summed over steps is enough to report a burst."""
         if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
             return False
         if self._sum < max(self._enough, _REMEMBERED * self._wandered):
@@ -483,7 +486,7 @@ class SpikeDetector(Detector):
         return max(gaps) - min(gaps) <= max(_REGULAR_WITHIN * max(gaps), 2.0)
 
     def _is_known(self, logarithm: float) -> bool:
-        """Return whether a value belongs to a recently accepted level."""
+        """Return whether a value belongs to a recently accepted level of the metric."""
         if not self._accepted:
             return False
         since, highest = self._accepted

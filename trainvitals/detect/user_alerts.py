@@ -412,12 +412,12 @@ class UserAlerts:
         return finding if self._is_due(name, finding.step) else None
 
     def end(self, name: str) -> Finding | None:
-        """Note that a condition is no longer true; return its last finding if it is new."""
+        """Record that a custom alert's condition ended; return its unreported finding."""
         last = self.held.pop(name, None)
         return last if last is not None and self._is_due(name, last.step, _END_STEPS) else None
 
     def due(self, step: int) -> Iterator[Finding]:
-        """Yield alerts that still hold and were not reported for a while."""
+        """Yield findings of custom alerts that still hold and need another report."""
         for name, finding in list(self.held.items()):
             if self._is_due(name, step):
                 renewed = self.held[name] = replace(finding, step=step)

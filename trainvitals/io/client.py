@@ -468,6 +468,7 @@ def _url_path(*parts: str) -> str:
 
 
 def _json_body_kwargs(body: bytes) -> dict[str, Any]:
+    """Return the httpx arguments of a request with a JSON body."""
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 

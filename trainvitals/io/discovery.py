@@ -54,7 +54,7 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
 
 
 def check_room(folder: Path) -> None:
-    """Check that the directory has space for one writer's files; the test file is deleted.
+    """Check that a directory has space for one writer's journal.
 
     Raises:
         StorageError: it has not.
@@ -112,6 +112,7 @@ def _subdirectories(path: Path) -> list[Path]:
 
 
 def _read_run_pointer(folder: Path) -> Path | None:
+    """Return the run directory that is recorded next to a run's journals."""
     with contextlib.suppress(OSError, VitalsError, *UNREADABLE):
         return Path(msgspec.json.decode(read_own(folder / "run.json"), type=_RunPointer).run_dir)
     return None

@@ -78,7 +78,7 @@ class JournalReader:
         return batches
 
     def take_end(self) -> bool:
-        """Return whether the writer closed it (or was declared dead) and all was read.
+        """Return whether the journal is closed, or its writer dead, and all was read.
 
         Written rows that no longer exist are counted in ``dropped``, once.
         """
@@ -193,6 +193,7 @@ class JournalReader:
         return batches
 
     def _new_rows(self, path: Path) -> tuple[SegmentHeader, int, bytes]:
+        """Return a segment's header, and the first number and bytes of its unread rows."""
         header, offset = self._known[path]
         schema = header.stream_schema
         base = max(self._next.get(schema.stream, 0), header.first_seq)
@@ -253,5 +254,6 @@ def _cuts(schema: Schema, raw: bytes, begin: int, end: int, max_rows: int) -> li
 
 
 def _ends_event(schema: Schema, raw: bytes, slot: int) -> bool:
+    """Return whether the row in a slot is the last row of its event."""
     fields = schema.unpack(memoryview(raw)[slot * schema.row_size : (slot + 1) * schema.row_size])
     return fields.get("part") == int(fields.get("num_parts") or 1) - 1

@@ -44,6 +44,7 @@ def name_nodes(spots: Sequence[Spot]) -> list[str]:
 
 
 def _unique_node_name(spot: Spot, spots: Sequence[Spot]) -> str:
+    """Return a rank's host name, with a hash if containers share the host name."""
     others = {each for each in spots if each.host == spot.host and each.memory} - {spot}
     if not spot.memory or not others:
         return spot.host

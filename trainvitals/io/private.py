@@ -153,7 +153,7 @@ class Owner:
         return cls(folder.stat().st_uid, _WRITABLE)
 
     def owns(self, status: os.stat_result) -> bool:
-        """Return whether it belongs to this user or to root, who may change anything."""
+        """Return whether a file belongs to the trusted user, this user or root."""
         return status.st_uid in (self.uid, os.geteuid(), 0)
 
     def is_writable_by_others(self, status: os.stat_result) -> bool:

@@ -102,6 +102,7 @@ def _own_task(environ: Mapping[str, str]) -> str:
 
 
 def _user_directory(base: Path) -> Path:
+    """Return the directory with the run ids of this user's launches."""
     return base / f"{_FOLDER}-{os.geteuid()}"
 
 

@@ -334,7 +334,7 @@ class RunDir:
     # ---------------------------------------------------------------------------- restarts
 
     def restarts(self) -> list[int]:
-        """Return when a job of this run was ended as it hung, in nanoseconds since the epoch.
+        """Return the times (Unix nanoseconds) at which a hung job of this run was ended.
 
         Raises:
             FormatError: the file is damaged; a guess would restore the budget.
@@ -415,6 +415,7 @@ class RunDir:
         return entries
 
     def _line_mac(self, key: bytes, offset: int, entry: Mapping[str, object]) -> str:
+        """Return the signature of one line of the plan journal."""
         line = msgspec.json.encode(dict(entry))
         return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 
@@ -477,7 +478,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def _end_of_lines(fd: int) -> int:
-    """The offset after the last newline."""
+    """Return the offset after the plan journal's last complete line."""
     end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - 4096)

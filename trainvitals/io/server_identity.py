@@ -217,7 +217,7 @@ def _pinned_context(certificates: tuple[str, ...]) -> _PinnedContext:
 
 
 def fingerprint(pem: str) -> str:
-    """Return a certificate's SHA-256 in hex; ValueError if it is invalid."""
+    """Return the SHA-256 of a TLS certificate in hex; ValueError if it is invalid."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
 
 

@@ -157,7 +157,7 @@ class Spool:
 
     @property
     def corrupt(self) -> int:
-        """Damaged ranges that were skipped; they stay in their file."""
+        """Number of damaged ranges that were skipped; they stay in their spool file."""
         return self._num_corrupt + len(self._corrupt_at)
 
     @property
@@ -375,6 +375,7 @@ class Spool:
         self._close_file()
 
     def _drop_until_fits(self, size: int) -> bool:
+        """Drop the spool's oldest files until a batch fits; return whether it does."""
         if self.keep or size > self.max_bytes:
             return self._num_bytes + size <= self.max_bytes
         while self._sizes and self._num_bytes + size > self.max_bytes:

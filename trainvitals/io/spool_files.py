@@ -290,6 +290,6 @@ def read_state(path: Path) -> State | None:
 
 
 def encode_state(state: State) -> bytes:
-    """Return the file's bytes."""
+    """Return the bytes of a spool's ``state.json`` with a checksum."""
     raw = msgspec.json.encode(state)
     return msgspec.json.encode(_Sealed(zlib.crc32(raw), msgspec.Raw(raw)))

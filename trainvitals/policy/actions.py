@@ -138,7 +138,7 @@ def evidence_of(record: StepRecord, state: PolicyState) -> dict[str, float]:
 def skip(
     state: PolicyState, context: DecisionContext, finding: Finding | None, *, reason: str, rule: str
 ) -> PolicyResult:
-    """Add an entry for a step that the device skipped before the host knew about it."""
+    """Log a step that the device skipped before the host knew about it."""
     return log_decision(
         replace(state, facts=replace(state.facts, num_skips=state.facts.num_skips + 1)),
         context, finding, action="skip_step", reason=reason, rule=rule,

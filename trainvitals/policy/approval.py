@@ -96,7 +96,7 @@ def on_timeout(state: PolicyState, config: PolicyConfig) -> tuple[PolicyState, b
 
 
 def vetoed(facts: DurablePolicyState, plan: RollbackPlan, config: PolicyConfig) -> RollbackPlan:
-    """Return a rollback that was vetoed: approval for it is not requested for ``ask_steps``."""
+    """Return a vetoed rollback: no approval is requested for ``ask_steps``."""
     return replace(plan, vetoed=True, until=facts.clock + config.ask_steps)
 
 

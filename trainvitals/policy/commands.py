@@ -170,6 +170,7 @@ def _with_level(
 
 
 def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionContext) -> str:
+    """Return why the policy refuses a manual command; "" if it accepts."""
     decision = result.decision
     if context.mode == "observe":
         return "mode is 'observe': Vitals takes no action; restart in guard or heal"

@@ -189,6 +189,7 @@ def _log_device_skip(
 def _act_on_nonfinite_params(
     state: PolicyState, bad: Finding, context: DecisionContext
 ) -> PolicyResult:
+    """Roll back non-finite parameters; halt if the mode allows no rollback."""
     record = context.record
     onset = min(step for step in (record.step, _current_onset(state)) if step >= 0)
     state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
@@ -216,6 +217,7 @@ def _current_onset(state: PolicyState) -> int:
 def _act_on_nonfinite_step(
     state: PolicyState, bad: Finding, context: DecisionContext
 ) -> PolicyResult:
+    """Act on a non-finite step: skip, run the probe, roll back or halt."""
     record, config = context.record, context.config
     num = state.nonfinite + 1
     onset = record.step if num == 1 else state.nonfinite_onset
@@ -242,6 +244,7 @@ def _act_on_nonfinite_step(
 def _act_on_damaged_state(
     state: PolicyState, read: StateRead, bad: Finding, onset: int, context: DecisionContext
 ) -> PolicyResult:
+    """Roll back a state that the probe found damaged; if not allowed, log the skip."""
     finding = damage_finding(read, max_healthy_ratio(state, onset, context), context, bad.rank)
     if context.heals:
         reason = f"{bad.reason}; {finding.reason}"

@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest_attempt(self) -> int:
-        """Id of the latest attempt; 0 before the first."""
+        """Id of the latest attempt in the plan journal; 0 before the first."""
         return max((self.facts.attempt, *(branch.id for branch in self.branches)))
 
     def holds(self, step: int, attempt: int) -> bool:

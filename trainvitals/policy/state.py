@@ -294,7 +294,7 @@ class Lasting(msgspec.Struct, frozen=True, array_like=True):
     """First step of the problem."""
 
     def report(self, step: int) -> Lasting | None:
-        """Return the state after a report at ``step``; None if it was reported recently."""
+        """Return the problem's state after a report; None if reported recently."""
         passed = step - self.reported_step if self.reported_step >= 0 else FOREVER
         if passed < REPORT_AGAIN_STEPS:
             return None

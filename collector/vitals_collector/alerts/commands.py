@@ -288,6 +288,7 @@ def _rank0(connection: Connection, run_id: str) -> str | None:
 
 
 def _command_row(command: Command) -> dict[str, object]:
+    """Return the row of the table of commands for a signed command."""
     return {
         "run_id": command.run_id,
         "number": command.number,
@@ -302,6 +303,7 @@ def _command_row(command: Command) -> dict[str, object]:
 
 
 def _command_view(row: Row[tuple[object, ...]], now_unix_ns: int) -> CommandView:
+    """Return a stored command for clients; a late pending one is shown as expired."""
     late = row.status == "pending" and row.expires_unix_ns <= now_unix_ns
     return CommandView(
         command=_decode(row.body),

@@ -122,10 +122,11 @@ class _ReceiverQueue:
 
     @property
     def after_seconds(self) -> float:
-        """How long a page waits for an acknowledgment before it is escalated to this receiver."""
+        """Seconds without an acknowledgment until a page is escalated to this receiver."""
         return float(getattr(self.notifier, "after_seconds", 0.0))
 
     def accepts_alert(self, alert: AlertView) -> bool:
+        """Return whether this receiver gets alerts of that severity."""
         if alert.name == _FAILING and alert.labels["receiver"] == self.notifier.name:
             return False  # about itself
         if alert.severity == "log":
@@ -172,7 +173,7 @@ class Dispatcher:
         self._queue_for_receivers(alert, self._lines.values())
 
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
-        """Queue a state that was not settled, for the receivers that do not have it queued.
+        """Queue an alert again for the receivers that do not have it in their queue.
 
         Args:
             alert: the state.
@@ -209,7 +210,7 @@ class Dispatcher:
                 line.unrecorded.clear()
 
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
-        """Drop a queued alert: it was silenced or acknowledged.
+        """Drop a silenced or acknowledged alert from the receivers' queues.
 
         Args:
             fingerprint: the alert's fingerprint.
@@ -312,12 +313,14 @@ class Dispatcher:
             line.wake.wait(wait)
 
     def _process_queue(self, line: _ReceiverQueue) -> float | None:
+        """Deliver a receiver's due alerts; return the seconds until the next one."""
         while due := self._take_due(line):
             self._deliver_alerts(line, due)
         self._tell_if_failing(line)
         return self._seconds_until_due(line)
 
     def _seconds_until_due(self, line: _ReceiverQueue) -> float | None:
+        """Return the seconds until a receiver's next alert is due; None without one."""
         now = self._clock.monotonic_ns()
         with self._lock:
             dues = [max(w.due_ns, line.not_before_ns) for w in line.waiting.values()]
@@ -446,6 +449,7 @@ class Dispatcher:
 
     @property
     def _failing_after_ns(self) -> int:
+        """Time without a delivery after which a receiver counts as failing."""
         return int(self._config.failing_after_seconds * 1e9)
 
     def _is_late(self, line: _ReceiverQueue) -> bool:
@@ -461,6 +465,7 @@ class Dispatcher:
             self.submit(alert)
 
     def _requeue_after(self, line: _ReceiverQueue, item: _PendingAlert, seconds: float) -> None:
+        """Put an alert back into its receiver's queue, to be sent again later."""
         item.due_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         # A later state that came in the meantime has priority.
         waiting = line.waiting.setdefault(item.alert.fingerprint, item)

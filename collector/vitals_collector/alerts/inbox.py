@@ -506,7 +506,7 @@ def _alert_view(
 
 
 def _one_line(text: str) -> str:
-    """Return the text as one line of printable characters: it may come from a run.
+    """Return an alert's summary as one line of printable characters.
 
     A new line could forge one of the collector's log, and others could steer a terminal.
     """
@@ -538,6 +538,7 @@ def _raised(entry: InboxAlert | None, occurrence: AlertOccurrence, now: int) -> 
 
 
 def _resolved_alert(entry: InboxAlert, now: int, ended: int) -> InboxAlert:
+    """Return a stored alert as it is after its condition ended."""
     # An alert that was only pending was never delivered; its end is not either.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
     ended = max(ended, entry.view.started_unix_ns)
@@ -571,6 +572,7 @@ def _start_firing(last: InboxAlert | None, entry: InboxAlert) -> InboxAlert:
 
 
 def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool:
+    """Return whether receivers have to know of an alert's change."""
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
@@ -618,12 +620,13 @@ def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
+    """Return the pending and firing alerts of all runs."""
     open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
-    """Write the alert over its current row."""
+    """Write an alert over its row in the table of alerts."""
     view = entry.view
     key = {"fingerprint": view.fingerprint}
     values = {
@@ -646,7 +649,7 @@ def _save_alert(connection: Connection, entry: InboxAlert) -> None:
 
 
 def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
-    """Store the cursor of a writer's events."""
+    """Store up to which event of a writer the inbox has raised alerts."""
     values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
     statement = insert(connection, engine_state).values(name=name, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))

@@ -214,6 +214,7 @@ def _alertmanager_alert(
 
 
 def _alertmanager_time(unix_ns: int) -> str:
+    """Return a time in the format of Alertmanager's API."""
     return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
 
 
@@ -301,6 +302,7 @@ class _PinnedTransport(httpx.HTTPTransport):
     """Connects to the very address that was checked, so that a name cannot change in between."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send an alert to the first checked address that accepts it."""
         *others, last = _resolve_allowed_addresses(request)
         for address in others:
             request.url = request.url.copy_with(host=address)

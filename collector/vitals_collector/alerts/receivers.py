@@ -80,11 +80,15 @@ class NotifierSettings:
 
 
 class _RemoteWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table ``[remote_write]`` of the file of receivers."""
+
     url: str = ""
     env: str = ""
 
 
 class _NotifierFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of the TOML file of receivers."""
+
     public_url: str = ""
     collector_url: str = ""
     runbook_url: str = RUNBOOK
@@ -181,6 +185,7 @@ def _resolve_url(owner: str, url: str, env: str) -> str:
 
 
 def _check_receiver(receiver: ReceiverSettings, names: list[str]) -> None:
+    """Refuse a receiver of alerts whose settings are invalid."""
     name = receiver.name
     if not 0 < len(name) <= 64 or not name.isprintable() or name == "log" or names.count(name) > 1:
         raise ConfigError(

@@ -38,6 +38,8 @@ _LOG = logging.getLogger("vitals.collector.notify")
 
 
 class _DeliveryRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Alerts that the separate process of a receiver must deliver."""
+
     receiver: ReceiverSettings
     links: Links
     ack_links: dict[str, str]
@@ -130,6 +132,7 @@ class WorkerNotifier:
         return answer
 
     def _ensure_process(self) -> subprocess.Popen[bytes]:
+        """Return the receiver's running process, started if needed."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._process is not None:
@@ -249,6 +252,7 @@ def _read_requests(source: IO[bytes], requests: "queue.Queue[bytes]") -> None:
 
 
 def _notify_or_failure(notifier: Notifier, alerts: Sequence[AlertView]) -> DeliveryResult:
+    """Deliver alerts in the receiver's process; an exception is a failed delivery."""
     try:
         return notifier.notify(alerts)
     except Exception as error:  # noqa: BLE001 - a library's fault is an answer; its text may hold an address

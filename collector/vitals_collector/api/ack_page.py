@@ -47,6 +47,7 @@ def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
 
 
 def _alert_response(view: AlertView) -> Response:
+    """Return the page of a link to acknowledge: the alert, and a form if it fires."""
     if view.acknowledged_by:
         end = f"<p>Acknowledged by {escape(view.acknowledged_by)}.</p>"
     elif view.state != "firing":
@@ -61,6 +62,7 @@ def _error_response(error: UsageError) -> Response:
 
 
 def _html_response(body: str, status: int) -> Response:
+    """Return an HTML page of a link to acknowledge an alert."""
     head = (
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )

@@ -253,6 +253,7 @@ def _add_routes(
     goodput: GoodputCache,
     reader: GoodputReader,
 ) -> None:
+    """Add all HTTP routes to the collector's app."""
     since, lost_after = clock.time_ns(), settings.lost_after_seconds
     query = Query(
         store,

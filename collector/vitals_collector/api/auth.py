@@ -414,12 +414,13 @@ def require_unlimited_token(request: Request) -> None:
 
 
 def _describe_token_limit(principal: Principal) -> str:
+    """Return the project or run that a request's token is limited to."""
     of_project = f"project {principal.project}"
     return of_project if principal.project else f"run {principal.run_id}"
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error
-    """Ends a request with a status and a problem."""
+    """Refuses a request with a status and a problem, before any route sees it."""
 
     def __init__(self, status: int, error: VitalsError) -> None:
         super().__init__(error.text)
@@ -487,6 +488,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 def _body_too_large(limit: int) -> Refused:
+    """Return the refusal of a request whose body is too large."""
     return Refused(413, UsageError(f"the body is larger than {limit} bytes"))
 
 

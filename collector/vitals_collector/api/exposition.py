@@ -189,7 +189,7 @@ def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
 
 
 def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
-    """Return firing alerts, and recently resolved ones; the latest first."""
+    """Return the query for the alerts in ``/metrics``: firing or lately resolved."""
     is_new = alerts.c.updated_unix_ns >= horizon_unix_ns
     return (
         select(alerts)
@@ -202,11 +202,12 @@ def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
 
 
 def _single_label_counts(counts: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
+    """Return counts as samples with one label, for ``/metrics``."""
     return (((label,), num) for label, num in dict(counts).items())
 
 
 def _with_zero_counts(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
-    """Return the counts, and 0 for what did not happen yet: so that its first time is an increase.
+    """Return the counts for ``/metrics``, with 0 for what has not happened yet.
 
     A counter that appears with its first event has none.
     """
@@ -334,6 +335,7 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
 
 
 def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], int]:
+    """Return the rollbacks of runs in ``/metrics``, by run and cause."""
     query = (
         select(decisions.c.run_id, decisions.c.cause, func.count())
         .where(decisions.c.run_id.in_(ids), decisions.c.action == "rollback", decisions.c.acted)
@@ -352,6 +354,7 @@ def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> S
 
 
 def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
+    """Return the number of non-finite findings of each run in ``/metrics``."""
     query = (
         select(findings.c.run_id, func.count())
         .where(findings.c.run_id.in_(ids), findings.c.kind == "nonfinite")
@@ -365,6 +368,7 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
 
 
 def _collector_families(store: Store) -> dict[str, Samples]:
+    """Return the metric families about the collector itself in ``/metrics``."""
     counters = store.counters
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},

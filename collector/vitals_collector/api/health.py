@@ -63,5 +63,6 @@ class HealthCheck:
 
 
 def _set_status(future: "asyncio.Future[str]", status: str) -> None:
+    """Deliver the result of a health check, unless the request was canceled."""
     if not future.done():
         future.set_result(status)

@@ -105,7 +105,7 @@ class PendingBody:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome for the sender."""
+        """Response for the sender of the body: replies, or an error."""
         if self._error is not None:
             return self._error
         return answer_of([self._stored[index] for index in range(len(self.raws))])
@@ -128,7 +128,7 @@ class CommitLimits:
 
 
 class _LaneBatches(NamedTuple):
-    """A body's batches of one lane."""
+    """Batches of one request's body for one writer thread."""
 
     body: PendingBody
     places: Sequence[int]
@@ -361,6 +361,7 @@ class ByteBudget:
         self._grant_waiting()
 
     def _grant_waiting(self) -> None:
+        """Reserve memory for waiting requests, in order, as far as it suffices."""
         while self._queue:
             num_bytes, turn = self._queue[0]
             if not turn.done():
@@ -502,6 +503,7 @@ def _deliver_outcomes(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
 
 
 def _set_outcomes(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
+    """Deliver the results of stored bodies to the requests that wait for them."""
     for turn, outcome in turns:
         if not turn.done():  # otherwise its client has disconnected
             turn.set_result(outcome)

@@ -103,6 +103,7 @@ def only_one(data: Path) -> Iterator[str]:
 
 
 def _lock_identity(lock: int) -> str:
+    """Return the identity of the collector's lock: boot, disk and file."""
     try:
         boot = _BOOT_ID.read_text()
     except OSError:  # not Linux
@@ -218,6 +219,7 @@ def _allow_many_files() -> None:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Exit the collector: a signal came before the server handles them."""
     raise SystemExit(0)
 
 

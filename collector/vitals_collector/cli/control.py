@@ -282,6 +282,7 @@ def _check_open(run: RunSummary) -> None:
 
 
 def _check_rank(rank: int, world_size: int) -> None:
+    """Refuse ``vitals command`` for a rank that the run does not have."""
     if rank >= world_size:
         raise UsageError(f"--rank is {rank}; the run has ranks 0 to {world_size - 1}")
 
@@ -307,6 +308,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
 
 
 def _list_by_default(context: typer.Context) -> None:
+    """List the alerts if ``vitals alerts`` is called without a command."""
     if context.invoked_subcommand is None:
         list_alerts(server=Server())
 

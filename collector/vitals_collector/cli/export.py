@@ -152,6 +152,7 @@ def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -
 
 
 def _num_rows(columns: Columns) -> int:
+    """Return the number of rows in exported columns."""
     return len(next(iter(columns.values()), ()))
 
 

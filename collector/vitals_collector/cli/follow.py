@@ -73,6 +73,7 @@ def _follow_run(
     time_ns: Callable[[], int] = time.time_ns,
     cpu_seconds: Callable[[], float] = time.process_time,
 ) -> None:
+    """Poll a run and show its progress until it has ended permanently."""
     ending, is_titled = RunEndCondition(), False
     while True:
         began = cpu_seconds()
@@ -144,13 +145,13 @@ def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]
 
 
 def run_of(client: CollectorClient, address: CollectorAddress, run: str) -> str:
-    """Return the id of the requested run, as soon as the collector has one."""
+    """Return the id of the run to follow, once the collector has one."""
     waits = f"waiting for a run: the collector at {address.url} has none yet"
     return choose_run(_wait_for(lambda: client.ask(RunsQuestion()), waits), run).run_id
 
 
 def run_dir_of(run: str, folder: Path | None) -> RunDir:
-    """Return the directory of the requested run, as soon as it exists."""
+    """Return the directory of the run to follow, once it exists."""
     where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
 
     def find() -> RunDir | None:
@@ -192,7 +193,7 @@ class _Named:
 
 
 def _wait_for(find: Callable[[], T | None], text: str) -> T:
-    """Return the result as soon as there is one; print once that the command waits for it."""
+    """Wait for a run or its rows; print once what ``vitals tail`` waits for."""
     result = find()
     if not result:
         typer.echo(text, err=True)

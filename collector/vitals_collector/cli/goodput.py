@@ -84,6 +84,7 @@ def show_goodput(
 def _reject_options(
     named: Sequence[str], why: str = "--all shows each run by what it recorded"
 ) -> None:
+    """Refuse options of a log in ``vitals goodput`` for stored runs."""
     if named:
         raise UsageError(
             f"{', '.join(named)}: {why}", hint="leave them out, or give a log's file or folder"
@@ -161,6 +162,7 @@ def _write_goodput(view: GoodputView, form: Format) -> None:
 
 
 def _wall_time_ns(view: GoodputView) -> int:
+    """Return the wall time of a run in the output of ``vitals goodput``."""
     return view.end_unix_ns - view.begin_unix_ns
 
 

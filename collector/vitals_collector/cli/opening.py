@@ -43,7 +43,7 @@ class Server:
 
 
 def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
-    """Return the directory to read, and the run in it; a run may be given as a directory.
+    """Return the directory and run of a command's arguments: a run may be a path.
 
     Text in the form of a path is a path, even if it does not exist: the error is then about the
     path.

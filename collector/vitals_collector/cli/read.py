@@ -156,4 +156,5 @@ def tail(
 
 
 def _nonfinite_cell(row: object) -> tuple[str]:
+    """Return the non-finite values of a step as one table cell."""
     return (" ".join(getattr(row, "nonfinite", ())),)

@@ -279,6 +279,7 @@ def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
 
 
 def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
+    """Return the number of probes in a replayed log as text; empty for none."""
     num = sum(len(judged.judgement.readings) for judged in judged_steps)
     return f"; the probe would run {humanize_count(num, 'time')}" if num else ""
 
@@ -332,7 +333,7 @@ def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[objec
 
 
 def _reading_cells(read: "StateRead") -> tuple[str, str]:
-    """Return a query's result, or what a replayed log would have queried."""
+    """Return the table cells of a probe or evaluation in ``vitals replay``."""
     from trainvitals.judged_log import describe_query
     from trainvitals.policy.evidence import describe_reading
 

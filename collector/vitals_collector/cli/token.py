@@ -187,6 +187,7 @@ def revoke(*, token: TokenId, choice: StoreChoice) -> None:
 
 
 def _expiry_unix_ns(days: float, now_unix_ns: int) -> int:
+    """Return when a new token expires; 0 for never."""
     return now_unix_ns + int(days * _DAY_NS) if days else 0
 
 

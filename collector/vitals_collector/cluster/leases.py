@@ -141,10 +141,12 @@ class Lease:
             _LOG.warning("lease_not_released: %s; others have it in %g s", error, LEASE_SECONDS)
 
     def _run(self) -> None:
+        """Renew a collector's lease at intervals, in a thread."""
         while not self._stopping.wait(_LOOK_SECONDS):
             self._renew_and_log()
 
     def _renew_and_log(self) -> None:
+        """Renew the collector's lease; log it when the lease was acquired or lost."""
         before = self.epoch()
         try:
             self.renew_or_acquire()

@@ -165,7 +165,7 @@ class RunOwners:
             }
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
-        """Return which of the runs are owned, and stay so until the transaction ends."""
+        """Lock the leases of owned runs until the transaction ends; return these runs."""
         epochs = {RUN + run: epoch for run, epoch in self.owned().items() if run in run_ids}
         return {name.removeprefix(RUN) for name in held_names(connection, epochs, self._holder)}
 
@@ -174,6 +174,7 @@ class RunOwners:
         return owned_elsewhere(connection, self._holder)
 
     def _run(self) -> None:
+        """Renew the leases of owned runs at intervals, in a thread."""
         while not self._stopping.wait(_RENEW_SECONDS):
             try:
                 self.renew()
@@ -214,6 +215,7 @@ class RunOwners:
                     del self._owned[run_id]
 
     def _release_idle(self, before_ns: int) -> None:
+        """Release runs that have sent no rows for long."""
         with self._lock:
             idle = [run for run, owned in self._owned.items() if owned.used_ns < before_ns]
             # at once: rows that arrive now belong to a run that has to be acquired again
@@ -222,6 +224,7 @@ class RunOwners:
         self._release(idle)
 
     def _release(self, run_ids: Collection[str]) -> None:
+        """Release the leases of runs, so that another collector can own them."""
         with self._lock:
             for run_id in run_ids:
                 self._owned.pop(run_id, None)
@@ -235,7 +238,7 @@ class RunOwners:
 
 
 def _lease_end_ns(asked_ns: int) -> int:
-    """Return when this collector must stop using a lease, by its monotonic clock."""
+    """Return when this collector must stop using a run's lease, by its own clock."""
     return asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
 
 

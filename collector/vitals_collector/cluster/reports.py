@@ -34,7 +34,7 @@ def owned_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]
 
 
 def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
-    """Write the reports of runs."""
+    """Store the reports of run owners, which the pager reads."""
     statement = insert(connection, engine_state)
     connection.execute(
         statement.on_conflict_do_update(

@@ -96,12 +96,14 @@ class FolderIngest:
             yield from [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
 
     def _note_unreadable(self, run_dir: RunDir, where: Path, error: Exception) -> None:
+        """Record why an imported run directory cannot be read."""
         if not isinstance(error, (VitalsError, OSError)):
             raise error
         why = f"{error.filename or where}: {error.strerror}" if isinstance(error, OSError) else ""
         self.unreadable[run_dir.run_id] = why or f"{where}: {error}"
 
     def _log_failure(self, error: Exception, where: str = "") -> None:
+        """Count and log, once, an error of the import of directories."""
         self._store.counters.fail("folder")
         is_ours = isinstance(error, (VitalsError, OSError))
         self._log_once(f"{where}{error}", None if is_ours else error)
@@ -185,6 +187,7 @@ class FolderIngest:
         return position
 
     def _log_once(self, text: str, bug: Exception | None = None) -> bool:
+        """Log a text about imported directories, unless it was logged before."""
         if text in self._logged:
             return False
         if len(self._logged) >= _MAX_LOGGED:

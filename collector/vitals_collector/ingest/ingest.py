@@ -270,7 +270,7 @@ def store_batches(
 
 
 def announce(store: Store, stored: Iterable[Stored]) -> None:
-    """Count the committed rows and call the store's ``after_ingest`` hooks with the new ones.
+    """Count stored batches, and pass their new rows to the ``after_ingest`` hooks.
 
     A hook's error is logged and counted, never raised: the rows are stored, and refusing the batch
     now would only cause it to be resent.
@@ -830,6 +830,7 @@ def _find_foreign_batches(
 
 
 def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatchError:
+    """Return the error for a batch of a run that belongs to another token."""
     limit = f" for project {principal.project!r}" if principal.project else ""
     return ForeignBatchError(
         f"run {identity.run_id} is not one of token {principal.name}{limit}",
@@ -908,6 +909,7 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
 
 
 def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
+    """Return the data about the rows of batches of one schema."""
     rows, starts, counts = _join_rows(schema, batches)
     validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
     times = column_of(schema, rows, "time_unix_ns")[0]
@@ -946,13 +948,14 @@ def _last_step_values(
 def _join_rows(
     schema: Schema, batches: Sequence[Batch]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return all rows, and the start and the number of each batch's rows."""
+    """Return the rows of batches joined, and the start and number of each batch's."""
     rows = np.frombuffer(b"".join([batch.rows for batch in batches]), schema.dtype)
     counts = np.array([batch.header.num_rows for batch in batches], np.int64)
     return rows, np.cumsum(counts) - counts, counts
 
 
 def _validity_as_ints(bit_words: npt.NDArray[np.uint64]) -> list[int]:
+    """Return each row's validity bits as one integer."""
     if bit_words.shape[1] == 1:
         numbers: list[int] = bit_words[:, 0].tolist()
         return numbers
@@ -1004,6 +1007,7 @@ def _misfit_of(schema: Schema) -> str:
 
 
 def _has_valid_checksums(schema: Schema, rows: bytes) -> bool:
+    """Return whether the checksum of each row of a received batch matches."""
     size = schema.row_size
     return all(
         schema.seq_of(rows[start : start + size]) is not None for start in range(0, len(rows), size)
@@ -1066,7 +1070,7 @@ def _note_columns(
 
 
 def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
-    """Return the parameters of the statement that moves a stream's offset."""
+    """Return the SQL parameters that store a stream's offset after an ingest."""
     offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
     return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 

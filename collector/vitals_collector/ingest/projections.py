@@ -164,7 +164,7 @@ def describe_event(event: Event | None) -> str:
 
 
 def describe_samples(batch: BatchNoted) -> str:
-    """Return a sentence about the samples; the first of them, if there are many."""
+    """Return a sentence about the training samples of a noted batch."""
     if not batch.sample_ids:
         return "samples not known"
     shown = ", ".join(str(sample_id) for sample_id in batch.sample_ids[:MAX_SAMPLES])
@@ -173,6 +173,7 @@ def describe_samples(batch: BatchNoted) -> str:
 
 
 def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
+    """Return the row of the table of events for a received event."""
     event = row.event
     return {
         "run_id": identity.run_id,
@@ -338,6 +339,7 @@ def _run_ended(connection: Connection, identity: Identity, row: EventRow, event:
 
 
 def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:
+    """Return the key columns of a received event, and its time."""
     return {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -353,7 +355,7 @@ def _upsert(
     values: dict[str, Any],
     where: ColumnElement[bool] | None = None,
 ) -> None:
-    """Insert the row that an event is turned into, or update it."""
+    """Insert or update the SQL row that a received event is projected to."""
     statement = insert(connection, table).values(key | values)
     connection.execute(
         statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)

@@ -72,7 +72,7 @@ class LostRowCounter:
     def count(
         self, spool: Path, version: Version, state: State, position: SpoolPosition, now: float
     ) -> None:
-        """Record the numbers in the state, if the spool was read to ``position``.
+        """Count the rows that a spool's state promises and that never arrived.
 
         Has no effect if rows between the two may still arrive.
 
@@ -93,6 +93,7 @@ class LostRowCounter:
         self._compared[spool] = version
 
     def _record_lost_rows(self, spool: Path, promised: dict[StreamKey, int]) -> None:
+        """Store up to which row each stream was written, and count the lost rows."""
         with self._store.write() as connection:
             lost = _count_lost_rows(connection, promised) or {}
             rows = [
@@ -114,6 +115,7 @@ class LostRowCounter:
 
 
 def _is_spool_complete(spool: Path, now: float) -> bool:
+    """Return whether a spool and its state have not changed for a while."""
     newest = max((number for number, _ in spool_files(spool)), default=-1)
     return is_unchanged(spool / STATE_FILE, now) and is_settled(spool, newest, now)
 
@@ -125,7 +127,7 @@ def _was_removed(spool: Path, state: State) -> bool:
 
 
 def _promised_seqs(state: State, run_id: str) -> dict[StreamKey, int]:
-    """Return the numbers for the directory's run, without invalid stream names."""
+    """Return the last row numbers that a spool's state promises, by stream."""
     return {
         (run, incarnation, stream): seq
         for run, incarnation, stream, seq in state.last_seqs
@@ -138,6 +140,7 @@ def _promised_seqs(state: State, run_id: str) -> dict[StreamKey, int]:
 
 
 def _is_incarnation(text: str) -> bool:
+    """Return whether a text in a spool's state is a valid incarnation."""
     try:
         check_incarnation(text)
     except UsageError:

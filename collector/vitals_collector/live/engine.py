@@ -370,7 +370,7 @@ class AlertEngine:
     def _report(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
-        """Report owned runs to the pager."""
+        """Report the current states of owned runs to the collector that is the pager."""
         with_words = [run_id for run_id, _ in dirty]
         runs = [self._current_run_state(run) for run in present if self._is_own(run.run_id)]
         self._reporter.report(self._owned or {}, with_words, runs, only_new=only_new)

@@ -304,7 +304,7 @@ def _max_hang_limits(limits: Iterable[HangLimits]) -> HangLimits | None:
 
 @dataclass(slots=True)
 class FollowedRun:
-    """One run that is followed.
+    """One run whose new rows the fleet detectors process as they arrive.
 
     Call ``read_stored``, then ``advance``, and store what that returns.
     """
@@ -398,6 +398,7 @@ class FollowedRun:
         return num_read
 
     def _is_read_due(self, now_ns: int) -> bool:
+        """Return whether it is time to search the store for a run's unread rows."""
         return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
 
     @property
@@ -416,6 +417,7 @@ class FollowedRun:
         return self.is_read and self.steps.is_empty
 
     def _add_blocks(self, blocks: list[RowBlock], now_ns: int) -> int:
+        """Add row blocks to the step and node mergers; return the number of rows."""
         for block in blocks:
             kind = block.streams[0].writer[1]
             if kind == "steps":
@@ -751,7 +753,7 @@ class LiveMonitor:
         self._live.add(batches)
 
     def note(self, run_id: str) -> None:
-        """Remember that the store has something new of a run: rows, names or a checkpoint."""
+        """Record that a run has new stored rows, names or checkpoints to process."""
         self._live.note(run_id)
 
     def note_scalars(self, run_id: str) -> None:
@@ -834,7 +836,7 @@ class LiveMonitor:
         return Polled(frozenset(k.followed.run_id for k in states if k.findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
-        """Return a run's reported findings that still apply."""
+        """Return a run's fleet findings whose condition still holds."""
         followed = self._open.get(run_id)
         return () if followed is None else tuple(followed.saved.open)
 
@@ -914,6 +916,7 @@ class LiveMonitor:
         return num, states
 
     def _open_followed_run(self, run_id: str) -> FollowedRun:
+        """Load a run's detectors from the store into memory."""
         with self._store.read_transaction() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
@@ -924,6 +927,7 @@ class LiveMonitor:
         self.note(run_id)
 
     def _drop_run(self, run_id: str) -> None:
+        """Drop a run's detectors from memory; their stored state remains."""
         self._open.pop(run_id, None)
         self._save_ns.pop(run_id, None)
 
@@ -954,6 +958,7 @@ class LiveMonitor:
         _LOG.warning("watching_%s run=%s", "set_aside" if is_aside else "taken_up", run_id)
 
     def _is_save_due(self, followed: FollowedRun, now_ns: int, *, is_over: bool) -> bool:
+        """Return whether it is time to store the state of a run's detectors."""
         if not followed.has_changed:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
@@ -1010,6 +1015,7 @@ class LiveMonitor:
 def _build_state_to_store(
     followed: FollowedRun, records: Sequence[TimedFinding], *, is_over: bool
 ) -> _StateToStore:
+    """Return the stored form of a run's detectors, with their new findings."""
     first = followed.saved.next_seq
     rows = [_finding_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
     saved = followed.saved_with(len(records))

@@ -146,15 +146,18 @@ class _Counts:
 def _count_by_columns(
     connection: Connection, query: Select[Any], by: Iterable[Column[Any]]
 ) -> dict[tuple[str, ...], int]:
+    """Count the rows of a query by columns, for the list of runs."""
     rows = connection.execute(query.add_columns(func.count()).group_by(*by))
     return {tuple(row[:-1]): int(row[-1]) for row in rows}
 
 
 def _filter_by_run(query: Select[Any], column: Column[Any], run_id: str | None) -> Select[Any]:
+    """Limit a query of the list of runs to one run, if one is given."""
     return query if run_id is None else query.where(column == run_id)
 
 
 def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Decision]:
+    """Return each run's latest decision, for the list of runs."""
     newest = (
         _filter_by_run(
             select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq")),
@@ -249,4 +252,5 @@ def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> b
 
 
 def _source_state(source: Row[Any]) -> SourceState:
+    """Return the state of a row of ``sources``."""
     return SourceState._make(getattr(source, name) for name in SourceState._fields)

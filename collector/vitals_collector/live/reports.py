@@ -31,7 +31,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def news(self) -> tuple[object, ...]:
-        """Return the urgent part: everything except the current step."""
+        """Urgent part of a run owner's report: everything except the current step."""
         now = self.now
         holds = (now.state, now.conditions, now.lasting, now.last_unhealthy_step)
         return (self.epoch, self.num_told, *holds)

@@ -134,7 +134,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
 
 
 def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
-    """Return whether a rank was lost before the first of the others ended.
+    """Return whether a rank was lost before the first other rank ended.
 
     A rank that exceeds the launcher's grace period is killed: that is not a fault.
     """
@@ -538,6 +538,7 @@ class RunStatusCache:
             self._statuses[run_id] = status
 
     def _heard_since(self, run_id: str, when: Liveness) -> Liveness:
+        """Return the criteria, with silence counted from the run's first check here."""
         if not self._is_shared:
             return when
         since = self._since.setdefault(run_id, when.now_unix_ns)

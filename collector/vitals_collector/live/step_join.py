@@ -252,7 +252,7 @@ def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
 
 
 def _with_gaps(values: npt.NDArray[np.float64], valid: Mask) -> list[list[float | None]]:
-    """Return a list for each step, with None if a rank has no value."""
+    """Return the ranks' values of each merged step, with None for missing ones."""
     lists: list[list[float | None]] = values.tolist()
     for i in np.flatnonzero(~valid.all(axis=1)).tolist():
         pairs = zip(lists[i], valid[i].tolist(), strict=True)
@@ -454,6 +454,7 @@ class StepMerger:
         self._hold_rows(_Held(now_ns, rows, part.names))
 
     def _advance_read_seqs(self, rows: WriterRows) -> None:
+        """Record up to which row each writer was added to the step merger."""
         np.maximum.at(self._read, rows.origin.writer, rows.seq)
 
     def _hold_rows(self, pending: _Held) -> int:
@@ -514,6 +515,7 @@ class StepMerger:
 
     @property
     def _num_ranks(self) -> int:
+        """Number of ranks that a step is merged from."""
         return min(self.world_size, MOST_RANKS) or len(self._positions.absent)
 
     def _complete_key(self) -> Key:
@@ -525,6 +527,7 @@ class StepMerger:
         return min(awaited, default=BEFORE_ALL)
 
     def _overdue_key(self, now_ns: int) -> Key:
+        """Return the latest step whose rows have waited long enough for late ranks."""
         waited = now_ns - int(self.config.patience_seconds * 1e9)
         old = (pending.rows.last() for pending in self._held if pending.since_ns <= waited)
         return max(old, default=BEFORE_ALL)
@@ -612,6 +615,8 @@ class NodeSamples(NamedTuple):
 
 
 class _PendingHostRow(NamedTuple):
+    """A row of a node or GPU that waits for its round of samples."""
+
     writer: Writer
     uuid: str
     row: HostRow

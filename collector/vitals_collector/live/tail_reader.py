@@ -40,6 +40,8 @@ class CommittedRows(NamedTuple):
 
 @dataclass(slots=True)
 class _BufferedRows:
+    """Committed batches of a run that the fleet detectors have not processed."""
+
     batches: deque[Batch] = field(default_factory=deque)
     num_bytes: int = 0
     has_more: bool = False
@@ -95,6 +97,7 @@ class RecentRows:
             return CommittedRows(tuple(buffered.batches), buffered.has_more)
 
     def _drop_oldest_batch(self, buffered: _BufferedRows) -> None:
+        """Drop a run's oldest batch from memory; it is read from the store later."""
         batch = buffered.batches.popleft()
         size = len(batch.rows) + _BATCH_BYTES
         buffered.num_bytes -= size
@@ -274,6 +277,7 @@ class TailReader:
         return blocks.all()
 
     def _add_header_stream(self, header: BatchHeader) -> StreamProgress:
+        """Start to follow the stream of a committed batch."""
         who = header.identity
         return self._add_stream(
             (who.incarnation, header.stream),
@@ -308,6 +312,7 @@ class TailReader:
         return stream
 
     def _note_stored_rows(self, stream: StreamProgress, last_seq: int) -> None:
+        """Record up to which row a writer's stream is stored."""
         stream.last_seq = max(last_seq, stream.last_seq)
         if stream.last_seq > stream.read_seq:
             self._behind[stream.writer] = stream

@@ -145,11 +145,12 @@ def _column_stats(
 
 
 def _group_starts(groups: Ints) -> Ints:
+    """Return the index at which each chunk of rows starts."""
     return np.concatenate(([0], np.flatnonzero(np.diff(groups)) + 1))
 
 
 def _first_of(values: Floats, group: Ints, starts: Ints, extreme: np.ufunc) -> Ints:
-    """Return the index of each group's first extreme value."""
+    """Return the index of the first extreme value in each chunk of rows."""
     is_extreme: Mask = values == extreme.reduceat(values, starts)[group]
     at = np.flatnonzero(is_extreme)
     return at[_group_starts(group[at])]

@@ -167,6 +167,7 @@ def _distinct(values: Ints) -> list[int]:
 
 
 def _is_rising(values: Ints) -> bool:
+    """Return whether each value is above the one before it."""
     return bool(np.all(values[1:] > values[:-1]))
 
 
@@ -597,7 +598,7 @@ class NumbersReader(Protocol):
     """Read access to a store of rows. Thread-safe."""
 
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
-        """Return the columns that the run's rows of the stream may have, each with its type.
+        """Return the columns of a run's stream that have rows, each with its type.
 
         ``f8``, ``i8`` or ``S``; includes the columns of every row (``ROW_COLUMNS``). If writers
         gave one name two types, the result is the type that ``scan`` returns. Empty for a stream
@@ -668,13 +669,13 @@ class Numbers(NumbersReader, Protocol):
         """Return whether rows of the run were lost to damage."""
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
-        """Return what a stream lost to damage: first numbers, each with the one after the last.
+        """Return the ranges of row numbers that a stream lost to damage.
 
         ``mark`` stays above them, and they are accepted when they are sent again.
         """
 
     def wanted(self, key: StreamKey, before: int) -> int:
-        """Return the first lost number below ``before`` that was not requested yet, or -1.
+        """Return the next lost row number to request from an agent again, or -1.
 
         It counts as requested from now on: an agent that no longer has it is asked again much
         later.

@@ -190,6 +190,7 @@ def quoted(name: str) -> str:
 
 
 def _encoded_column_name(column: RowColumn) -> str:
+    """Return a name in the lake for a column whose own name is taken."""
     return f"{type_of(column)}{_SPELLED}{column.name.encode().hex()}"
 
 
@@ -252,7 +253,7 @@ R = TypeVar("R")
 def locked(
     method: Callable[Concatenate["Catalogue", P], R],
 ) -> Callable[Concatenate["Catalogue", P], R]:
-    """Serialize calls of the method."""
+    """Serialize calls of a method of the lake's catalog cache."""
 
     @wraps(method)
     def call(self: "Catalogue", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -313,7 +314,7 @@ def newest_marks(runs: Iterable[int]) -> str:
 
 
 class Catalogue:
-    """Cache of the catalogue. Thread-safe."""
+    """Cache of the lake's catalog. Thread-safe."""
 
     def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
         """Make the tables that are missing, and read what there is.
@@ -441,7 +442,7 @@ class Catalogue:
         return states
 
     def _is_due(self, run_id: str, now: float, *, is_fresh: bool) -> bool:
-        """Return whether the cached state of a run has to be read again."""
+        """Return whether a run's cached lake state has to be read again."""
         state = self._states.get(run_id)
         if state is None or not is_fresh:
             return state is None
@@ -476,6 +477,7 @@ class Catalogue:
         return _MINE_SECONDS if state.is_mine else _FRESH_SECONDS
 
     def _load_run_states(self, states: Mapping[int, LakeRunState]) -> None:
+        """Read marks, sources, holes and columns of runs from the lake's catalog."""
         for table in (NEW_MARKS, MARKS):
             self._engine.files.need(table, *states)
         runs = ", ".join(map(str, states))
@@ -501,6 +503,7 @@ class Catalogue:
         return state.holes
 
     def _load_holes(self, runs: Iterable[int]) -> dict[int, dict[Writer, list[tuple[int, int]]]]:
+        """Read which rows of these runs the lake has lost to damage."""
         holes: dict[int, dict[Writer, list[tuple[int, int]]]] = {}
         listed = self._engine.ask(
             f"SELECT run, incarnation, stream, first_seq, end_seq FROM {HOLES}"
@@ -539,7 +542,7 @@ class Catalogue:
 
     @locked
     def columns(self, run_id: str, stream: str) -> Places:
-        """Return the lake columns of the run's rows in the stream."""
+        """Return the lake columns that hold the rows of a run's stream."""
         return self.places_of(self.run(run_id, is_fresh=True), stream)
 
     @locked

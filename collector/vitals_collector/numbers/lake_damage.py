@@ -114,7 +114,7 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
 
 
 def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
-    """Create a snapshot without these files: damaged content cannot be deleted by row.
+    """Create a snapshot of the lake without these damaged files.
 
     Same changes as DuckLake's when every row of a file was deleted.
     """

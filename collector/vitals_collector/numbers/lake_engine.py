@@ -83,7 +83,7 @@ class FileStore(Protocol):
         """Return a file's checksum; None if it is missing or unreadable."""
 
     def state(self, table: str) -> int | None:
-        """Return a number that changes with the table's files; None: no files."""
+        """Return a number that changes when the table's files change; None: no files."""
 
     def paths(self, table: str) -> set[str]:
         """Return the table's files, including those to be deleted or not committed yet."""
@@ -335,6 +335,7 @@ class S3FileStore:
 
 
 def _first_column_texts(answer: pa.Table) -> list[str]:
+    """Return the first column of a DuckDB result as strings."""
     return [str(text) for text in answer.column(0).to_pylist()]
 
 
@@ -890,6 +891,7 @@ class LakeEngine:
         self.execute(f"INSERT INTO {table} BY NAME SELECT * FROM rows", rows=rows)
 
     def _commit(self) -> None:
+        """Commit the lake's current transaction, and count it."""
         self._root.execute("COMMIT")
         self._num_commits += 1
 
@@ -954,6 +956,7 @@ class LakeEngine:
 
     @contextmanager
     def _register_query(self) -> Iterator[_RunningQuery]:
+        """Register a running query of the lake, so that closing can interrupt it."""
         asking = _RunningQuery()
         with self._asked:
             if self._is_closed:

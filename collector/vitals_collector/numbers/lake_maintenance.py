@@ -128,6 +128,7 @@ def _add_chunk_stats_of_run(
 
 
 def _numeric_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns for which the lake stores chunk statistics."""
     row_columns = {column.name for column in ROW_COLUMNS}
     return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 

@@ -124,6 +124,7 @@ def filter_seqs(selection: RowSelection, seqs: Mapping[str, tuple[int, int]]) ->
 
 
 def _filter_key(selection: RowSelection, keyed: SeriesKey, places: Places) -> RowSelection:
+    """Limit a selection of lake rows to one scalar or layer."""
     column = stream_column_sql(keyed.column, places)
     if (keyed.column, "S") in places or keyed.number_of == {}:
         return selection.also("false")
@@ -375,6 +376,7 @@ def _row_order(codes: Ints, columns: Columns) -> Ints | None:
 
 
 def _is_rising(codes: Ints, step: Ints) -> bool:
+    """Return whether lake rows are sorted by cell, then by step."""
     is_new_cell = codes[1:] > codes[:-1]
     is_rising = (codes[1:] == codes[:-1]) & (step[1:] > step[:-1])
     return bool(np.all(is_new_cell | is_rising))
@@ -417,6 +419,7 @@ class _ChunkEntries(NamedTuple):
         )
 
     def is_kind(self, kind: int) -> Mask:
+        """Return a mask of the chunk statistics with this kind, such as extremes."""
         is_kind: Mask = self.numbers["kind"] == kind
         return is_kind
 
@@ -659,6 +662,7 @@ def _cut_out(
 
 
 def _is_within(along: Ints, ranges: _Ranges) -> Mask:
+    """Return a mask of the positions in the ranges to read from the lake."""
     begins, ends_at = np.array(ranges, np.int64).T
     interval_index = np.searchsorted(begins, along, side="right") - 1
     is_within: Mask = (interval_index >= 0) & (along <= ends_at[interval_index])
@@ -666,6 +670,7 @@ def _is_within(along: Ints, ranges: _Ranges) -> Mask:
 
 
 def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
+    """Return the points in the ranges that are read from the lake."""
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 

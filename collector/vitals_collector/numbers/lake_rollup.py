@@ -157,6 +157,7 @@ def _statistics_columns(
     num: ColumnValues,
     of: ColumnValues,
 ) -> Columns:
+    """Return the rolled-up columns of a metric: minimum, mean, maximum, counts."""
     nums, none = num.values, of.values == 0
     with np.errstate(over="ignore"):
         mean = ColumnValues(total.values / np.maximum(nums, 1), total.is_missing)

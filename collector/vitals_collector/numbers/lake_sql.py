@@ -361,6 +361,7 @@ class LakeReader:
     def _attach(
         self, folder: Path, catalogue: str, database: Path | None, file_store: FileStore
     ) -> None:
+        """Attach the lake and the database read-only to the user's SQL engine."""
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{catalogue}" if catalogue else f"sqlite:{folder / 'catalogue.sqlite'}"
         # On SQLite, wait for a writer instead of failing.

@@ -234,6 +234,7 @@ class MemoryNumbers:
             return list(self._parts.get((run_id, stream), ()))
 
     def _matching_parts(self, span: RowSpan) -> list[_StoredRows]:
+        """Return the rows in memory of the writers in a span."""
         parts = [
             part._replace(rows=part.rows[_is_in_span(span, part)])
             for part in self._stored_parts(span.run_id, span.stream)
@@ -348,6 +349,7 @@ def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
 
 
 def _cast_values(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
+    """Return a column's values as a type; zero or empty if it has another kind."""
     if dtype is object and column.values.dtype != object:
         return np.full(len(column.values), "", object)
     if dtype is not object and column.values.dtype == object:

@@ -73,6 +73,7 @@ def worst_ranks(rows: Columns, names: Iterable[str], num: int) -> list[str]:
 def _extreme_by_source(
     sources: npt.NDArray[Any], values: npt.NDArray[Any], extreme: Any
 ) -> dict[str, Any]:
+    """Return the smallest or largest value of each rank's source."""
     extremes: dict[str, Any] = {}
     for source, value in zip(sources.tolist(), values.tolist(), strict=True):
         extremes[source] = extreme(value, extremes.get(source, value))
@@ -110,6 +111,7 @@ def _complete_column(values: npt.NDArray[Any]) -> ColumnValues:
 
 
 def _column_statistics(name: str, column: ColumnValues, at: npt.NDArray[Any], num: int) -> Columns:
+    """Return a metric's statistics over the ranks at each rolled-up step."""
     is_finite = _is_finite(column)
     places, finite = at[is_finite], column.values[is_finite].astype(np.float64)
     low, high = np.full(num, np.inf), np.full(num, -np.inf)

@@ -278,6 +278,7 @@ def _onset_text(onset: Onset) -> str:
 
 
 def _location_text(where: str) -> str:
+    """Return the rank or layer at which a problem started, as text."""
     if not where:
         return ""
     return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
@@ -298,6 +299,7 @@ def _onset_values_text(onset: Onset) -> str:
 
 
 def _effect_text(effect: Next) -> str:
+    """Return a sentence about what followed the first change of an incident."""
     as_onset = Onset(
         attempt=0,
         step=effect.step,

@@ -158,6 +158,7 @@ def total_lost_work(each: Sequence[LostWork]) -> LostWork:
 
 
 def _sum_if_complete(values: Sequence[N | None]) -> N | None:
+    """Return the total of an incident's costs; None if one is unknown."""
     measured = [value for value in values if value is not None]
     if not measured or len(measured) < len(values):
         return None

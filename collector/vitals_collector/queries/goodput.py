@@ -210,7 +210,7 @@ class _OverRanks:
         self._least = wait.copy()
 
     def _rows_of(self, keys: Ints) -> tuple[Ints, np.ndarray[Any, Any]]:
-        """Return the matching rows of rank 0, and which of these rows have a match."""
+        """Return rank 0's rows for the steps of other ranks, and which have one."""
         if not len(self._sorted):
             return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
         at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
@@ -308,6 +308,7 @@ def _hangs(
 
 
 def _note_times(connection: Connection, run_id: str, code: str) -> list[int]:
+    """Return the times of a run's notes with a code, for its goodput."""
     table = events.c
     query = select(table.time_unix_ns).where(
         table.run_id == run_id, table.kind == "Note", table.summary.endswith(f"[{code}]")

@@ -205,7 +205,7 @@ def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") 
 def _join_within_reach(
     items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets"
 ) -> None:
-    """Join two items of an incident if the earlier one reaches this step."""
+    """Join two items of an incident if the earlier one lasts until this step."""
     if j is not None and items[j].last >= since:
         sets.join(i, j)
 

@@ -127,7 +127,7 @@ class Grid:
         np.add.at(self._num, at, num)
 
     def _cells(self, row: Ints, step: Ints) -> Ints:
-        """Return the index of each value's cell."""
+        """Return the index of the heat-map cell of each value."""
         begins = np.flatnonzero(np.concatenate(([True], step[1:] != step[:-1])))
         columns = np.searchsorted(self.starts, step[begins], side="right") - 1
         return row * len(self.starts) + np.repeat(columns, np.diff(begins, append=len(step)))

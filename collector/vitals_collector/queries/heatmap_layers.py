@@ -306,7 +306,7 @@ def _by_column(step: Ints, starts: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _is_rising(step: Ints, layer: Ints) -> bool:
-    """Return whether no layer has a step twice: steps rise, and the layers within each."""
+    """Return whether no layer of the heat map has a step twice."""
     is_next = step[1:] > step[:-1]
     is_same = (step[1:] == step[:-1]) & (layer[1:] > layer[:-1])
     return bool(np.all(is_next | is_same))

@@ -336,6 +336,7 @@ def _rows_of_turns(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[Ste
 
 
 def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
+    """Return the sort key of a step's rows: by attempt, then by rank."""
     return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 

@@ -176,7 +176,7 @@ def _alert_text(alert: AlertView) -> str:
 
 
 def _at(reply: SeriesReply, step: int) -> list[float]:
-    """Return the value of a series at the step, if it was measured."""
+    """Return a followed run's value at the step, if it was measured."""
     if not reply.step or reply.step[-1] != step:
         return []
     value = reply.value[-1]
@@ -196,7 +196,7 @@ def _tokens_per_second(tokens_seen: SeriesReply | None) -> float | None:
 
 
 def _rate(reply: SeriesReply, values: Sequence[float | None]) -> float | None:
-    """Return the growth of the values per second, from the first to the last point."""
+    """Return the growth per second of a followed run's values."""
     if len(values) < 2 or values[0] is None or values[-1] is None:
         return None
     seconds = (reply.time_unix_ns[-1] - reply.time_unix_ns[0]) / 1e9

@@ -471,6 +471,7 @@ def _select_series(
 
 
 def _has_means(request: SeriesRequest) -> bool:
+    """Return whether a query of a series wants means or smoothed values."""
     return request.mean or request.smoothing > 0.0
 
 

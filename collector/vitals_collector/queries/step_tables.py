@@ -189,6 +189,7 @@ def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
 
 
 def _as_int64(value: int) -> int:
+    """Return a step of a table query, limited to 64 bits."""
     return max(min(value, 2**63 - 1), -(2**63))
 
 
@@ -216,6 +217,7 @@ def _spans(
 
 
 def _rank_or_minus_one(source: str) -> int:
+    """Return the rank of a source for sorting; -1 if it is not a rank."""
     rank = Source.parse(source).rank
     return -1 if rank is None else rank
 

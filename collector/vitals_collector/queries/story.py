@@ -173,6 +173,7 @@ def _values_paragraph(incident: StoryFacts) -> str:
 
 
 def _rank0_row(rows: Iterable[StepRow]) -> StepRow | None:
+    """Return rank 0's row of a step in the story."""
     return next((row for row in rows if row.source == "rank:0"), None)
 
 
@@ -231,6 +232,7 @@ def _change_text(mover: Moved) -> str:
 
 
 def _is_run_or_rank(row: str) -> bool:
+    """Return whether a change in the story belongs to the run or to a rank."""
     return row == RUN or row.startswith("rank:")
 
 
@@ -294,6 +296,7 @@ def _decisions_paragraph(incident: StoryFacts) -> str:
 
 
 def _first_few(things: Sequence[_T]) -> Sequence[_T]:
+    """Return the first of the things that an incident's story lists."""
     return things[:MAX_TOLD]
 
 

@@ -178,6 +178,7 @@ def of_healthy(run: RunSummary) -> VerdictView:
 
 
 def _one_line(text: str) -> str:
+    """Return the text of a verdict as one printable line."""
     return printable(" ".join(text.split()))
 
 
@@ -310,6 +311,7 @@ def is_about_wait(event: EventView) -> bool:
 
 
 def _is_death(event: EventView) -> bool:
+    """Return whether an event in an incident is the end of a rank or of the run."""
     if event.kind == "RunEnded":
         return event.text.startswith("failed")
     return event.kind == "Note" and not is_about_wait(event)
@@ -465,6 +467,7 @@ def _single_action_text(decision: Decision) -> str:
 
 
 def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
+    """Return the verdict's line on the cost, with the time that ranks waited."""
     world_size = facts.run.world_size
     text = cost(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
     if not facts.late_seconds:
@@ -558,6 +561,7 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
 def _open_incident_action(
     facts: VerdictFacts, why: str, report: str, todo: str
 ) -> tuple[str, tuple[str, ...]]:
+    """Return the verdict's advice and commands for an incident that is open."""
     run = facts.run
     command = f"vitals command {run.run_id}"
     if run.missing:

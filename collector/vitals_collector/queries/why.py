@@ -395,6 +395,7 @@ def _thinned(view: StepView) -> list[str]:
 
 
 def _culprit_details(rows: Sequence[StepRow], rank: int) -> str:
+    """Return the loss and batch of the rank with the bad value, as text."""
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""

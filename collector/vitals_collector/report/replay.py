@@ -306,6 +306,7 @@ class _Replayer:
             self._judge_next(judge, now_step=self._waiting[-1].step)
 
     def _judge_next(self, judge: Judge, *, now_step: int) -> None:
+        """Judge the oldest waiting step of the replay, with its recorded inputs."""
         record = self._waiting.popleft()
         self._apply_events(judge, record)
         attempt_and_step = (record.attempt, record.step)
@@ -423,6 +424,7 @@ def _difference_text(number: int, replayed: Decision, theirs: Decision) -> str:
 
 
 def _is_same_value(a: object, b: object) -> bool:
+    """Return whether replayed and recorded values are equal; NaN equals NaN."""
     both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
     return both_nan or a == b
 

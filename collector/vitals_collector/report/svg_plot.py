@@ -233,6 +233,7 @@ def _incident_shading(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -
 
 
 def _nonfinite_marks(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
+    """Return a cross in the SVG plot for each column with non-finite values."""
     lost = Counter[int]()
     for branch in branches:
         lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
@@ -277,6 +278,7 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
 
 
 def _cell_path(at: int, row: int, wide: float) -> str:
+    """Return the outline of a heat-map cell in SVG."""
     x = round(at * wide, 1)
     across = round((at + 1) * wide - x, 1)
     return f"M{x},{row * _CELL}h{across}v{_CELL - 1}h-{across}z"

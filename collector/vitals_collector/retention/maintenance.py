@@ -89,6 +89,7 @@ class LakeMaintenance:
             self._thread.join()
 
     def _work(self) -> None:
+        """Maintain the lake at intervals, in a thread."""
         while not self._stop.is_set():
             self.run_once()
             self._stop.wait(INTERVAL_SECONDS)
@@ -119,6 +120,7 @@ class LakeMaintenance:
         self._store.reclaim(above=0.1)
 
     def _may_continue(self) -> bool:
+        """Return whether this collector still has to maintain the lake."""
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:
@@ -212,6 +214,7 @@ class LakeMaintenance:
         return num
 
     def _delete_rows(self, run: RunHistory, when: DeletionPass) -> int:
+        """Roll up and downsample a run's old rows; return the number of deleted rows."""
         before = _deleted_row_counts(self._lake, run.run_id)
         num = roll_up_run(self._lake, run, self._settings, when)
         num += thin_run(self._lake, run, self._settings, when)

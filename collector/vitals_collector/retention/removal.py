@@ -172,6 +172,7 @@ def _insert_audit_row(
 
 
 def _delete_run_rows(store: Store, run_id: str) -> None:
+    """Delete the rows of a removed run, and its row in ``runs``."""
     with store.write_rows() as connection:  # no one stores rows of the run in the meantime
         lock_runs(connection, [run_id])
         of_run = select(streams.c.incarnation).where(streams.c.run_id == run_id).distinct()

@@ -390,6 +390,7 @@ class Store:
             return num
 
     def _vacuum_pages(self, num_pages: int) -> int:
+        """Return free pages of the SQLite file to the disk; return their number."""
         with self.write() as connection:
             before = _pragma(connection, "freelist_count")
             # Regardless of the argument, the driver executes one step, which frees one page.
@@ -787,6 +788,7 @@ class PreparedStatement:
         return connection.exec_driver_sql(sql, ordered_rows).rowcount
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
+        """Return the statement's SQL in a dialect, and how to order its values."""
         rendered = self._statement
         statement = rendered(dialect) if callable(rendered) else rendered
         keys = self._names if isinstance(statement, Insert) else None

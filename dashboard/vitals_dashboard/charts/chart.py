@@ -216,6 +216,7 @@ def difference_chart(
 
 
 def _axis_unit_size(along: Along, unit: str) -> float:
+    """Return the divisor of x values for an axis in tokens or in hours."""
     return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 

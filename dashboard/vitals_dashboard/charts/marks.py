@@ -112,6 +112,7 @@ class _LrCut(NamedTuple):
 
 
 def _lr_cut(view: DecisionView) -> _LrCut:
+    """Return the cut of the learning rate that a decision made."""
     decision = view.decision
     back_to = decision.rollback_to_step
     return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
@@ -164,7 +165,7 @@ def _place_marks(
     say: Callable[[Any], str],
     times_unix_ns: Sequence[int] = (),
 ) -> list[ChartMark]:
-    """Place each at its step; along time at its own time, because a step may be trained twice."""
+    """Return a chart mark for each event, at its step or, along time, at its time."""
     places = scale.x_of([event.step for event in happened])
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]

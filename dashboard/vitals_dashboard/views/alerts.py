@@ -64,6 +64,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, shown: str, text: str) -> None:
+    """Draw the alerts page below its controls, for the chosen state and search."""
     every = source.client.ask(AlertsQuestion())
     runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
     alerts = [alert for alert in every if _matches_search(alert, runs, text)]
@@ -90,6 +91,7 @@ def _draw_body(source: DataSource, shown: str, text: str) -> None:
 
 
 def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
+    """Return whether an alert has all words of the alerts page's search box."""
     of_run = f"{_run_label(alert.run_id, runs)} {alert.run_id}"
     haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
@@ -205,12 +207,14 @@ def _draw_card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
 
 
 def _query_params(alert: AlertView) -> dict[str, str]:
+    """Return the URL parameters of an alert's run, at the alert's step."""
     if alert.step < 0:
         return {"run": alert.run_id}
     return layout.curves_query_params(alert.run_id, alert.step, alert.step)
 
 
 def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
+    """Return an alert's run, step, age and silence in one line."""
     facts = [
         _run_label(alert.run_id, runs),
         f"step {alert.step:,}" if alert.step >= 0 else "",
@@ -262,6 +266,7 @@ def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
 
 
 def _send_ack(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
+    """Acknowledge or silence an alert; return the outcome as text."""
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:

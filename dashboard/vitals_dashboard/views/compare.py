@@ -90,6 +90,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, options: CompareControls) -> None:
+    """Draw the body of the page that compares runs."""
     runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -278,6 +279,7 @@ def _means(
 
 
 def _say_missing(names: Sequence[str], what: str) -> None:
+    """Draw the names of compared runs that have no curve, and the reason."""
     if names:
         st.text(f"Left out ({what}): {', '.join(names)}")
 

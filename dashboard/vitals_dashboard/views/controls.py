@@ -180,8 +180,10 @@ def around(decisions: Sequence[DecisionView]) -> None:
 
 
 def _is_marked(view: DecisionView) -> bool:
+    """Return whether a decision took an action, so that it can be jumped to."""
     return view.decision.action != "continue"
 
 
 def _first_affected_step(rollback_to_step: int, step: int) -> int:
+    """Return the first step that a decision affects, for the zoom of the curves."""
     return rollback_to_step if rollback_to_step >= 0 else step

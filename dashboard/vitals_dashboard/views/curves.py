@@ -234,6 +234,7 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
 
 
 def _finite_points(reply: SeriesReply | None) -> list[tuple[int, float]]:
+    """Return the steps and finite values of a series, for the run page."""
     if reply is None:
         return []
     pairs = zip(reply.step, reply.value, strict=True)

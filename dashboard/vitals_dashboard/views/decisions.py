@@ -30,6 +30,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
+    """Draw the body of the decision log's page."""
     ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
     shown = _filter_decisions(ledger)

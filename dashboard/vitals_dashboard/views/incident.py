@@ -49,6 +49,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
+    """Draw the body of an incident's page."""
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(

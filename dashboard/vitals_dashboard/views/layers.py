@@ -38,6 +38,7 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
+    """Draw the body of a run's layers page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
     reply = heatmap_page.query_cells(source, run, choice.metric, steps)

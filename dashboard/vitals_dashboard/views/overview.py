@@ -74,6 +74,7 @@ def _draw_controls() -> RunFilter:
 
 
 def _draw_body(source: DataSource, choice: RunFilter) -> None:
+    """Draw the body of the fleet page: totals, and the runs that match."""
     everything = source.client.ask(RunsQuestion())
     if not everything:
         placeholders.no_runs()
@@ -210,6 +211,7 @@ def _had_trouble(run: RunSummary) -> bool:
 
 
 def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
+    """Return a small image of each run's loss curve, for the run list."""
     curves, look = {}, layout.current_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)

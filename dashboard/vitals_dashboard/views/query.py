@@ -205,6 +205,7 @@ def as_frame(reply: TableReply) -> pd.DataFrame:
 
 
 def _cell_value(name: str, value: Any) -> Any:
+    """Return a cell of the query page: text as one line, a time as a date."""
     if isinstance(value, str):
         return formatting.plain(value, 500)
     if name.endswith("_unix_ns") and isinstance(value, int) and value > 0:

@@ -96,7 +96,7 @@ class _LivePart:
         self._until = time.monotonic() + REST_SECONDS
 
     def draw(self, source: DataSource, detail: RunDetail) -> None:
-        """Draw it."""
+        """Draw the verdict, the curves and the numbers of a run's page."""
         verdict = st.container(key="run_verdict")
         # The curves matter most: nothing else is queried until the browser has them.
         with st.container(key="run_charts"):
@@ -109,7 +109,7 @@ class _LivePart:
         _draw_facts(detail, source.clock.time_ns())
 
     def redraw(self, source: DataSource) -> bool:
-        """Draw it as it is now, if the rest of the page still holds; return whether it does."""
+        """Draw the live part again unless the page is outdated; return whether it did."""
         if controls.has_zoomed() or time.monotonic() > self._until:
             return False
         detail = source.client.ask(RunQuestion(run_id=self._run.run_id, volume=False))

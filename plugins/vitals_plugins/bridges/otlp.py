@@ -144,6 +144,7 @@ def _parse_point(point: Any, run_id: str, service: str, name: str) -> Point:
 
 
 def _parse_attributes(of: Any) -> dict[str, object]:
+    """Return the plain attributes of an object in an OTLP request."""
     attributes: dict[str, object] = {}
     for pair in _dicts_or_empty(of, "attributes"):
         value = _dict_or_empty(pair, "value")
@@ -157,11 +158,13 @@ _VALUE_KINDS = ("stringValue", "intValue", "doubleValue", "boolValue")
 
 
 def _dicts_or_empty(of: Any, name: str) -> list[Any]:
+    """Return a list of objects in an OTLP request; empty if it is missing."""
     parts = of.get(name) if isinstance(of, dict) else None
     return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
 def _dict_or_empty(of: Any, name: str) -> dict[str, Any]:
+    """Return an object in an OTLP request; empty if it is missing."""
     part = of.get(name) if isinstance(of, dict) else None
     return part if isinstance(part, dict) else {}
 
@@ -243,6 +246,7 @@ def _any_value(raw: memoryview) -> Iterator[tuple[str, object]]:
 
 
 def _embedded_messages(raw: memoryview, number: int) -> list[memoryview]:
+    """Return the embedded messages of a protobuf field, in an OTLP request."""
     return [part for n, part in read_fields(raw) if n == number and not isinstance(part, int)]
 
 
@@ -375,7 +379,7 @@ class OtlpIntake:
 
 
 def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
-    """Return the route."""
+    """Return the route that takes OpenTelemetry metrics over HTTP."""
     router = APIRouter()
     intake = OtlpIntake(store, ingest, clock=clock)
 

@@ -261,6 +261,7 @@ def _normalize_nan(value: float) -> float:
 
 
 def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
+    """Return a TimeSeries of Prometheus remote write, with one sample."""
     labels = b"".join(
         _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
     )

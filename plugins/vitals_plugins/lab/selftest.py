@@ -107,7 +107,7 @@ def memory(
     *,
     read: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
 ) -> WrongAnswer | None:
-    """Write a pattern into the whole block, then read it back.
+    """Write a pattern into a block of a device's memory, then read it back.
 
     Args:
         block: words of int64 on the device; larger than its caches, or those are tested.
@@ -176,7 +176,7 @@ def all_reduce(
 def _compare(
     kernel: str, seed: int, actual: torch.Tensor, expected: torch.Tensor
 ) -> WrongAnswer | None:
-    """Compare bits: as floats, NaN would differ from itself, and zero equal its negative."""
+    """Return the first wrong element of a kernel's result, compared bit by bit."""
     integer = _INTEGERS[expected.element_size()]
     actual, expected = actual.reshape(-1).view(integer), expected.reshape(-1).view(integer)
     wrong = (actual != expected).nonzero()

@@ -213,7 +213,7 @@ def _renamed(name: str, rank: int) -> str:
 
 
 def _link(old: Path, new: Path) -> None:
-    """Add another name to a file, so that a crash in between loses nothing."""
+    """Link a file of an emergency save under a new name, or copy it."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:  # a file system without links

@@ -497,7 +497,7 @@ class CheckpointFolder:
     def note(
         self, name: str, state: CheckpointState, *, num_bytes: int = 0, detail: str = ""
     ) -> None:
-        """Remember a change for the events stream; for deleted checkpoints, also for the index."""
+        """Record a checkpoint's change for the events stream; a deletion for the index."""
         self.changes.append(
             CheckpointChanged(
                 checkpoint_id=name,

@@ -268,7 +268,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def written_by(name: str) -> int | None:
-    """Return the rank that wrote a file; None for the metadata, which rank 0 wrote for all."""
+    """Return the rank that wrote a checkpoint's file; None for the metadata."""
     match = _FILE.match(name)
     return None if match is None or match[2] is None else int(match[2])
 

@@ -259,7 +259,7 @@ def scan(
     show: Callable[[MetadataIndex, Tensor], None],
     only: Sequence[MetadataIndex] | None = None,
 ) -> None:
-    """Read the stored boxes, or some of them, one after another, and show each.
+    """Read boxes of a stored checkpoint one after another, and show each.
 
     Raises:
         CheckpointCorruptError: the data does not fit the metadata.

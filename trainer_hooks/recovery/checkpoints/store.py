@@ -212,7 +212,7 @@ class CheckpointStore:
             self.folder.mark_healthy(name)
 
     def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
-        """Yield this rank's data from the snapshot's copies.
+        """Yield this rank's boxes to write to a checkpoint, from the snapshot.
 
         ``alone`` leaves out data that this rank need not write without communication.
         """
@@ -422,6 +422,7 @@ class CheckpointStore:
         return None
 
     def _restore_checkpoint(self, checkpoint_id: str) -> Restored:
+        """Load a verified checkpoint into the live training state."""
         folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
         stored, saved_by = payload.specs(folder), manifests.read(folder).world_size

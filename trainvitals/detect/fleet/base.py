@@ -53,7 +53,7 @@ LONGEST_SECONDS = 1e9
 
 
 def number(value: Value) -> float | None:
-    """Return a finite value as a float, None for anything else."""
+    """Return a stored value as a finite float; None for anything else."""
     if value is None:
         return None
     if value.__class__ is float and value - value == 0.0:
@@ -66,7 +66,7 @@ def number(value: Value) -> float | None:
 
 
 def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the finite values of all ranks, and the ranks that they belong to.
+    """Return the finite values of all ranks in a column, and their ranks.
 
     Nearly always all of them are finite, and one sum in C shows it.
     """

@@ -322,7 +322,7 @@ class DeadCourse(StatefulRow):
 
     @property
     def is_gated(self) -> bool:
-        """Whether it comes and goes."""
+        """Whether the module's dead features come and go."""
         return self.returns >= _GATED
 
 

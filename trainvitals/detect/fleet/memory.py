@@ -115,7 +115,7 @@ class MemoryCreepWatcher(Watcher):
         return [_Floors(size, self._config.blocks) for size in sizes]
 
     def learn_total(self, total_bytes: float | int | None) -> None:
-        """Set the memory of one of the run's GPUs; the smallest counts."""
+        """Set the memory size of one of the run's GPUs; the smallest counts."""
         total = number(total_bytes)
         if total is not None and 0.0 < total <= _MOST_BYTES:
             self._total = min(self._total, total) if self._total else total
@@ -189,7 +189,7 @@ class MemoryCreepWatcher(Watcher):
 
 
 def _theil_sen(values: Sequence[float]) -> float:
-    """Return the median slope between all pairs, per place."""
+    """Return the median slope between all pairs of values (Theil-Sen)."""
     num = len(values)
     return upper_median(
         [(values[j] - values[i]) / (j - i) for i in range(num) for j in range(i + 1, num)]

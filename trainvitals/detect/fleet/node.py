@@ -130,7 +130,7 @@ class GpuThrottleWatcher(NodeWatcher):
         return ""
 
     def _slowed(self, clocks: _Clocks, mask: int, columns: Mapping[str, Value]) -> str:
-        """Return the finding's text about a GPU's clocks, or nothing."""
+        """Add a sample of a GPU's clocks; return the finding's text, or nothing."""
         config = self._config
         clock = number(columns.get("sm_clock_hertz"))
         if clock is not None and clock > clocks.highest:
@@ -373,4 +373,5 @@ def _count(value: Value) -> int:
 
 
 def _format_gpu(sample: NodeSample, uuid: str) -> str:
+    """Return a GPU and its node as text for a finding."""
     return f"GPU {uuid} of node {sample.node}"

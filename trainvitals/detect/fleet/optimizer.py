@@ -164,7 +164,7 @@ class LearningRateWatcher(Watcher):
         self._is_warm = self._is_warm or (self._peak > 0.0 and is_over)
 
     def _stuck(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """Report a rate stuck at 0. A group may be frozen by a rate of 0; all groups may not."""
+        """Return the finding about a learning rate that stays at 0 in all groups."""
         is_zero = rate == 0.0 and not any(
             name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
             for name, value in merged.run.items()
@@ -195,7 +195,7 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
-        """Compare the first rate of a new attempt with the previous attempt's rate at this step.
+        """Return the finding about a learning-rate schedule that was not restored.
 
         The previous rates are then discarded. After the last seen step a schedule may fall, but may
         not rise or return to its first rate.
@@ -226,7 +226,7 @@ class LearningRateWatcher(Watcher):
         )
 
     def _expected(self, step: int) -> tuple[float, float] | None:
-        """Return the range of the rate around a step; None if it is unknown."""
+        """Return the range of the earlier attempt's rate at a step; None if unknown."""
         steps, rates = self._steps, self._rates
         if len(steps) < 2 or step < steps[0]:
             return None
@@ -242,7 +242,7 @@ class LearningRateWatcher(Watcher):
         return (low, high) if math.isfinite(high) else None
 
     def _remember(self, step: int, rate: float) -> None:
-        """Keep the rates; a constant stretch by its two ends, old steps with increasing gaps."""
+        """Record a step's learning rate; keep fewer of old and of constant rates."""
         steps, rates = self._steps, self._rates
         if len(rates) > 1 and rates[-1] == rate == rates[-2]:
             steps[-1] = step
@@ -254,7 +254,7 @@ class LearningRateWatcher(Watcher):
 
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
-    """Return the scheduled rate; the applied one if no factor of the policy is known."""
+    """Return the schedule's learning rate: the applied one over the policy's factor."""
     if applied is None or factor is None or not 0.0 < factor < 1.0:
         return applied
     requested_rate = applied / factor

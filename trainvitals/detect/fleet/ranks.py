@@ -103,7 +103,7 @@ class DataBoundWatcher(Watcher):
         self._stalled.clear()
 
     def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
-        """Add a step; return the finding if so many in a row wait for the loader."""
+        """Add a step's wait for data; return the finding if the loader stalled."""
         config, usual = self._config, self._usual
         typical = upper_median(usual) if len(usual) >= _LEAST_USUAL else INFINITY
         if wait <= max(config.stall_seconds, config.stall_ratio * typical):
@@ -189,6 +189,7 @@ class DataBoundWatcher(Watcher):
         )
 
     def _find_waiting_rank(self) -> int:
+        """Return the only rank that waits long for its data; -1 if there is none."""
         if len(self._of_rank) < 2:
             return -1
         longest = max(self._of_rank)

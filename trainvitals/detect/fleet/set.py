@@ -176,7 +176,7 @@ class FleetDetectors(Stateful):
         return tuple(finding for w in self._of_nodes for finding in w.update(sample))
 
     def lasting(self) -> frozenset[str]:
-        """Return the detectors with a reported condition that still holds."""
+        """Return the names of detectors whose reported condition still holds."""
         return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
 
     def idle(self, now_ns: int) -> tuple[Finding, ...]:
@@ -200,12 +200,12 @@ class FleetDetectors(Stateful):
         return () if finding is None else (finding,)
 
     def resumed(self, now_ns: int) -> None:
-        """Note that an operator resumed the run: the stall timer starts now."""
+        """Record that an operator resumed the run: the stall timer starts now."""
         if self._last is not None:
             self._last, self._is_stalled = (self._last[0], now_ns), False
 
     def saved(self, step: int) -> None:
-        """Note that the checkpoint of ``step`` is on disk."""
+        """Record that the checkpoint of ``step`` is on disk."""
         earlier_steps = [earlier for earlier in self._checkpoints if earlier < step]
         self._checkpoints = [*earlier_steps, step][-_KEPT_CHECKPOINTS:]
         self._interval = usual_interval(self._checkpoints)

@@ -174,7 +174,7 @@ class StragglerWatcher(Watcher):
         return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
 
     def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
-        """Remove reported ranks that have been in time for long: they can be reported again."""
+        """Remove stragglers that have been in time for long: allow another report."""
         for rank, (absent, is_periodic, cause, changed) in list(self._told.items()):
             course = courses.get(rank)
             share = 0.0 if course is None else course.mean_share if is_periodic else course.recent
@@ -185,6 +185,7 @@ class StragglerWatcher(Watcher):
                 del self._told[rank]
 
     def _keep_optimizer_seconds(self, seconds: Sequence[Value], least: float) -> None:
+        """Keep the ranks' seconds in the optimizer for the next step, if they differ."""
         values, _ = finite(seconds)
         differ = len(values) > 1 and max(values) - min(values) > least
         self._optimizer = [number(value) for value in seconds] if differ else []
@@ -387,7 +388,7 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
 def _find_unplaced_latecomers(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
-    """Return the same without placed forward and backward: from the exchange and the data.
+    """Return figures of late ranks, from the exchange and the waits for data only.
 
     With gradients summed during backward, the wait for data is then the only visible sign.
     """
@@ -408,7 +409,7 @@ def _find_unplaced_latecomers(
 def _measure_wait_deficits(
     waits: Mapping[int, float], exchange: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each rank, and how much less than the others it waits at both places."""
+    """Yield each rank, and how much less it waits for gradients and the exchange."""
     middle = upper_median(list(waits.values())) if len(waits) > 1 else 0.0
     of_exchange = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     for rank, waited in waits.items():

@@ -60,6 +60,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
 
 
 def _severity_sort_key(incident_facts: IncidentFacts) -> tuple[int, int]:
+    """Return the sort key of incidents in the post-mortem: the worst first."""
     incident = incident_facts.incident
     return list(SEVERITY_WORDS).index(incident.severity), -incident.started_unix_ns
 
@@ -145,6 +146,7 @@ def _step_range_text(incident: IncidentView) -> str:
 
 
 def _omitted_note(num: int, what: str) -> list[Block]:
+    """Return the post-mortem's line on entries that it leaves out."""
     return [Paragraph(f"and {num} more {what}")] if num > 0 else []
 
 

@@ -132,6 +132,7 @@ def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
 
 
 def _point_value(point: Point) -> float:
+    """Return the number of a point in a tool response's curve."""
     value = point[1]
     assert isinstance(value, int | float)
     return value

@@ -30,7 +30,7 @@ def series_names(names: Sequence[str]) -> list[str]:
 
 
 def number_or_none(value: int) -> int | None:
-    """Return a rank or step; None if there is none."""
+    """Return a rank or step for an MCP tool; None if there is none."""
     return value if value >= 0 else None
 
 
@@ -45,7 +45,7 @@ def run_id_text(run_id: str) -> str:
 
 
 def summary_row(run: RunSummary) -> dict[str, Any]:
-    """Return one run of a list."""
+    """Return one run of an MCP tool's list."""
     return {
         "run_id": run_id_text(run.run_id),
         "name": run.name,
@@ -72,7 +72,7 @@ def verdict_facts(verdict: VerdictView) -> dict[str, Any]:
 
 
 def incident_row(line: IncidentLine) -> dict[str, Any]:
-    """Return one incident of a list."""
+    """Return one incident of an MCP tool's list."""
     return {
         "incident_id": line.incident_id,
         "title": line.title,
@@ -106,7 +106,7 @@ def decision_row(view: DecisionView) -> dict[str, Any]:
 
 
 def alert_row(view: AlertView) -> dict[str, Any]:
-    """Return one alert of a list."""
+    """Return one alert of an MCP tool's list."""
     return {
         "alert": view.title,
         "run_id": run_id_text(view.run_id),

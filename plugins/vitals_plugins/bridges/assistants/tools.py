@@ -762,6 +762,7 @@ def _step(value: int) -> int:
 
 
 def _excerpt(text: str, num: int) -> str:
+    """Return the start of a text for an MCP tool, and how much was cut."""
     return text if len(text) <= num else f"{text[:num]} ... (+{len(text) - num} characters)"
 
 
@@ -770,6 +771,7 @@ def _mark_incident_id(incident_id: str) -> str:
 
 
 def _next_call(tool: str, run_id: str) -> tuple[str, ...]:
+    """Return the tool call that an MCP response suggests next."""
     return (f'{tool}(run="{run_id}")',)
 
 

@@ -425,6 +425,7 @@ def _is_finite(logged: LoggedStep) -> bool:
 
 
 def _loss_or_nan(logged: LoggedStep) -> float:
+    """Return the loss of an audited log's record; NaN without one."""
     return math.nan if logged.loss is None else logged.loss
 
 
@@ -532,6 +533,7 @@ def _format_step_span(alarm: Alarm) -> str:
 
 
 def _format_actions(alarm: Alarm) -> str:
+    """Return the actions of Vitals in an audit's alarm as text."""
     parts = []
     for action, phrase in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
@@ -549,6 +551,7 @@ def _format_actions(alarm: Alarm) -> str:
 
 
 def _ending_text(alarm: Alarm) -> str:
+    """Return the ending of an audit's alarm in the log, as text."""
     match alarm.ending:
         case "recovered" if alarm.is_flat:
             return f"loss fell at step {alarm.end_step}"
@@ -632,6 +635,7 @@ def _savings_blocks(audit: Audit) -> list[Block]:
 
 
 def _format_duration(audit: Audit, steps: int) -> str:
+    """Return lost or saved steps as text, with hours if the audited log has times."""
     text = _format_count(steps, "step")
     if audit.step_seconds is None:
         return text
@@ -672,10 +676,12 @@ def _limits(audit: Audit) -> list[str]:
 
 
 def _format_count(num: int, what: str) -> str:
+    """Return a count with its noun, for an audit's text."""
     return f"{num:,} {what}" + ("" if num == 1 else "s")
 
 
 def _format_times(num: int) -> str:
+    """Return a number of times as text for an audit: never, once, twice."""
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
 
 

@@ -85,6 +85,7 @@ def unavailable_checks(config: JudgeConfig, num_records: int) -> list[str]:
 
 
 def _short_log_notes(config: JudgeConfig, num_records: int) -> list[str]:
+    """Return a note on an imported log that is too short for all checks."""
     spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
     if num_records >= outliers:
         return []
@@ -131,6 +132,7 @@ def _format_records(records: int) -> str:
 
 
 def _format_times(num: int) -> str:
+    """Return a number of times as text, for notes on an imported log."""
     return "once" if num == 1 else f"{num} times"
 
 

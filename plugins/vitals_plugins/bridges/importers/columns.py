@@ -210,6 +210,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _option_name(role: Role) -> str:
+    """Return the command-line option that names the column of a role."""
     return "--" + role.replace("_", "-")
 
 

@@ -67,7 +67,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def lines_of(path: Path, file: TextIO) -> Iterator[str]:
-    """Yield the file's lines.
+    """Yield a log file's lines.
 
     Raises:
         FormatError: one is longer than MAX_LINE characters.

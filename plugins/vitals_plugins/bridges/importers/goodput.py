@@ -131,6 +131,7 @@ def _undone(step: Ints, backs: Ints) -> Mask:
 
 
 def _or_nan(value: float | None) -> float:
+    """Return a number of an imported log's record; NaN for None."""
     return float("nan") if value is None else value
 
 

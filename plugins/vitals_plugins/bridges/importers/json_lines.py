@@ -108,6 +108,7 @@ def _object(line: str) -> dict[str, object] | None:
 
 
 def _flatten_cells(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the names and values of a JSON log line; nested ones as OUTER/INNER."""
     for name, value in cells.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", x) for inner, x in value.items())

@@ -81,6 +81,7 @@ _TIMESTAMP = re.compile(rb"\[\d{4}-|\[[A-Za-z]")
 
 
 def _read_long_head(path: Path) -> bytes:
+    """Return enough first bytes of a log file to recognize its format."""
     return read_head(path, _HEAD_BYTES)
 
 

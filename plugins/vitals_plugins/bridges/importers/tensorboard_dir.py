@@ -111,6 +111,7 @@ def _read_scalars(path: Path, notes: list[str]) -> Iterator[Value]:
 
 
 def _scalar_value(value: Any, array_of: Any) -> float | None:
+    """Return the number of a TensorBoard value; None if it is not a scalar."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)

@@ -162,6 +162,7 @@ def _clean_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_evaluation(line: str) -> bool:
+    """Return whether a text log's line is about an evaluation."""
     return bool(re.search(r"\b(?:valid|val|eval|test)\b|\bvalid_|\beval_", line.lower()[:160]))
 
 

@@ -143,7 +143,7 @@ def _run_mirror_process(choice: RunChoice, target: "Target", server: Server, pip
 
 
 def _signal_alive(pipe: int, num_rows: int) -> None:
-    """Show that this process is alive; raises, and ends it, if the pipe has no reader."""
+    """Write a sign of life for the mirrors' supervisor; raises if it has ended."""
     with contextlib.suppress(BlockingIOError):  # the pipe is full of signs already
         os.write(pipe, b"+" if num_rows else b".")
 

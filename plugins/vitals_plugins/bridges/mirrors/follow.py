@@ -254,6 +254,7 @@ class Follower:
     def _note_batches(
         self, detail: RunDetail, lineage: "_Lineage", *, whole: bool
     ) -> Iterator[EntryBatch]:
+        """Yield the run's new decisions as notes for a tracker."""
         summary = detail.summary
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted and not whole:
@@ -332,10 +333,12 @@ def _build_step_rows(
 
 
 def _is_curve(name: str) -> bool:
+    """Return whether a column of steps is a known metric, drawn as a curve."""
     return name in _KNOWN or name.partition(".")[0] in _KNOWN
 
 
 def _printable_name(name: str) -> str:
+    """Return a metric's name for a tracker: printable, cut to a length."""
     return printable(name)[:MAX_NAME]
 
 

@@ -126,6 +126,7 @@ class TensorBoard:
         return self._files[discarded]
 
     def _sync(self) -> None:
+        """Sync the mirror's event files, and note their lengths."""
         for file in self._files.values():
             self.kept["files"][str(file.path.relative_to(self._root))] = file.sync()
 

@@ -72,6 +72,7 @@ class Trackio:
         )
 
     def _row_id(self, row: Row) -> str:
+        """Return an id of a row that is the same after a restart of the mirror."""
         names = "" if "train/loss" in row.values else ",".join(sorted(row.values))
         return f"{self._about.run_id}-{row.attempt}-{row.step}-{names}"
 

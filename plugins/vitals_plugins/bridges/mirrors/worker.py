@@ -100,7 +100,7 @@ class About:
 
     @classmethod
     def of(cls, detail: RunDetail) -> "About":
-        """Return it, without secrets: a tracker may be read by more people than Vitals is."""
+        """Return a run's description for a tracker, without secrets."""
         info, summary = detail.info, detail.summary
         config = redact(info.config)
         assert isinstance(config, dict)
@@ -297,6 +297,7 @@ class _BatchWriter:
         self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
 
     def write(self, entries: Sequence[Entry], cursor: Cursor) -> None:
+        """Write a batch to the tracker, and save the mirror's position."""
         saved = self._saved
         if not saved.is_writing:
             saved.is_writing, saved.kept = True, self._tracker.kept

@@ -91,6 +91,7 @@ class BurnInDevice:
         return {"name": self.name, "status": status, "text": text, "hint": hint}
 
     def _remedy(self) -> str:
+        """Return the recommended action for a device that computed wrongly."""
         kernels = {wrong.kernel.split()[0] for wrong in self.wrong}
         part = f"the processor with {self.name} is replaced"
         if self.device.type == "cuda":

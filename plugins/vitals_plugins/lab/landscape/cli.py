@@ -251,6 +251,7 @@ def _surface_facts(
 
 
 def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, float, float]]:
+    """Return a row for each point of a loss landscape: its positions and loss."""
     ups = places if len(losses) > 1 else (0.0,)
     return [
         (along, up, loss)
@@ -260,6 +261,7 @@ def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, fl
 
 
 def _write_output(path: Path, content: bytes, *, force: bool) -> None:
+    """Write a file of a loss landscape, unless it exists with other content."""
     try:
         if path.is_file() and not force and path.read_bytes() != content:
             raise UsageError(

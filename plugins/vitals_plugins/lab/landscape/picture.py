@@ -62,6 +62,7 @@ def draw_landscape(
 
 
 def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
+    """Return the SVG nodes of a loss landscape along one direction."""
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_draw_text(4, -8, what)]
     parts += [
@@ -126,6 +127,7 @@ def _x(places: Sequence[float], place: float) -> float:
 
 
 def _y_position(axis: ValueScale, loss: float) -> float:
+    """Return the y of a loss in a loss landscape's plot."""
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 

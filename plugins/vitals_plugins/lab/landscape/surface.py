@@ -88,7 +88,7 @@ def direction_to_weights(model: nn.Module, other: Sequence[Tensor]) -> Direction
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type of its sums."""
+    """Return the type in which a tensor's values are summed: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -35,7 +35,7 @@ class LineFacts(NamedTuple):
 
 
 def line_facts(places: Sequence[float], losses: Sequence[float], within: float) -> LineFacts | None:
-    """Return facts about a line; None if the loss in the middle is non-finite.
+    """Return facts about the loss along a line; None if its middle is non-finite.
 
     Args:
         places: rising and evenly spaced; one of them is 0.

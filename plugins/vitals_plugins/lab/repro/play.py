@@ -160,6 +160,7 @@ class Scene:
         return next((now[0] for now, then in pairs if now != then), "")
 
     def _run_batch(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
+        """Run one micro-batch forward and backward in a replay; return its loss."""
         if trace is not None:
             trace.start_micro_batch()
         loss = self.loss_of(batch)
@@ -468,6 +469,7 @@ class Trace(TorchDispatchMode):
         )
 
     def _operation_input(self, tensor: Tensor) -> _OperationInput:
+        """Return whether an operation's input is NaN or infinite, and its origin."""
         event = self._last.get(_storage_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
@@ -536,4 +538,5 @@ def _has_nonfinite_gradient(gradients: Any) -> bool:
 
 
 def _storage_address(tensor: Tensor) -> int:
+    """Return the address of a replayed tensor's memory."""
     return tensor.untyped_storage().data_ptr()

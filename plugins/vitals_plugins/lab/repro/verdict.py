@@ -108,6 +108,7 @@ class _Case:
         return self.scene.play(batches, self.capsule.rng, dtype=dtype)
 
     def is_bad(self, batches: Sequence[Any]) -> bool:
+        """Return whether a replay of these batches is bad."""
         return self.play(batches).is_bad(self.limits)
 
 
@@ -199,10 +200,12 @@ class PlayError(Exception):
 
 
 def _finite_or_none(value: float) -> float | None:
+    """Return a number of a replay's verdict; None if it is non-finite."""
     return value if math.isfinite(value) else None
 
 
 def _trace_origin(case: _Case) -> NonfiniteOrigin | None:
+    """Replay the step with a trace; return the first non-finite value's origin."""
     trace = Trace()
     case.scene.play(case.batches, case.capsule.rng, trace=trace)
     case.lowest = trace.lowest
@@ -489,10 +492,12 @@ def _samples(rows: Sequence[int]) -> str:
 
 
 def _make_or_makes(rows: Sequence[int]) -> str:
+    """Return the verb for the bad samples of a replayed batch."""
     return "makes" if len(rows) == 1 else "make"
 
 
 def _it_or_them(rows: Sequence[int]) -> str:
+    """Return the pronoun for the bad samples of a replayed batch."""
     return "it" if len(rows) == 1 else "them"
 
 
@@ -507,6 +512,7 @@ def _origin_sentence(origin: NonfiniteOrigin | None) -> list[str]:
 
 
 def _is_bit_equal(capsule: Capsule, played: Played) -> bool | None:
+    """Return whether the replayed loss has the run's bits; None if unknown."""
     return played.loss == capsule.loss if math.isfinite(capsule.loss) else None
 
 

@@ -126,6 +126,7 @@ def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's parameters and buffers by their names in checkpoints."""
     params = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters()}
     return params | {f"buffer.{clean_name(n)}": b for n, b in model.named_buffers()}
 
