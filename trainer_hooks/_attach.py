@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks._watch import set_up
-from trainer_hooks.arguments import Arguments, as_list
-from trainer_hooks.exchange.device import Device
+from trainer_hooks._watch import build_monitor_parts
+from trainer_hooks.arguments import WatchArguments, as_list
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
 from trainer_hooks.guard.step_interception import StepInterception
-from trainer_hooks.lifecycle.loop import Loop
+from trainer_hooks.lifecycle.loop import MonitorBase
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.actions import carry_out
@@ -96,7 +96,7 @@ def attach(
         UsageError: an argument is invalid; the text names it and the fix.
         TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
-    arguments = Arguments(
+    arguments = WatchArguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
         run=run,
@@ -115,7 +115,7 @@ def attach(
         owns_step=False,
         max_norm=max_norm,
     )
-    parts = set_up(arguments)
+    parts = build_monitor_parts(arguments)
     if parts is None:
         from trainer_hooks.noop import Unattached
 
@@ -136,12 +136,12 @@ class Judged(NamedTuple):
     """Whether the loop clips after the measurement."""
 
 
-class Attached(Loop):
+class Attached(MonitorBase):
     """A guarded loop that steps its optimizers itself. Created by ``attach``."""
 
     def __init__(
         self,
-        device: Device,
+        device: DeviceParts,
         run: RunContext,
         *,
         tokens_per_step: int | None,
@@ -215,7 +215,7 @@ class Attached(Loop):
             probe: loss of a batch, as in ``Monitor.batches``.
         """
         if not self._num_batches:
-            self._probe.use(probe, step=self._step, attempt=self.attempt)
+            self._probe.set_loss(probe, step=self._step, attempt=self.attempt)
         self._probe.keep(batch)
         self._num_batches += 1
 
@@ -242,7 +242,7 @@ class Attached(Loop):
             self._parts.clock.end_loop_clip()
         self._orders = judged.orders
         self._parts.apply(guards, judged.orders)
-        self._finish(judged)
+        self._finish_step(judged)
 
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
         """Measure, exchange and judge the current gradients of all optimizers."""
@@ -257,9 +257,9 @@ class Attached(Loop):
         norm = None if before_clip else self._norm
         clips_to = self._max_norm if run.given.owns_clip else max_norm
         prepared = parts.prepare(
-            self._step, None, None, norm=norm, first=first, max_norm=_finite(clips_to)
+            self._step, None, None, norm=norm, first=first, max_norm=_finite_max_norm(clips_to)
         )
-        self._measured = [_gradients(o) for o in device.optimizers] if first else []
+        self._measured = [_weak_gradient_refs(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         if self._num_batches:
             self._probe.fed(self._step, self._num_batches, attempt=self.attempt)
@@ -271,7 +271,7 @@ class Attached(Loop):
             before_clip, max_norm = False, self._max_norm
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
-    def _finish(self, judged: Judged) -> None:
+    def _finish_step(self, judged: Judged) -> None:
         """Restore buffers after a bad step, and report the step's numbers."""
         run, device, parts = self._run, self._device, self._parts
         attempted = self._step
@@ -327,7 +327,7 @@ class Attached(Loop):
         """
         if not self._measured:
             return
-        now, measured = _gradients(self._device.optimizers[index]), self._measured[index]
+        now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]
         pairs = zip(now, measured, strict=True)
         if any(current() is not None and current() is not was() for current, was in pairs):
             raise UsageError(
@@ -346,12 +346,12 @@ class Attached(Loop):
         super()._release()
 
 
-def _finite(max_norm: MaxNorm | None) -> MaxNorm | None:
+def _finite_max_norm(max_norm: MaxNorm | None) -> MaxNorm | None:
     """Return the norm that the loop clips to; None for an infinite one."""
     return None if max_norm == math.inf else max_norm
 
 
-def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
+def _weak_gradient_refs(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
     """Return weak references to the gradients, so that they are not kept alive."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return [_return_none if grad is None else weakref.ref(grad) for grad in grads]

@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from trainer_hooks.agent_starter import AgentStarter, NodeAgent, missing_packages
 from trainer_hooks.arguments import (
-    Arguments,
     Mode,
+    WatchArguments,
     as_list,
     join_models,
     refuse_misplaced,
     turn_names,
 )
-from trainer_hooks.exchange.device import Device, build_device
-from trainer_hooks.exchange.emit import Emitter, Layers, RootColumns, StepLog
+from trainer_hooks.exchange.device import DeviceParts, build_device_parts
+from trainer_hooks.exchange.emit import Emitter, LayerAggregator, Rank0Columns, StepLog
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import FEATURES, vector_fields
 from trainer_hooks.features.earlier_losses import RestartCheck, read_earlier_losses
@@ -50,7 +50,7 @@ from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import StepFeatures
-from trainer_hooks.tensors.gradients import Models, unwrap
+from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
@@ -157,7 +157,7 @@ def watch(
     listed = as_list(optimizers)
     names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
     whole = join_models(model)
-    arguments = Arguments(
+    arguments = WatchArguments(
         model=whole,
         names=tuple(map(str, names)),
         optimizers=tuple(listed),
@@ -175,14 +175,14 @@ def watch(
         early_stopping=early_stopping,
         loss_kind=loss_kind
         or loss_kind_of_task(task)
-        or ("adversarial" if isinstance(whole, Models) else "minimize"),
+        or ("adversarial" if isinstance(whole, NamedModels) else "minimize"),
         task=task,
         scheduler_every=scheduler_every,
         on_hang=on_hang,
         total_steps=total_steps,
         schedule=schedule,
     )
-    parts = set_up(arguments)
+    parts = build_monitor_parts(arguments)
     if parts is None:
         from trainer_hooks.noop import NullMonitor
 
@@ -204,13 +204,13 @@ def watch(
 class MonitorParts:
     """Parts of a guarded loop."""
 
-    device: Device
+    device: DeviceParts
     run: RunContext
     tokens_per_step: int | None
     restored: Restored | None
 
 
-def set_up(arguments: Arguments) -> MonitorParts | None:
+def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
     """Build the parts that ``watch`` and ``attach`` share, and start the run. Collective.
 
     Returns:
@@ -223,7 +223,7 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
         return None
     tokens, config = arguments.tokens(), arguments.hyperparameters()
     close_earlier(arguments.optimizers)
-    device = build_device(
+    device = build_device_parts(
         arguments.model,
         arguments.optimizers,
         arguments.schedulers,
@@ -273,8 +273,8 @@ def set_up(arguments: Arguments) -> MonitorParts | None:
     return MonitorParts(device=device, run=run, tokens_per_step=tokens, restored=restored)
 
 
-def _emitter(
-    ranks: Ranks, device: Device, run_paths: RunPaths, faults: FaultCounter, clock: Clock
+def _open_emitter(
+    ranks: Ranks, device: DeviceParts, run_paths: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
     """Open this rank's journal and return its emitter."""
     return Emitter(
@@ -283,7 +283,7 @@ def _emitter(
         faults=faults,
         is_rank0=ranks.rank == 0,
         num_groups=sum(len(o.param_groups) for o in device.optimizers),
-        layers=Layers(
+        layers=LayerAggregator(
             device.norms.names,
             () if device.sampler is None else device.sampler.measured_modules,
             tuple(turn.part for turn in device.turns),
@@ -291,10 +291,10 @@ def _emitter(
     )
 
 
-def _recovery(
-    arguments: Arguments,
+def _build_recovery(
+    arguments: WatchArguments,
     ranks: Ranks,
-    device: Device,
+    device: DeviceParts,
     run_paths: RunPaths,
     plan: PlanJournal,
     emitter: Emitter,
@@ -322,9 +322,9 @@ def _recovery(
 
 def _run_context(
     mode: Mode,
-    given: Arguments,
+    given: WatchArguments,
     ranks: Ranks,
-    device: Device,
+    device: DeviceParts,
     place: RunPaths,
     environ: Mapping[str, str],
     faults: FaultCounter,
@@ -332,7 +332,7 @@ def _run_context(
 ) -> RunContext:
     """Build the parts of the run, with the budgets of its earlier starts. Collective."""
     assert mode != "off", "an unwatched run has no host part"
-    emitter = _emitter(ranks, device, place, faults, clock)
+    emitter = _open_emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
@@ -345,7 +345,7 @@ def _run_context(
         emitter=emitter,
         faults=faults,
     )
-    recovery = _recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
+    recovery = _build_recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
     config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
@@ -357,7 +357,7 @@ def _run_context(
         signals.flops_per_token,
         signals.peak_flops,
     )
-    columns = RootColumns(utilization, sampler, ranks.world_size)
+    columns = Rank0Columns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
     features = StepFeatures(FEATURES)
     run = RunContext(
@@ -384,7 +384,7 @@ def _run_context(
     return run
 
 
-def _build_training_state(arguments: Arguments, device: Device) -> TrainingState | None:
+def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
     """Return the training state for the replica checks; None if it cannot be read."""
     try:
         return TrainingState(
@@ -410,7 +410,7 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
             id=run_paths.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
     if restored is None and run.plan.plan.branches:
-        check = _restart_check(run, run_paths) if run.is_rank0 else None
+        check = _build_restart_check(run, run_paths) if run.is_rank0 else None
         run.features[FirstStepsFeature].expect_again(check)
     run.first_step = attempt.fork_step
     start_branch(run, attempt, None if restored is None else restored.meta["judge"])
@@ -425,7 +425,7 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
     return restored
 
 
-def _restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
+def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
     """Return the comparison with the earlier starts; None without losses that fall."""
     earlier = None
     if run.judge.config.loss_kind == "minimize":

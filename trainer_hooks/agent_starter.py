@@ -106,7 +106,7 @@ class AgentStarter:
         os.close(self._log)
 
 
-def wait_before(losses: int) -> int:
+def agent_restart_delay_ns(losses: int) -> int:
     """Return the nanoseconds before the next start, after this many consecutive losses."""
     return WAITS_NS[min(losses, len(WAITS_NS)) - 1]
 
@@ -179,7 +179,7 @@ class NodeAgent:
         if self._ended_on_request:
             return
         if self.pid is not None:
-            has_ended, exit_code = _ended(self.pid)
+            has_ended, exit_code = _poll_agent_exit(self.pid)
             if not has_ended:
                 return
             why = f"the node's agent (pid {self.pid}) {_describe_exit(exit_code)}"
@@ -196,7 +196,7 @@ class NodeAgent:
         """Record that the node's agent was lost, and schedule its next start."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
-        self.next_look_ns = now_ns + wait_before(self._losses)
+        self.next_look_ns = now_ns + agent_restart_delay_ns(self._losses)
         if self._losses == len(WAITS_NS):
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
@@ -231,7 +231,7 @@ class NodeAgent:
         self._emitter.event(note, step=step, attempt=attempt)
 
 
-def _ended(pid: int) -> tuple[bool, int | None]:
+def _poll_agent_exit(pid: int) -> tuple[bool, int | None]:
     """Return whether the child has ended, and its exit code if known."""
     try:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_hooks.exchange.device import Engine
+from trainer_hooks.exchange.device import UpdateEngine
 from trainer_hooks.guard.declared_schedule import Declared, DeclaredSchedule
 from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
-from trainer_hooks.tensors.gradients import Models, unwrap
+from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.names import TASKS, Task, is_task
@@ -38,7 +38,7 @@ _OLDEST_TORCH = (2, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class WatchArguments:
     """Arguments documented at ``watch``, and those of a framework engine that owns the step."""
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Arguments:
     tags: Sequence[str]
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
-    engine: Engine | None = None
+    engine: UpdateEngine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
     task: Task | None = None
@@ -148,7 +148,7 @@ class Arguments:
         return CheckpointSettings(directory=run_dir.checkpoints_dir)
 
 
-def _check_argument_types(arguments: Arguments) -> None:
+def _check_argument_types(arguments: WatchArguments) -> None:
     """Refuse arguments of wrong types."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
@@ -270,7 +270,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_names_and_paths(arguments: Arguments) -> None:
+def _check_names_and_paths(arguments: WatchArguments) -> None:
     """Refuse names and paths of wrong types; other tools read them."""
     # Any: users may pass any type, whatever the annotation says.
     run: Any = arguments.run
@@ -370,7 +370,7 @@ def join_models(model: Any) -> Any:
     """
     if not _is_model_collection(model) or _wrong_models(model) is not None:
         return model
-    return Models(_models_by_name(model))
+    return NamedModels(_models_by_name(model))
 
 
 def _is_model_collection(model: Any) -> bool:

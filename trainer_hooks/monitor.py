@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, no_best_state_error
 from trainer_hooks.data.loader import BatchIndex
-from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
-from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
-from trainer_hooks.guard.optimizers import OptimizerGroup, OwnSteps, update_scaler
-from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, end_epoch_error
+from trainer_hooks.guard.misuse import BackwardCounter, is_of_one_backward, scale_of_unknown_scaler
+from trainer_hooks.guard.optimizers import OptimizerGroup, UnguardedStepDetector, update_scaler
+from trainer_hooks.guard.schedules import SchedulerEvery, SchedulerStepper, end_epoch_error
 from trainer_hooks.guard.step_interception import not_compiled
 from trainer_hooks.lifecycle.data_position import AfterRollback, DataPosition, SampleIds
-from trainer_hooks.lifecycle.loop import Loop
+from trainer_hooks.lifecycle.loop import MonitorBase
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
@@ -45,12 +45,12 @@ _LOG = logging.getLogger("trainvitals")
 _PROBE_LINE = "for batch in monitor.batches(loader, probe=lambda batch: loss_of(model, batch)):"
 
 
-class Monitor(Loop):
+class Monitor(MonitorBase):
     """Guard of one training loop. Created by ``watch``; use it as a context manager."""
 
     def __init__(
         self,
-        device: Device,
+        device: DeviceParts,
         run: RunContext,
         *,
         tokens_per_step: int | None,
@@ -63,16 +63,16 @@ class Monitor(Loop):
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
         self._first_steps = run.features[FirstStepsFeature]
         self._probe = run.features[ProbeFeature].probe
-        self._schedules: Schedules | None = None
+        self._schedules: SchedulerStepper | None = None
         if device.schedulers:
-            self._schedules = Schedules(device.schedulers, scheduler_every, run.warn)
+            self._schedules = SchedulerStepper(device.schedulers, scheduler_every, run.warn)
         by_epoch = self._schedules if scheduler_every == "epoch" else None
         self._feed = DataPosition(run, waited, lag=lag, restored=restored, schedules=by_epoch)
-        self._own_steps = OwnSteps(device.optimizers, run.faults)
+        self._own_steps = UnguardedStepDetector(device.optimizers, run.faults)
         self._clearing = GradientClearing(device.optimizers)
         self._best: RestoredBest | None = None
         self._epochs_checked = False
-        self._backwards: Backwards | None = Backwards(device.optimizers)
+        self._backwards: BackwardCounter | None = BackwardCounter(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
         self._begun: set[int] = set()
         """Optimizer groups that have made their first step."""
@@ -358,10 +358,10 @@ class Monitor(Loop):
         self._parts.drop_losses()
         self._start_again()
         if self._schedules is not None:
-            self._schedules.restored(self._feed.next_epoch)
+            self._schedules.restore_counts(self._feed.next_epoch)
         return True
 
-    def _count_backwards(self, backwards: Backwards, loss: object) -> None:
+    def _count_backwards(self, backwards: BackwardCounter, loss: object) -> None:
         """In the first two steps, warn if a step has several backwards but one loss."""
         count, backwards.count = backwards.count, 0
         is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
@@ -390,7 +390,7 @@ class Monitor(Loop):
             )
             self._warn("unknown_scaler", text)
 
-    def _look_at_schedulers(self, schedules: Schedules) -> None:
+    def _look_at_schedulers(self, schedules: SchedulerStepper) -> None:
         """Reject a loop that steps its schedulers itself; with several ranks, rank 0 decides.
 
         Raises:
@@ -468,7 +468,7 @@ class Monitor(Loop):
         update_scaler(device.scaler, turn.optimizers, verdict.overflow)
         if self._schedules is not None:
             with parts.clock.optimizer_time():
-                self._schedules.stepped(turn.optimizers if turn.number else ())
+                self._schedules.note_update(turn.optimizers if turn.number else ())
         self._clearing.clear()
 
     def _release(self) -> None:
@@ -487,7 +487,7 @@ class Monitor(Loop):
         decision = restored = None
         while ready is not None or (ready := self._parts.pop_urgent_numbers()) is not None:
             judgement = judge_returned(self._run, *ready, now_step=attempted)
-            self._feed.judged(ready[1].step, judgement)
+            self._feed.report_step_data(ready[1].step, judgement)
             if (record := self._first_steps.pop_first_record()) is not None:
                 norm = math.nan if record.grad_norm is None else record.grad_norm
                 self._look_for_scaler(norm, record.loss)
@@ -498,11 +498,11 @@ class Monitor(Loop):
                 self._step = restored.step
                 self._after_rollback()
                 data = restored.meta.get("data")
-                goes_back = self._feed.rolled_back(
+                goes_back = self._feed.rewind_after_rollback(
                     judgement.decision, data, window, step=self._step
                 )
                 if self._schedules is not None:
-                    self._schedules.restored(self._feed.next_epoch if goes_back else None)
+                    self._schedules.restore_counts(self._feed.next_epoch if goes_back else None)
                 break
             ready = None
         return decision, restored
@@ -520,7 +520,7 @@ class Monitor(Loop):
         if self._device.sampler is not None:
             self._device.sampler.discard_copies()
         if self._device.averages is not None:
-            self._device.averages.rolled_back()
+            self._device.averages.block_after_rollback()
         self._parts.forget_row()
         self._parts.clock.restart()
         self._clearing.clear()

@@ -44,7 +44,7 @@ class Ranks:
         side = cast(dist.ProcessGroup, side)
         return cls(dist.get_rank(), dist.get_world_size(), local, side, on_host)
 
-    def apart(self) -> Ranks:
+    def with_new_group(self) -> Ranks:
         """Return the same ranks with a new group: two threads must not share one. Collective."""
         if self.side is None:
             return self

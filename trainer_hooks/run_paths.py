@@ -33,7 +33,7 @@ from trainvitals.identity import (
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.journal import JournalWriter, announce_run, check_room, journal_directory
 from trainvitals.io.mailbox import CommandInbox, Mailbox
-from trainvitals.io.node import Spot, name_nodes, spot_of
+from trainvitals.io.node import Spot, locate_process, name_nodes
 from trainvitals.io.private import is_memory_backed, private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir, is_full
@@ -80,7 +80,7 @@ def open_run(
     def here() -> Spot:
         folders.append(_create_journal_folder(environ, run_id, Path(path), faults))
         host = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-        return spot_of(host, folders[0])
+        return locate_process(host, folders[0])
 
     nodes = name_nodes(on_every_rank(ranks, here))
     node = nodes[ranks.rank]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trainvitals.detect.registry import KINDS, alert_of
+from trainvitals.detect.registry import KINDS, finding_alert_name
 from trainvitals.errors import ConfigError
 from trainvitals.records import ActionName, Decision, Finding, Severity
 from trainvitals.views import RunState
@@ -706,7 +706,7 @@ def alerts_for_finding(
         loss_kind: the run's loss; for "rl" and "adversarial" a level is only logged.
     """
     cause = finding.cause or finding.kind
-    name = alert_of(finding.kind, cause)
+    name = finding_alert_name(finding.kind, cause)
     if not name:
         return ()
     label = finding.kind if KINDS[finding.kind].has_one_alert else cause

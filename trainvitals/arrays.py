@@ -121,7 +121,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
         return _import_pandas().DataFrame(self._columns)
 
 
-def drawn(reply: SeriesReply) -> Series:
+def decode_series_reply(reply: SeriesReply) -> Series:
     """Return the points of a downsampled reply, with non-finite values restored."""
     value = np.array(reply.value, dtype=np.float64)  # None becomes NaN
     step, attempt = (np.array(column, dtype=np.int64) for column in (reply.step, reply.attempt))
@@ -142,7 +142,7 @@ def drawn(reply: SeriesReply) -> Series:
     )
 
 
-def whole(replies: Sequence[CurveReply]) -> Series:
+def join_curve_replies(replies: Sequence[CurveReply]) -> Series:
     """Return the points of consecutive parts of one series; at least one part is needed."""
     first = replies[0]
     step = _concat_arrays([reply.step for reply in replies], "<i8")
@@ -159,7 +159,7 @@ def whole(replies: Sequence[CurveReply]) -> Series:
     )
 
 
-def cells(reply: CellsReply) -> Cells:
+def decode_cells_reply(reply: CellsReply) -> Cells:
     """Return a heat map's reply as arrays."""
     shape = (len(reply.rows), len(reply.step))
     is_nonfinite, is_left = (np.zeros(shape, dtype=np.bool_) for _ in range(2))

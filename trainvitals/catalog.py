@@ -447,7 +447,7 @@ CATALOG: tuple[MetricSpec, ...] = (
 )
 
 
-def spec(name: str) -> MetricSpec:
+def find_metric(name: str) -> MetricSpec:
     """Return the metric of that name, given as exposed or as ``stream.column``.
 
     Raises:
@@ -471,6 +471,6 @@ __all__ = [
     "STEP_METRICS",
     "MetricSpec",
     "Scope",
-    "spec",
+    "find_metric",
     "steps_schema",
 ]

@@ -24,7 +24,7 @@ from trainvitals import arrays
 from trainvitals.arrays import Cells, Series, Table
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.client import CollectorAddress, CollectorClient
-from trainvitals.io.lookup import choose_run, default_folder, find_collector
+from trainvitals.io.lookup import choose_run, default_runs_directory, find_collector
 from trainvitals.io.server_identity import UNIX, UNPROVEN
 from trainvitals.question import Question
 from trainvitals.views import (
@@ -100,7 +100,7 @@ class Client:
             )
             self._refresh: Any = None
             return
-        folder = folder or default_folder()
+        folder = folder or default_runs_directory()
         self.where = str(folder)
         opened = self._stack.enter_context(_folder_reader()(folder))
         # The reader of a directory has the same interface as the client of a collector.
@@ -300,17 +300,19 @@ class Run:
                 from_step=from_step,
                 to_step=to_step,
             )
-            return arrays.drawn(self._ask(question))
+            return arrays.decode_series_reply(self._ask(question))
         curve = CurveQuestion(run_id=self.run_id, metric=metric, source=source, branch=branch)
         if metric.partition(".")[0] in _HOST_STREAMS:
-            return arrays.whole([self._ask(curve)])
+            return arrays.join_curve_replies([self._ask(curve)])
         parts = [
             self._ask(replace(curve, from_step=first, to_step=last))
-            for first, last in self._parts(from_step, to_step)
+            for first, last in self._split_step_range(from_step, to_step)
         ]
-        return arrays.whole(parts)
+        return arrays.join_curve_replies(parts)
 
-    def _parts(self, first: int | None, last: int | None) -> list[tuple[int | None, int | None]]:
+    def _split_step_range(
+        self, first: int | None, last: int | None
+    ) -> list[tuple[int | None, int | None]]:
         """Return ranges of steps that are short enough for one response."""
         attempts = self.detail().attempts
         end = max((a.last_step for a in attempts), default=0) if last is None else last
@@ -380,7 +382,7 @@ class Run:
             from_step=from_step,
             to_step=to_step,
         )
-        return arrays.cells(self._ask(question))
+        return arrays.decode_cells_reply(self._ask(question))
 
     def table(self, table: TableName = "steps", **how: Any) -> Table:
         """Return rows of this run that match conditions; arguments as in ``Client.table``."""

@@ -184,12 +184,12 @@ def _read_settings_file(
         ) from None
     for section, body in tree.items():
         if section not in sections:
-            _refuse_near_miss(section, sections, f"{path}:{_line_of(text, section, '')}")
+            _refuse_near_miss(section, sections, f"{path}:{_find_setting_line(text, section, '')}")
             continue
         if not isinstance(body, dict):
             raise ConfigError(f"{section} in {path} is {body!r}; it must be a table [{section}]")
         for key, value in body.items():
-            source = f"{path}:{_line_of(text, section, key)}"
+            source = f"{path}:{_find_setting_line(text, section, key)}"
             given_by_section[section][key] = _GivenSetting(value=value, source=source)
 
 
@@ -248,7 +248,8 @@ def _build_section(
                 hint=_suggest_name(key, allowed) or f"{section} has: {', '.join(sorted(allowed))}",
             )
     values = {
-        key: _convert(f"{section}.{key}", allowed[key], item) for key, item in given_values.items()
+        key: _convert_setting(f"{section}.{key}", allowed[key], item)
+        for key, item in given_values.items()
     }
     try:
         return cls(**values)
@@ -261,7 +262,7 @@ def _build_section(
         raise ConfigError(f"[{section}] is incomplete: {error}") from None
 
 
-def _convert(name: str, kind: object, item: _GivenSetting) -> object:
+def _convert_setting(name: str, kind: object, item: _GivenSetting) -> object:
     """Return the value converted to the annotated type, or raise an error with the expectation."""
     info = inspect.type_info(kind)
     value = (
@@ -305,7 +306,7 @@ def _describe_expected(value: object, info: inspect.Type) -> str:
     """Return a description of the expected value: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
-    return ", ".join(_bounds(info) if is_one else ()) or _describe_type(info)
+    return ", ".join(_describe_bounds(info) if is_one else ()) or _describe_type(info)
 
 
 _WORDS: dict[type[inspect.Type], str] = {
@@ -330,10 +331,10 @@ def _describe_type(info: inspect.Type) -> str:
         return "a path" if info.cls is Path else f"a {info.cls.__name__}"
     if isinstance(info, inspect.StructType):
         return f"a {info.cls.__name__}"
-    return ", ".join((_WORDS.get(type(info), type(info).__name__), *_bounds(info)))
+    return ", ".join((_WORDS.get(type(info), type(info).__name__), *_describe_bounds(info)))
 
 
-def _bounds(info: inspect.Type) -> Iterator[str]:
+def _describe_bounds(info: inspect.Type) -> Iterator[str]:
     """Yield descriptions of the bounds of a number or a text's length."""
     if isinstance(info, inspect.StrType):
         if info.min_length:
@@ -365,7 +366,7 @@ def _suggest_name(word: str, candidates: Mapping[str, object], *, cutoff: float 
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-def _line_of(text: str, section: str, key: str) -> int:
+def _find_setting_line(text: str, section: str, key: str) -> int:
     """Return the line number of a key in the settings file, or of its section."""
     here, head = "", 0
     for number, line in enumerate(text.splitlines(), start=1):

@@ -78,7 +78,7 @@ class FinalLoss(NamedTuple):
     high: float
 
 
-def finish(
+def forecast_finish(
     step: Ints,
     time_unix_ns: Ints,
     attempt: Ints | None = None,
@@ -133,7 +133,7 @@ def finish(
     rate = mean_seconds + float((beside.sum() + expected * each) / num.sum())
     usual = np.where(is_long, mean_seconds * num, seconds) + beside
     of_mishaps = float(np.sqrt(num_mishaps + 1) * each / num.sum())
-    spread = float(np.hypot(_spread(usual, num, remaining_steps), of_mishaps))
+    spread = float(np.hypot(_pace_error(usual, num, remaining_steps), of_mishaps))
     in_steps = np.where(is_long, np.minimum(mean_seconds * num, seconds), seconds)
     # Excess time between two steps is known only once it is over.
     silent = (now_unix_ns - int(time_unix_ns[-1])) / 1e9
@@ -164,7 +164,7 @@ def _is_long(seconds: Floats, num: Floats) -> npt.NDArray[np.bool_]:
     return seconds - usual * num > (_LONG - 1.0) * usual
 
 
-def _spread(seconds: Floats, num: Floats, remaining_steps: int) -> float:
+def _pace_error(seconds: Floats, num: Floats, remaining_steps: int) -> float:
     """Return the standard error of the seconds per step that are to come."""
     edges = np.linspace(0.0, num.sum(), _BLOCKS + 1)
     block = np.clip(np.searchsorted(edges, np.cumsum(num)) - 1, 0, _BLOCKS - 1)
@@ -176,7 +176,7 @@ def _spread(seconds: Floats, num: Floats, remaining_steps: int) -> float:
     return float(np.std(rates, ddof=1) * np.sqrt(1 / len(rates) + 1 / blocks_left))
 
 
-def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str:
+def forecast_final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str:
     """Return the predicted final loss, or why there is no forecast.
 
     The latest two thirds of the curve, as medians, are fitted by a line of log loss over log steps
@@ -205,7 +205,7 @@ def final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str
         return FinalLoss(level, float(low), float(high))
     if level <= 0 or np.quantile(values, 0.05) <= 0:
         return "the loss is not above 0, and only such curves are known to follow a line"
-    line = _line(at, values, now)
+    line = _fit_loss_line(at, values, now)
     if line is None:
         return "too few steps of the newest two thirds have a loss"
     slope, offset = line
@@ -232,7 +232,7 @@ def _select_latest_losses(at: Floats, values: Floats, now: float) -> Floats:
     return values[min(begin, end - 1) : end]
 
 
-def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
+def _fit_loss_line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
     """Return slope and offset of log loss over log steps up to a step; None with too few."""
     edges = np.searchsorted(at, now * np.geomspace(1 / _SPAN, 1.0, _BINS + 1), "right")
     parts = [slice(a, b) for a, b in pairwise(edges) if b > a]
@@ -247,7 +247,7 @@ def _line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
 
 def _backtest_line(at: Floats, values: Floats, now: float, level: float, share: float) -> float:
     """Return the error, in log loss, of an earlier step's line at the current step."""
-    line = _line(at, values, share * now)
+    line = _fit_loss_line(at, values, share * now)
     if line is None:
         return float("inf")
     return line[1] + line[0] * float(np.log((1 - FINAL_SHARE / 2) * now)) - float(np.log(level))
@@ -261,7 +261,9 @@ class Lag(NamedTuple):
     """Whether the other run never reached this loss: the lead is then at least this large."""
 
 
-def lag(tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats) -> Lag | str:
+def measure_token_lag(
+    tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats
+) -> Lag | str:
     """Return how many tokens sooner the other run had the loss that this one has now.
 
     Losses are medians over a twentieth of the tokens. 0: the difference is within the noise.
@@ -322,4 +324,13 @@ def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
     return at[is_finite].astype(np.float64), values[is_finite]
 
 
-__all__ = ["COVERS", "FINAL_SHARE", "FinalLoss", "Finish", "Lag", "final_loss", "finish", "lag"]
+__all__ = [
+    "COVERS",
+    "FINAL_SHARE",
+    "FinalLoss",
+    "Finish",
+    "Lag",
+    "forecast_final_loss",
+    "forecast_finish",
+    "measure_token_lag",
+]

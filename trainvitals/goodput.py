@@ -191,7 +191,7 @@ def goodput(
     bounds = np.searchsorted(steps.launch, np.arange(len(launches) + 1))
     line = _build_timeline(launches, steps, bounds)
     hung = _merge_spans(hangs)
-    usual = _usual(steps, bounds)
+    usual = _usual_compute_time(steps, bounds)
     taken = _StepIntervals(line.intervals)
     _assign_buckets(
         taken,
@@ -243,14 +243,14 @@ def _build_timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints)
     return _Timeline(ordered, bounds, ends, intervals)
 
 
-def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
+def _usual_compute_time(steps: EndedSteps, bounds: Ints) -> Ints:
     """Return, by launch, the usual compute time of a step; -1 if no step shows it."""
     usual = np.full(len(bounds) - 1, -1, np.int64)
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for begin in (min(low + _FIRST_STEPS, high), low):
             part = slice(begin, min(high, begin + _USUAL_STEPS))
             lasted = steps.seconds[part]
-            aside = sum(_fill_missing_seconds(each[part]) for each in _aside(steps))
+            aside = sum(_fill_missing_seconds(each[part]) for each in _non_compute_seconds(steps))
             durations = (_fill_missing_seconds(lasted) - aside)[np.isfinite(lasted)]
             if len(durations):
                 usual[k] = max(0, round(float(np.median(durations)) * 1e9))
@@ -261,7 +261,7 @@ def _usual(steps: EndedSteps, bounds: Ints) -> Ints:
     return usual
 
 
-def _aside(steps: EndedSteps) -> tuple[Floats, ...]:
+def _non_compute_seconds(steps: EndedSteps) -> tuple[Floats, ...]:
     """Return the measured times of a step in addition to its compute time."""
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
@@ -319,7 +319,7 @@ class _StepIntervals:
         before = self.parts.get(bucket)
         self.parts[bucket] = part if before is None else before + part
 
-    def undo(self, which: Mask) -> None:
+    def mark_rolled_back(self, which: Mask) -> None:
         """Move these steps' parts to ``rolled_back``; saves and evaluations stay."""
         at = np.flatnonzero(which)
         lost = np.zeros(len(at), np.int64)
@@ -331,7 +331,7 @@ class _StepIntervals:
         self.parts["rolled_back"] = np.zeros(len(which), np.int64)
         self.parts["rolled_back"][at] = lost
 
-    def rest(self, bucket: Bucket, which: Mask | None = None) -> None:
+    def assign_rest(self, bucket: Bucket, which: Mask | None = None) -> None:
         """Assign the rest of these steps to a bucket."""
         self.assign(bucket, self.left if which is None else np.where(which, self.left, 0))
 
@@ -350,7 +350,9 @@ def _assign_buckets(
     slack = np.maximum(_SLACK_NS, (intervals * _SLACK_RATIO).astype(np.int64))
     taken.assign("unknown", np.where(is_known & (outside_steps > slack), outside_steps, 0))
     # A step with an unknown start gets a usual step and its measured times.
-    data_wait, saved, evaluated, waited = (_to_nanoseconds(seconds) for seconds in _aside(steps))
+    data_wait, saved, evaluated, waited = (
+        _to_nanoseconds(seconds) for seconds in _non_compute_seconds(steps)
+    )
     computed = taken.left - data_wait - saved - evaluated - waited
     excess = np.where(is_known | (own_usual < 0), 0, computed - own_usual)
     index = np.arange(len(steps)) - first[steps.launch]
@@ -359,7 +361,7 @@ def _assign_buckets(
     taken.assign("unknown", np.where(~is_known & (own_usual < 0), computed, 0))
     taken.assign("checkpoint", saved)
     taken.assign("evaluation", evaluated)
-    taken.rest("skipped", steps.is_skipped)
+    taken.assign_rest("skipped", steps.is_skipped)
     taken.assign("data_wait", data_wait)
     least = _to_nanoseconds(steps.least_wait)
     taken.assign("straggler_wait", waited - least)
@@ -367,8 +369,8 @@ def _assign_buckets(
     is_first = (index < _FIRST_STEPS) & (own_usual >= 0)
     compiled = is_first & (at_start | (taken.left > _COMPILES * own_usual))
     taken.assign("compile", np.where(compiled, taken.left - own_usual, 0))
-    taken.rest("productive")
-    taken.undo(steps.is_undone)
+    taken.assign_rest("productive")
+    taken.mark_rolled_back(steps.is_undone)
 
 
 # ------------------------------------------------------------------------------------- adding it up

@@ -36,7 +36,7 @@ _LEAST = 0.01
 """Share of the loss: smaller rises are not noticeable harm."""
 
 
-def outcome(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
+def judge_decision_in_hindsight(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
     """Return the outcome of a decision that was not carried out; None if it was carried out.
 
     Args:
@@ -66,7 +66,7 @@ def outcome(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
     return "unneeded" if back else "needed"
 
 
-def tally(outcomes: Iterable[str | None]) -> str:
+def summarize_outcomes(outcomes: Iterable[str | None]) -> str:
     """Return a sentence about the outcomes; empty if there are none.
 
     >>> tally(["needed", "needed", "unneeded", None])

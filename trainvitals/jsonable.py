@@ -35,7 +35,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
 def jsonable(body: Any) -> Any:
     """Return the body with strings for its non-finite numbers; the body itself if it has none."""
     if isinstance(body, float):
-        return body if math.isfinite(body) else word_of(body)
+        return body if math.isfinite(body) else non_finite_word(body)
     if isinstance(body, msgspec.Struct):
         changed = _changed_fields(
             {name: getattr(body, name) for name in _find_float_fields(type(body))}
@@ -88,11 +88,11 @@ def _changed_fields(values: dict[Any, Any]) -> dict[Any, Any]:
     return {name: new for name, value, new in pairs if new is not value}
 
 
-def word_of(value: float) -> str:
+def non_finite_word(value: float) -> str:
     """Return the string for a non-finite number; ``float`` parses it."""
     if math.isnan(value):
         return "nan"
     return "inf" if value > 0 else "-inf"
 
 
-__all__ = ["from_json", "jsonable", "to_json", "word_of"]
+__all__ = ["from_json", "jsonable", "non_finite_word", "to_json"]

@@ -117,7 +117,7 @@ class Cadence:
     """Single late records, which are not a restart."""
 
 
-def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
+def measure_log_cadence(log: Sequence[LoggedStep]) -> Cadence:
     """Return the spacing of the steps in a log that is replayed."""
     restarts: set[int] = set()
     forward: Counter[int] = Counter()
@@ -147,7 +147,7 @@ def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
     )
 
 
-def overflows_of(log: Sequence[LoggedStep]) -> frozenset[int]:
+def find_overflow_records(log: Sequence[LoggedStep]) -> frozenset[int]:
     """Return the positions of records at which a loss scaler skipped the step for an overflow.
 
     Overflows are single or in short rows. If the log has the loss scale, it must fall.
@@ -215,7 +215,7 @@ def judge_history(
     return _LogReplay(log, config, mode, lag, checkpoint_every, clips, expected).judge_log()
 
 
-def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
+def export_judged_steps(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
     """Return findings, queries to the probe and decisions, each with its row in the log."""
     findings: list[dict[str, Any]] = []
     decisions: list[dict[str, Any]] = []
@@ -261,7 +261,7 @@ class _LogReplay:
         self._every = checkpoint_every
         self._clips = clips
         self._expected = sorted(set(expected), reverse=True)
-        self._cadence = cadence_of(log)
+        self._cadence = measure_log_cadence(log)
         self._judge = Judge(self._config, mode)
         self._attempt = 1
         self._device = DeviceRule()
@@ -270,7 +270,7 @@ class _LogReplay:
         self._checkpoints: list[CheckpointRef] = []
         self._next_checkpoint = 0
         self._states: list[tuple[int, dict[str, Any]]] = []
-        self._overflows = overflows_of(log)
+        self._overflows = find_overflow_records(log)
         self._watches = FleetDetectors()
         self._num_starts = 1
 
@@ -345,7 +345,7 @@ class _LogReplay:
         )
         decision = judgement.decision
         if decision is not None and decision.acted and decision.action == "rollback":
-            self._rolled_back(decision.rollback_to_step)
+            self._follow_rollback(decision.rollback_to_step)
         elif self._judge.halted:
             self._switch_mode("observe")
         elif self._judge.mode != self._mode and not self._judge.facts.halted:
@@ -404,7 +404,7 @@ class _LogReplay:
 
     # ------------------------------------------------------------------------ other branches
 
-    def _rolled_back(self, target: int) -> None:
+    def _follow_rollback(self, target: int) -> None:
         """Report the rollback to the judge; states after the target belong to a discarded one."""
         self._attempt += 1
         state = self._judge.detector_state()
@@ -479,10 +479,10 @@ __all__ = [
     "Cadence",
     "JudgedStep",
     "LoggedStep",
-    "cadence_of",
     "describe_query",
-    "document",
+    "export_judged_steps",
+    "find_overflow_records",
     "is_prevented_by_healthy_probe",
     "judge_history",
-    "overflows_of",
+    "measure_log_cadence",
 ]  # fmt: skip

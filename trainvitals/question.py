@@ -86,7 +86,7 @@ def route(
     return register
 
 
-def as_request(question: Question[Any]) -> Asked:
+def build_http_request(question: Question[Any]) -> Asked:
     """Return the query as an HTTP request.
 
     A parameter that is empty by default, or a switch with its default, is omitted: a collector of
@@ -115,4 +115,4 @@ def as_request(question: Question[Any]) -> Asked:
     )
 
 
-__all__ = ["ROUTES", "Asked", "Question", "Route", "TokenScope", "as_request", "route"]
+__all__ = ["ROUTES", "Asked", "Question", "Route", "TokenScope", "build_http_request", "route"]

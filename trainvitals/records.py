@@ -236,7 +236,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """By the run's key, over all other fields."""
 
 
-class Profiled(NamedTuple):
+class ProfileArgument(NamedTuple):
     """Duration and rank of a profile: the argument of its command, encoded in one number."""
 
     num_steps: int
@@ -251,7 +251,7 @@ class Profiled(NamedTuple):
         return float(self.num_steps | self.by_itself << 7 | self.rank + 1 << 8)
 
     @classmethod
-    def of(cls, argument: float) -> Profiled:
+    def from_argument(cls, argument: float) -> ProfileArgument:
         """Return the duration and rank that a profile command's argument encodes."""
         bits = int(argument)
         return cls(bits & 127, (bits >> 8) - 1, bool(bits & 128))

@@ -117,7 +117,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
         Takes one value per column, in order.
         """
-        return _Packer(self).pack
+        return _RowPacker(self).pack
 
     def seq_of(self, row: bytes | memoryview) -> int | None:
         """Return the row's sequence number, or None if its checksum is wrong."""
@@ -137,7 +137,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         }
 
 
-class _Packer:
+class _RowPacker:
     """Packs rows of one schema in one call of ``struct``, without asking after each value.
 
     A row usually lacks the same columns as the row before it. So the gaps of the last row are

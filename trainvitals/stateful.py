@@ -128,12 +128,12 @@ class StateKey(NamedTuple):
         return key, value
 
 
-def row(key: str, *attributes: str) -> StateKey:
+def state_row(key: str, *attributes: str) -> StateKey:
     """Return an entry of several attributes, as one list."""
     return StateKey(key, attributes, is_row=True)
 
 
-def table(
+def state_table(
     attribute: str, make: Callable[[Any], StatefulRow] | None = None, *, num_keys: int = 1
 ) -> StateKey:
     """Return an entry of a mapping, as rows of key and values.
@@ -146,7 +146,7 @@ def table(
     return StateKey(attribute.lstrip("_"), (attribute,), make=make, num_keys=num_keys)
 
 
-def hexadecimal(attribute: str) -> StateKey:
+def state_hexadecimal(attribute: str) -> StateKey:
     """Return an entry of an integer of any size, as text."""
     return StateKey(attribute.lstrip("_"), (attribute,), base=16)
 

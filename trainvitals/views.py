@@ -23,7 +23,7 @@ from trainvitals.records import (
     CommandAction,
     Decision,
     Finding,
-    Profiled,
+    ProfileArgument,
     RunInfo,
     Severity,
 )
@@ -634,16 +634,16 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _numeric_argument(self) -> float:
         if self.action == "profile" and self.argument:
-            return Profiled(int(self.argument), self.rank).argument
+            return ProfileArgument(int(self.argument), self.rank).argument
         return float(self.argument or 0.0)
 
     @classmethod
-    def of(cls, command: Command) -> CommandRequest:
+    def from_command(cls, command: Command) -> CommandRequest:
         """Return a request with the fields of a command, to check their bounds."""
         takes_argument = command.argument or command.action == "accept"
         argument, rank = command.argument if takes_argument else None, -1
         if command.action == "profile" and argument is not None:
-            profiled = Profiled.of(argument)
+            profiled = ProfileArgument.from_argument(argument)
             argument, rank = float(profiled.num_steps), profiled.rank
         return cls(
             action=command.action,

@@ -121,8 +121,8 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
         FormatError: the rows do not match the header, or are more than MAX_BODY_BYTES.
     """
     head = _encode_writer(header.version, header.identity, header.stream_schema)
-    _check_numbers(header, len(rows))
-    return frame(header, head, rows)
+    _check_batch_numbers(header, len(rows))
+    return frame_batch(header, head, rows)
 
 
 @lru_cache(maxsize=256)
@@ -132,7 +132,7 @@ def _encode_writer(version: int, identity: Identity, schema: Schema) -> bytes:
     return _ENCODER.encode({"version": version, "identity": identity, "stream_schema": schema})
 
 
-def frame(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
+def frame_batch(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
     """Return header bytes and rows as a batch with a valid checksum; checks nothing else."""
     prefix = PREFIX.pack(
         MAGIC,
@@ -173,7 +173,7 @@ def _check_batch_size(magic: bytes, head: int, body: int) -> int:
     return PREFIX.size + head + body
 
 
-def is_whole(raw: bytes) -> bool:
+def is_intact_batch(raw: bytes) -> bool:
     """Return whether these bytes, begun by a prefix, are one batch with a right checksum."""
     crc = int.from_bytes(raw[4:CRC_FROM], "little")
     return len(raw) == batch_size(raw) and crc == zlib.crc32(memoryview(raw)[CRC_FROM:])
@@ -233,7 +233,7 @@ def decode_batch(raw: bytes) -> Batch:
         clock_offset_ns=offset,
     )
     rows = raw[end:]
-    _check_numbers(header, len(rows))
+    _check_batch_numbers(header, len(rows))
     return Batch(header, rows)
 
 
@@ -284,7 +284,7 @@ def _check_writer(identity: Identity, schema: Schema) -> None:
     schema.check()
 
 
-def _check_numbers(header: BatchHeader, num_bytes: int) -> None:
+def _check_batch_numbers(header: BatchHeader, num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
         raise FormatError(f"{num_bytes} bytes of rows; a batch holds at most {MAX_BODY_BYTES}")
     if header.num_rows < 1 or header.first_seq < 0 or header.dropped < 0:

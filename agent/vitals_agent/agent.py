@@ -21,7 +21,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import UsageError
 from trainvitals.io.discovery import AWAY_FILE
-from trainvitals.io.journal import JournalRef, discover
+from trainvitals.io.journal import JournalRef, find_journals
 from trainvitals.io.private import open_private
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Key, Spool
@@ -53,9 +53,9 @@ from vitals_agent.mirrors import MirrorStarter
 from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling, Spawn, on_a_thread
-from vitals_agent.shipper import Ingests, Shipper
+from vitals_agent.shipper import IngestClient, Shipper
 from vitals_agent.state_dir import AgentInfo, AgentStateDir
-from vitals_agent.tailer import journal_identity, num_left
+from vitals_agent.tailer import journal_identity, num_unsynced_rows
 
 log = logging.getLogger("vitals_agent")
 
@@ -128,7 +128,7 @@ class AgentConfig:
     """Time after which a run without a rank on this node is released."""
 
 
-class Collects(Ingests, CommandClient, Protocol):
+class CollectorInterface(IngestClient, CommandClient, Protocol):
     """The interface of a collector: ``collector_endpoint.CollectorEndpoint``."""
 
 
@@ -153,7 +153,7 @@ class Agent:
         self,
         config: AgentConfig,
         *,
-        client: Collects | None = None,
+        client: CollectorInterface | None = None,
         reachable: Callable[[float], bool] | None = None,
         ahead: SendAhead | None = None,
         clock: Clock | None = None,
@@ -316,7 +316,7 @@ class Agent:
         if self._sampled_at is None or now - self._sampled_at >= self.config.sample_seconds:
             self._sampled_at = now
             self.sampling.sample(runs, now)
-        self.sampling.collect(runs, now)
+        self.sampling.write_gpu_samples(runs, now)
         for run in runs:
             with self.faults.contained("hang"):  # before the journal of a dead rank is closed
                 self._hang_watch(run).check(now)
@@ -325,7 +325,7 @@ class Agent:
             with self.faults.contained("mirror"):
                 self._mirrors.start_if_due(run)
             with self.faults.contained("tailer"):
-                run.sweep()
+                run.delete_finished_journals()
                 run.check_foreign_nodes(now)
         self._retire_idle_runs(now)
         served_refs = [run for run in runs if self.config.run_id in ("", run.run_id)]
@@ -343,15 +343,17 @@ class Agent:
         return watch
 
     @property
-    def num_living(self) -> int:
+    def num_living_ranks(self) -> int:
         """Ranks on this node that live and have not ended their journal."""
-        return sum(run.num_living for run in self.runs.values())
+        return sum(run.num_living_ranks for run in self.runs.values())
 
     @property
     def drained(self) -> bool:
         """Whether all rows are in the spools and, with a collector, stored there."""
         runs = self.runs.values()
-        return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
+        return not any(run.has_open_journals for run in runs) and all(
+            map(self.io_loop.drained, runs)
+        )
 
     def report_unspooled_rows(self) -> int:
         """Report rows that never reached a spool; return their number. They stay in memory."""
@@ -359,7 +361,9 @@ class Agent:
         for ref in self._find_journals():
             with self.faults.contained("tailer"):
                 run = self.runs.get(ref.run_id)
-                num_unsent = num_left(ref.directory, run.synced(ref.directory) if run else {})
+                num_unsent = num_unsynced_rows(
+                    ref.directory, run.synced(ref.directory) if run else {}
+                )
                 total += num_unsent
                 if num_unsent:
                     log.error(
@@ -386,7 +390,7 @@ class Agent:
         """Return the ranks' journals in shared memory that this agent serves."""
         # An ended run may be started again: its new agent exits because this one serves it.
         run_ids = {self.config.run_id, *self.runs} if self.config.run_id else {""}
-        of_runs = (discover(self.config.base, run_id) for run_id in sorted(run_ids))
+        of_runs = (find_journals(self.config.base, run_id) for run_id in sorted(run_ids))
         return filter(self._is_in_vitals_dir, chain.from_iterable(of_runs))
 
     def _is_in_vitals_dir(self, ref: JournalRef) -> bool:
@@ -438,7 +442,7 @@ class Agent:
         if self.config.notice:
             log.error("%s run=%s", self.config.notice, run.run_id)
             note = Note(code="not_shipped", text=self.config.notice, severity="error")
-            run.node_source.say(note)
+            run.node_source.write_event(note)
         self._report_memory_spool(run)
         return run
 
@@ -574,7 +578,7 @@ class Agent:
             return False
         writers = [
             journal_identity(ref.directory)
-            for ref in discover(self.config.base, run_dir.run_id)
+            for ref in find_journals(self.config.base, run_dir.run_id)
             if self._is_in_vitals_dir(ref)
         ]
         if any(who is None or RankProcess(who).alive() for who in writers):
@@ -582,13 +586,13 @@ class Agent:
         return bool(writers) or state_dir.num_waiting(1) > 0
 
     @property
-    def _is_collector_away(self) -> bool:
+    def _is_collector_down(self) -> bool:
         return self.io_loop.can_ship is False or self._ships.num_failures > 0
 
     def _is_collector_back(self) -> bool:
         """Whether the collector responds again, after being down since the last check."""
-        self._was_away = self._was_away or self._is_collector_away
-        return self._was_away and not self._is_collector_away
+        self._was_away = self._was_away or self._is_collector_down
+        return self._was_away and not self._is_collector_down
 
     def _note_destination(self, run: ServedRun) -> None:
         """Record the collector that the run's rows are for, and whether it is down."""
@@ -600,7 +604,7 @@ class Agent:
                 return
             run.state_dir.set_destination(name)
             self._destined.add(run.run_id)
-        is_away = self._is_collector_away
+        is_away = self._is_collector_down
         if is_away != self._outage_reported.get(run.run_id):
             note = run.folder / AWAY_FILE
             if is_away and run.folder.is_dir():
@@ -619,7 +623,7 @@ class Agent:
     def _retire_idle_runs(self, now: float) -> None:
         """Release runs whose ranks have ended and whose rows are shipped."""
         for run_id, run in list(self.runs.items()):
-            if run.active or not self.io_loop.drained(run):
+            if run.has_open_journals or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)
             elif now - self._idle_since.setdefault(run_id, now) >= self.config.retire_seconds:
                 self._release_run(run_id)

@@ -27,7 +27,7 @@ class Backoff:
         """Return whether the agent may try again at ``now`` (monotonic seconds)."""
         return self.num_failures == 0 or now >= self._not_before
 
-    def failed(self, now: float, *, retry_after: float = 0.0) -> None:
+    def record_failure(self, now: float, *, retry_after: float = 0.0) -> None:
         """Postpone the next attempt, after the time that the other side requested.
 
         It requests the same of everyone, so the requested time is spread as well.
@@ -36,7 +36,7 @@ class Backoff:
         self.num_failures += 1
         self._not_before = now + retry_after + self._rng.uniform(0.0, max(ceiling, retry_after))
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """Allow the next attempt at once."""
         self.num_failures = 0
 

@@ -129,7 +129,7 @@ def agent(
         close_inherited,
         log_to_stderr,
         run,
-        wait_for_leaving,
+        wait_for_release,
     )
 
     if child:
@@ -158,7 +158,7 @@ def agent(
         retain_bytes=retain_mb << 20,
     )
     if once:
-        wait_for_leaving(config.base, config.vitals_dir)
+        wait_for_release(config.base, config.vitals_dir)
     try:
         served = Agent(
             config,
@@ -178,7 +178,7 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
     """Wait until the collector responds, and send the rest of the run's rows."""
     from trainvitals.io.rundir import RunDir
     from vitals_agent.agent import Agent
-    from vitals_agent.daemon import LoopConfig, linger, log, run
+    from vitals_agent.daemon import LoopConfig, deliver_when_reachable, log, run
     from vitals_agent.state_dir import AgentStateDir
 
     path = RunDir(config.vitals_dir / config.run_id).agent_path(config.node)
@@ -192,7 +192,7 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
         "node sends them",
         *(num_rows, config.run_id, path, config.collector, os.getpid(), hours, os.getpid()),
     )
-    linger(
+    deliver_when_reachable(
         lambda: run(
             Agent(config, client=endpoint, reachable=endpoint.reachable),
             LoopConfig(child=True, lingers=True),
@@ -221,10 +221,10 @@ def _endpoint(
     collector: str, token_file: Path | None, run_id: str, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
     """Return the collector's endpoint, the token for scraping, and a notice for the runs."""
-    from vitals_agent.collector_endpoint import CollectorEndpoint, finder
+    from vitals_agent.collector_endpoint import CollectorEndpoint, make_collector_finder
 
     try:
-        find = finder(collector, token_file, os.environ, run_id=run_id)
+        find = make_collector_finder(collector, token_file, os.environ, run_id=run_id)
         address = find()
         return CollectorEndpoint(find), address.tokens.scrape if address is not None else "", ""
     except VitalsError as error:
@@ -257,7 +257,7 @@ def _node_id(node: str, *, child: bool) -> str:
 def main() -> None:
     """Run the command as ``python -m vitals_agent``; errors as text, as ``vitals`` does."""
     from trainvitals.cli.main import report
-    from trainvitals.cli.programs import missing_package
+    from trainvitals.cli.programs import missing_package_error
 
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     register(app)
@@ -266,4 +266,4 @@ def main() -> None:
     except VitalsError as error:
         sys.exit(report(error))
     except ModuleNotFoundError as error:
-        sys.exit(report(missing_package("agent", error)))
+        sys.exit(report(missing_package_error("agent", error)))

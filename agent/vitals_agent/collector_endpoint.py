@@ -19,7 +19,7 @@ from trainvitals.io.client import (
     CollectorTokens,
     collector_on,
     read_tokens,
-    refusal,
+    response_error,
 )
 from trainvitals.io.server_identity import (
     UNPROVEN,
@@ -86,7 +86,7 @@ class AgentClient(CollectorClient):
         httpx_response = httpx.Response(
             response.status, headers=dict(response.getheaders()), content=body
         )
-        raise refusal(self.url, path, httpx_response)
+        raise response_error(self.url, path, httpx_response)
 
     def _exchange(
         self, method: str, target: str, content: bytes, headers: dict[str, str]
@@ -297,7 +297,7 @@ def _is_owner_address(address: CollectorAddress, owner: str) -> bool:
     return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 
-def finder(
+def make_collector_finder(
     collector: str, token_file: Path | None, environ: Mapping[str, str], *, run_id: str = ""
 ) -> Find:
     """Return a search for the collector: at a URL, in a data directory, or this user's own.

@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, TransportError, VitalsError
-from trainvitals.io.control_key import verify_order
-from trainvitals.io.mailbox import Mailbox, check_order, sign_command, verify_command
+from trainvitals.io.control_key import verify_manual_command
+from trainvitals.io.mailbox import Mailbox, check_command, sign_command, verify_command
 from trainvitals.question import Question
 from trainvitals.records import Command, Note
 from trainvitals.views import CommandsQuestion
@@ -36,7 +36,7 @@ class CommandClient(Protocol):
 
 
 @dataclass(slots=True)
-class _Desk:
+class _RunCommands:
     """The commands of one run: pending ones, and the one in the mailbox without a response."""
 
     waiting: deque[tuple[Command, bool]] = field(default_factory=deque)
@@ -84,7 +84,7 @@ class CommandDelivery:
         self._backoff = backoff
         self._clock = clock
         self._faults = faults
-        self._desks: dict[str, _Desk] = {}
+        self._desks: dict[str, _RunCommands] = {}
 
     def relay(self, run: ServedRun, now: float, *, reachable: bool = True) -> None:
         """Deliver the next command of the run, if rank 0 is here and has responded to the last.
@@ -92,9 +92,9 @@ class CommandDelivery:
         If no collector is ``reachable``, only files are read.
         """
         is_here = run.holds_mailbox
-        if not (is_here or run.num_living):
+        if not (is_here or run.num_living_ranks):
             return
-        desk = self._desks.setdefault(run.run_id, _Desk())
+        desk = self._desks.setdefault(run.run_id, _RunCommands())
         if now - desk.polled_at >= (POLL_SECONDS if is_here else ELSEWHERE_SECONDS):
             desk.polled_at = now
             self._collect_commands(run, desk, now, reachable=reachable)
@@ -115,7 +115,7 @@ class CommandDelivery:
         self._desks.pop(run_id, None)
 
     def _collect_commands(
-        self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool
+        self, run: ServedRun, desk: _RunCommands, now: float, *, reachable: bool
     ) -> None:
         """Poll the collector and the run directory for new commands."""
         # One agent takes the files of a directory that all nodes share.
@@ -129,21 +129,21 @@ class CommandDelivery:
                         self._report_delivery(run, view.command.number)
                     elif view.command != desk.refused.get(view.command.number):
                         commands.append((view.command, False))
-                self._backoff.succeeded()
+                self._backoff.record_success()
             except VitalsError as error:
                 retry_after = (
                     error.retry_after_seconds if isinstance(error, TransportError) else 0.0
                 )
-                self._backoff.failed(now, retry_after=retry_after)
+                self._backoff.record_failure(now, retry_after=retry_after)
                 self._faults.record("relay", error)
         for command, must_be_signed in sorted(commands, key=lambda item: item[0].number):
             if command.action == "stacks":
-                self._want_stacks(run, desk, command, must_be_signed=must_be_signed)
+                self._request_stacks(run, desk, command, must_be_signed=must_be_signed)
             elif all(command.number != waiting.number for waiting, _ in desk.waiting):
                 desk.waiting.append((command, must_be_signed))
 
-    def _want_stacks(
-        self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
+    def _request_stacks(
+        self, run: ServedRun, desk: _RunCommands, command: Command, *, must_be_signed: bool
     ) -> None:
         """Request the stacks of the ranks here; a job that hangs reads no mailbox."""
         if command.number <= desk.stacks:
@@ -155,8 +155,8 @@ class CommandDelivery:
                 key = run.run_dir.command_key()
                 verify_command(command, key, run_id=run.run_id, now_unix_ns=now_ns, last_number=0)
             else:
-                verify_order(command, self._keys)
-                check_order(command, run.run_id, now_ns)
+                verify_manual_command(command, self._keys)
+                check_command(command, run.run_id, now_ns)
         except VitalsError as error:
             self._record_refusal(run, desk, command, error)
             return
@@ -164,7 +164,7 @@ class CommandDelivery:
         run.stacks_wanted.append(command.number)
 
     def _record_refusal(
-        self, run: ServedRun, desk: _Desk, command: Command, error: VitalsError
+        self, run: ServedRun, desk: _RunCommands, command: Command, error: VitalsError
     ) -> None:
         """Report a command that was not delivered because it is not genuine."""
         if len(desk.refused) >= _MAX_REFUSED:
@@ -172,10 +172,16 @@ class CommandDelivery:
         desk.refused[command.number] = command
         self._faults.record("relay.refused", error)
         text = f"command {command.number} ({command.action}) was not delivered: {error.text}"
-        run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
+        run.node_source.write_event(Note(code="command_refused", text=text, severity="warning"))
 
     def _deliver_command(
-        self, run: ServedRun, desk: _Desk, command: Command, now: float, *, must_be_signed: bool
+        self,
+        run: ServedRun,
+        desk: _RunCommands,
+        command: Command,
+        now: float,
+        *,
+        must_be_signed: bool,
     ) -> None:
         """Put a verified command into the mailbox on rank 0's node."""
         if command.number <= desk.newest:
@@ -191,7 +197,7 @@ class CommandDelivery:
                 key = run.run_dir.command_key()
                 signed = command
                 if not must_be_signed:
-                    verify_order(command, self._keys)
+                    verify_manual_command(command, self._keys)
                     signed = sign_command(command, key)
                 if not already_there:
                     verify_command(

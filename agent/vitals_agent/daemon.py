@@ -16,7 +16,7 @@ from typing import Literal
 
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.identity import Identity
-from trainvitals.io.journal import discover
+from trainvitals.io.journal import find_journals
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import LineFormatter
 from vitals_agent.agent import Agent
@@ -114,13 +114,13 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
             if config.once:
                 agent.cycle(time.monotonic())
             else:
-                _turn(agent, config, signals, parent)
+                _run_loop(agent, config, signals, parent)
         finally:
             agent.stop()
         return "stopped" if signals.count else "ended"
 
 
-def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
+def _run_loop(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
     """Run the agent on this thread and its I/O loop on another one, until it should end."""
     ending = AgentStopCondition(config)
     if config.lingers:
@@ -135,7 +135,7 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         agent.run_once(now)
         if ending.reached(
             now,
-            num_living=agent.num_living,
+            num_living=agent.num_living_ranks,
             has_served=agent.has_served,
             drained=agent.drained,
             parent_alive=os.getppid() == parent,
@@ -207,7 +207,7 @@ def log_to_stderr(level: int) -> None:
 # --------------------------------------------------------------- a run that ended, and no collector
 
 
-def linger(
+def deliver_when_reachable(
     deliver: Callable[[], Outcome],
     *,
     is_waiting: Callable[[], bool],
@@ -238,7 +238,7 @@ def linger(
                     return
             except (OSError, VitalsError) as error:  # a disk or a network that is down
                 log.debug("cannot deliver yet: %s", error)
-            backoff.failed(now)
+            backoff.record_failure(now)
         sleep(1.0)
 
 
@@ -262,7 +262,7 @@ LEAVING_SECONDS = 20.0
 """Slightly more than a rank's child waits for its collector once the ranks have ended."""
 
 
-def wait_for_leaving(
+def wait_for_release(
     base: Path,
     vitals_dir: Path,
     *,
@@ -285,7 +285,7 @@ def wait_for_leaving(
 def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
     """Return the agents' directories of runs whose ranks have all ended."""
     ranks: dict[Path, list[Identity]] = {}
-    for ref in discover(base):
+    for ref in find_journals(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():
             continue
         who = _journal_identity_or_none(ref.directory)

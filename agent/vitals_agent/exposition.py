@@ -52,7 +52,7 @@ class Health:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
-class Exposed(Protocol):
+class MetricsSource(Protocol):
     """Interface for the server, which calls both on its own threads, so they only read."""
 
     def readings(self) -> Iterable[MetricSample]:
@@ -67,7 +67,7 @@ class Exposed(Protocol):
 class AgentCollector(Collector):
     """Turns readings into families with the catalog's names, types and help."""
 
-    def __init__(self, exposed: Exposed) -> None:
+    def __init__(self, exposed: MetricsSource) -> None:
         self._exposed = exposed
 
     def collect(self) -> Iterable[Metric]:
@@ -89,7 +89,7 @@ class MetricsServer:
     open and contains no data of a run.
     """
 
-    def __init__(self, exposed: Exposed, *, host: str, port: int, token: str) -> None:
+    def __init__(self, exposed: MetricsSource, *, host: str, port: int, token: str) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(exposed))
         handler = _build_handler_class(exposed, registry, token)
@@ -125,7 +125,7 @@ class MetricsServer:
 
 
 def _build_handler_class(
-    exposed: Exposed, registry: CollectorRegistry, token: str
+    exposed: MetricsSource, registry: CollectorRegistry, token: str
 ) -> type[BaseHTTPRequestHandler]:
     """Return the HTTP handler of the agent's ``/metrics`` and ``/healthz``."""
 

@@ -39,9 +39,9 @@ class Faults:
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def contained(self, part: Part) -> "_Contained":
+    def contained(self, part: Part) -> "_FaultContext":
         """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... per part."""
-        return _Contained(self, part)
+        return _FaultContext(self, part)
 
     def record(self, part: Part, error: Exception) -> None:
         """Count a handled error; log the 1st, 2nd, 4th ... per part.
@@ -63,7 +63,7 @@ class Faults:
             )
 
 
-class _Contained:
+class _FaultContext:
     """Context manager of ``contained``; a generator would cost more, dozens of times per second."""
 
     __slots__ = ("_faults", "_part")

@@ -9,7 +9,7 @@ from trainvitals.records import Note
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_agent.nvml_fields import read_gpu, read_instance
-from vitals_agent.sources import Stamp
+from vitals_agent.sources import MeasurementTime
 
 ROUNDS_BETWEEN_LOOKS = 30
 """Rounds between searches for MIG instances, which may change while the driver runs."""
@@ -30,7 +30,7 @@ class GpuSample:
 class GpuReport:
     """One round over all GPUs: samples, and changes since the last round."""
 
-    taken: Stamp | None = None
+    taken: MeasurementTime | None = None
     samples: tuple[GpuSample, ...] = ()
     lost: tuple[str, ...] = ()
     """GPUs that no longer respond."""
@@ -41,7 +41,7 @@ class GpuReport:
 
 
 @dataclass(slots=True)
-class _Device:
+class _GpuDevice:
     """An opened GPU or MIG instance: NVML handle, Xid events, state."""
 
     handle: Any
@@ -53,7 +53,7 @@ class _Device:
 
 
 @dataclass(slots=True)
-class _Changes:
+class _GpuChanges:
     """Changes of the GPUs in one round."""
 
     lost: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class GpuSampler:
     def __init__(self, nvml: Any = None, *, clock: Clock | None = None) -> None:
         self._nvml = nvml
         self._clock = clock or SystemClock()
-        self._devices: dict[str, _Device] | None = None
+        self._devices: dict[str, _GpuDevice] | None = None
         self._round = 0
         self.absent = ""
         self.asking = ""
@@ -92,12 +92,12 @@ class GpuSampler:
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
             self._add_instances(self._devices)
         self._round += 1
-        changes = _Changes()
-        taken = Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
+        changes = _GpuChanges()
+        taken = MeasurementTime(self._clock.time_ns(), self._clock.monotonic_ns())
         samples: list[GpuSample] = []
         for uuid, device in list(self._devices.items()):
             self.asking = uuid
-            values = self._ask(uuid, device, changes)
+            values = self._sample_device(uuid, device, changes)
             if values is not None:
                 samples.append(GpuSample(uuid=uuid, values=values))
             elif device.parent:
@@ -112,7 +112,9 @@ class GpuSampler:
             xids=tuple(changes.xids),
         )
 
-    def _ask(self, uuid: str, device: _Device, changes: _Changes) -> dict[str, Value] | None:
+    def _sample_device(
+        self, uuid: str, device: _GpuDevice, changes: _GpuChanges
+    ) -> dict[str, Value] | None:
         """Return the row of one GPU or instance, and record whether it was lost or is back."""
         if device.parent:
             return read_instance(self._nvml, device.handle)
@@ -141,7 +143,7 @@ class GpuSampler:
 
     # --------------------------------------------------------------------------- finding GPUs
 
-    def _open_devices(self) -> dict[str, _Device]:
+    def _open_devices(self) -> dict[str, _GpuDevice]:
         if self._nvml is None:
             try:
                 import pynvml
@@ -150,7 +152,7 @@ class GpuSampler:
                 return {}
             self._nvml = pynvml
         nvml = self._nvml
-        devices: dict[str, _Device] = {}
+        devices: dict[str, _GpuDevice] = {}
         try:
             nvml.nvmlInit()
             for index in range(nvml.nvmlDeviceGetCount()):
@@ -170,7 +172,7 @@ class GpuSampler:
         note = Note(code="no_gpu", text=f"no GPU samples: {why}")
         self.notes = (*self.notes, note)
 
-    def _add_device(self, devices: dict[str, _Device], index: int) -> None:
+    def _add_device(self, devices: dict[str, _GpuDevice], index: int) -> None:
         """Open the GPU with this number; report a GPU without UUID."""
         nvml = self._nvml
         self.asking = f"number {index}"
@@ -182,9 +184,9 @@ class GpuSampler:
             text = f"GPU {index} does not give its UUID: {error}"
             self.notes = (*self.notes, Note(code="gpu_lost", text=text, severity="error"))
             return
-        devices[uuid] = _Device(handle, events=self._listen(handle))
+        devices[uuid] = _GpuDevice(handle, events=self._listen(handle))
 
-    def _add_instances(self, devices: dict[str, _Device]) -> None:
+    def _add_instances(self, devices: dict[str, _GpuDevice]) -> None:
         """Add the current MIG instances; those that were removed no longer respond."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
@@ -195,7 +197,7 @@ class GpuSampler:
                 except nvml.NVMLError:
                     continue  # removed between the two calls
                 instances.append(uuid)
-                devices.setdefault(uuid, _Device(handle, parent=parent))
+                devices.setdefault(uuid, _GpuDevice(handle, parent=parent))
             if instances:
                 num = humanize_count(len(instances), "instance")
                 text = (
@@ -235,7 +237,7 @@ class GpuSampler:
             return None  # no such events on this GPU, driver or binding: ``last_xid`` is missing
         return events
 
-    def _new_xids(self, device: _Device) -> Iterator[int]:
+    def _new_xids(self, device: _GpuDevice) -> Iterator[int]:
         for _ in range(MAX_XIDS_PER_ROUND if device.events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(device.events, 0)

@@ -30,7 +30,7 @@ from trainvitals.records import (
     RankActivity,
     RanksStill,
 )
-from vitals_agent.restart import HungJob, Process
+from vitals_agent.restart import HungJob, JobProcess
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
 from vitals_agent.stacks import StackTaker
@@ -66,7 +66,7 @@ class _ProcessStats(NamedTuple):
     """Read and written, also from memory."""
 
 
-class _Work(NamedTuple):
+class _WorkSample(NamedTuple):
     """Resource use and position of a rank's process at one check."""
 
     at: float
@@ -88,7 +88,7 @@ class _ObservedRank:
     first_step: int = -1
     started: int = 0
     was_stopped: bool = False
-    work: deque[_Work] = field(default_factory=deque)
+    work: deque[_WorkSample] = field(default_factory=deque)
     state: ProcessState = "alive"
     exit: str = ""
     was_asked: bool = False
@@ -130,13 +130,13 @@ class HangWatch:
             now: monotonic seconds.
         """
         tails = _latest_journals(self._run.tails.values())
-        activities = {rank: self._activity(tail, now) for rank, tail in tails.items()}
+        activities = {rank: self._observe_rank(tail, now) for rank, tail in tails.items()}
         ranks = [activity for activity in activities.values() if activity is not None]
         if not ranks:
             return
         world_size = next(iter(tails.values())).identity.world_size
         if len(ranks) < world_size:
-            self._ship(ranks, world_size, now)
+            self._send_hang_state(ranks, world_size, now)
             still = min(rank.still_seconds for rank in ranks)
             is_waiting = still >= self._follower.config.show_seconds
         else:
@@ -173,7 +173,7 @@ class HangWatch:
         """Report new findings of waits and hangs, and the end of a wait."""
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
-        say = self._run.node_source.say
+        say = self._run.node_source.write_event
         for finding in self._follower.new_findings(ranks, world_size=world_size):
             say(FindingRaised(finding=finding), step=finding.step, attempt=attempt)
             self._report_recorder()
@@ -190,9 +190,9 @@ class HangWatch:
         if why and not self._is_recorder_reported:
             self._is_recorder_reported = True
             text = f"{why}: which collective a rank waits in is not known"
-            self._run.node_source.say(Note(code="no_flight_recorder", text=text))
+            self._run.node_source.write_event(Note(code="no_flight_recorder", text=text))
 
-    def _ship(self, ranks: list[RankActivity], world_size: int, now: float) -> None:
+    def _send_hang_state(self, ranks: list[RankActivity], world_size: int, now: float) -> None:
         """Inform the collector, which sees the other nodes, of a hang here and of its end."""
         is_still = all(rank.still_seconds >= STILL_SECONDS for rank in ranks)
         if not is_still and self._sent_at is None:
@@ -203,7 +203,7 @@ class HangWatch:
         event = RanksStill(
             world_size=world_size, ranks=tuple(ranks) if is_still else (), limits=limits
         )
-        self._run.node_source.say(event)
+        self._run.node_source.write_event(event)
         self._sent_at = now if is_still else None
 
     def _end_hung_job(
@@ -222,7 +222,7 @@ class HangWatch:
             self._report_nodes()
             return
         processes = [
-            Process(tails[rank].identity.pid, each.started, each.state, tails[rank].directory)
+            JobProcess(tails[rank].identity.pid, each.started, each.state, tails[rank].directory)
             for rank, each in seen.items()
             if each.started and each.state not in ("gone", "ended")
         ]
@@ -233,11 +233,13 @@ class HangWatch:
         if not self._are_nodes_reported:
             self._are_nodes_reported = True
             text = "on_hang='restart' works where all ranks are on one node; here a hang only pages"
-            self._run.node_source.say(Note(code="no_restart", text=text, severity="warning"))
+            self._run.node_source.write_event(
+                Note(code="no_restart", text=text, severity="warning")
+            )
 
     # ----------------------------------------------------------------------------- observations
 
-    def _activity(self, tail: JournalTail, now: float) -> RankActivity | None:
+    def _observe_rank(self, tail: JournalTail, now: float) -> RankActivity | None:
         """Return the observations of a rank; None for one that never had a heartbeat."""
         seen = self._seen.setdefault(tail.directory, _ObservedRank(moved_at=now, beat_at=now))
         if seen.state not in ("gone", "ended"):
@@ -308,7 +310,7 @@ class HangWatch:
                 return
         # Ended: the journal shows whether the exit was clean. Its journal is not closed yet.
         seen.state = "ended" if tail.closed or tail.removed else "gone"
-        seen.exit = tail.exit = self._exits.of(pid)
+        seen.exit = tail.exit = self._exits.exit_text(pid)
         if seen.state == "ended" and tail.last.ended == "failed":
             seen.exit = FAILED
 
@@ -352,12 +354,12 @@ def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
     """Append a sample of a rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
     used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
-    seen.work.append(_Work(now, *used, where, process.state))
+    seen.work.append(_WorkSample(now, *used, where, process.state))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 
 
-def _is_active(work: Sequence[_Work], now: float) -> bool:
+def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
     """Return whether a hanging rank has computed, done I/O or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
         return True  # too early to decide
@@ -410,7 +412,7 @@ class ExitWatch:
             self._thread.start()
         os.write(self._pipe[1], b"w")
 
-    def of(self, pid: int) -> str:
+    def exit_text(self, pid: int) -> str:
         """Return a description of how a process ended; "" if unknown."""
         return self._ended.get(pid, "")
 

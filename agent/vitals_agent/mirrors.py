@@ -46,7 +46,7 @@ class MirrorStarter:
         pid = self._pids[run.run_id]
         if pid is None:
             return
-        _bound(run.state_dir.path / "mirror.log")
+        _limit_log_size(run.state_dir.path / "mirror.log")
         ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:
             return
@@ -57,7 +57,7 @@ class MirrorStarter:
                 f"the run's mirror ended with exit code {code}; "
                 f"{run.state_dir.path / 'mirror.log'} says why. The training is not affected"
             )
-            run.node_source.say(Note(code="mirror_ended", text=text, severity="warning"))
+            run.node_source.write_event(Note(code="mirror_ended", text=text, severity="warning"))
 
     def _start_mirror(self, run: ServedRun) -> int:
         name = [run.run_id, *self._source] if self._source else [str(run.run_dir.path)]
@@ -81,7 +81,7 @@ class MirrorStarter:
         return pid
 
 
-def _bound(log: Path) -> None:
+def _limit_log_size(log: Path) -> None:
     """Empty the log if it is too large: a tracker's package may print without end."""
     with suppress(OSError):
         if log.stat().st_size > MAX_LOG_BYTES:

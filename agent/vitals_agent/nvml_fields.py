@@ -20,7 +20,7 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Member of ``nvmlValue_t`` by ``nvmlValueType_t``, in its order."""
 
 
-class Field(NamedTuple):
+class NvmlField(NamedTuple):
     """A column from ``nvmlDeviceGetFieldValues``, which returns all of them in one call."""
 
     column: str
@@ -31,21 +31,21 @@ class Field(NamedTuple):
     scope: int | None = None
 
 
-FIELDS: tuple[Field, ...] = (
-    Field("memory_temperature_celsius", "NVML_FI_DEV_MEMORY_TEMP", 1.0),
-    Field("energy_joules", "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 1e-3),
-    Field("ecc_corrected_errors", "NVML_FI_DEV_ECC_SBE_VOL_TOTAL"),
-    Field("ecc_uncorrected_errors", "NVML_FI_DEV_ECC_DBE_VOL_TOTAL"),
-    Field("remapped_rows_corrected", "NVML_FI_DEV_REMAPPED_COR"),
-    Field("remapped_rows_uncorrected", "NVML_FI_DEV_REMAPPED_UNC"),
-    Field("row_remap_pending", "NVML_FI_DEV_REMAPPED_PENDING"),
-    Field("row_remap_failed", "NVML_FI_DEV_REMAPPED_FAILURE"),
-    Field("pcie_replays", "NVML_FI_DEV_PCIE_REPLAY_COUNTER"),
-    Field("nvlink_receive_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 1024.0, ALL_LINKS),
-    Field("nvlink_transmit_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 1024.0, ALL_LINKS),
-    Field("nvlink_crc_errors", "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),
-    Field("nvlink_replay_errors", "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),
-    Field("nvlink_recovery_errors", "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
+FIELDS: tuple[NvmlField, ...] = (
+    NvmlField("memory_temperature_celsius", "NVML_FI_DEV_MEMORY_TEMP", 1.0),
+    NvmlField("energy_joules", "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 1e-3),
+    NvmlField("ecc_corrected_errors", "NVML_FI_DEV_ECC_SBE_VOL_TOTAL"),
+    NvmlField("ecc_uncorrected_errors", "NVML_FI_DEV_ECC_DBE_VOL_TOTAL"),
+    NvmlField("remapped_rows_corrected", "NVML_FI_DEV_REMAPPED_COR"),
+    NvmlField("remapped_rows_uncorrected", "NVML_FI_DEV_REMAPPED_UNC"),
+    NvmlField("row_remap_pending", "NVML_FI_DEV_REMAPPED_PENDING"),
+    NvmlField("row_remap_failed", "NVML_FI_DEV_REMAPPED_FAILURE"),
+    NvmlField("pcie_replays", "NVML_FI_DEV_PCIE_REPLAY_COUNTER"),
+    NvmlField("nvlink_receive_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 1024.0, ALL_LINKS),
+    NvmlField("nvlink_transmit_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 1024.0, ALL_LINKS),
+    NvmlField("nvlink_crc_errors", "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),
+    NvmlField("nvlink_replay_errors", "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),
+    NvmlField("nvlink_recovery_errors", "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
 )
 
 _Reader = Callable[[Any, Any], Mapping[str, Value]]

@@ -27,7 +27,7 @@ _DAY_NS = 24 * 3600 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class JobProcess:
     """A rank's process, distinguished from a later one with the same pid."""
 
     pid: int
@@ -42,7 +42,7 @@ class Process:
         """Whether this is the rank, and not another container's process of the same number."""
         return self.journal is None or holds_files(self.pid, self.journal)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal, if it is still that process."""
         try:
             fd = os.pidfd_open(self.pid)
@@ -98,7 +98,7 @@ class HungJob:
         self,
         verdict: HangVerdict | None,
         ranks: Sequence[RankActivity],
-        processes: Collection[Process],
+        processes: Collection[JobProcess],
         now: float,
     ) -> None:
         """End the job if it is time; continue an end that has started.
@@ -124,7 +124,7 @@ class HungJob:
             self._terminate_job(verdict, processes, now)
 
     def _terminate_job(
-        self, verdict: HangVerdict, processes: Collection[Process], now: float
+        self, verdict: HangVerdict, processes: Collection[JobProcess], now: float
     ) -> None:
         """End the job that hangs, unless its budget of restarts is used up."""
         if not all(process.is_rank for process in processes):
@@ -132,7 +132,7 @@ class HungJob:
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
                 f"their agent cannot see. {verdict.text}"
             )
-            self._run.node_source.say(
+            self._run.node_source.write_event(
                 Note(code="no_restart", text=text, severity="warning"),
                 step=verdict.step,
                 attempt=self._latest_attempt(),
@@ -148,7 +148,7 @@ class HungJob:
                 f"Vitals does not restart this job: {num_recent} of {budget} restarts per day are "
                 f"used up. {verdict.text}"
             )
-            self._run.node_source.say(
+            self._run.node_source.write_event(
                 Note(code="restart_budget", text=text, severity="warning"),
                 step=verdict.step,
                 attempt=self._latest_attempt(),
@@ -159,7 +159,7 @@ class HungJob:
         self._ended_at.append(now)
         self._write_decision(verdict, budget - num_recent - 1)
         for process in processes:
-            process.send(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS
 
     def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
@@ -181,16 +181,16 @@ class HungJob:
             budget_left=budget_left,
         )
         event = DecisionMade(decision=decision)
-        self._run.node_source.say(event, step=decision.step, attempt=decision.attempt)
+        self._run.node_source.write_event(event, step=decision.step, attempt=decision.attempt)
 
-    def _kill_if_due(self, processes: Collection[Process], now: float) -> None:
+    def _kill_if_due(self, processes: Collection[JobProcess], now: float) -> None:
         """Kill the remaining processes: once only stopped ones are left, or after the grace."""
         assert self._kill_at is not None
         remaining = [each for each in processes if (each.pid, each.started) in self._ended]
         if now < self._kill_at and any(each.state != "stopped" for each in remaining):
             return
         for process in remaining:
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         self._kill_at = None
 
     def _latest_attempt(self) -> int:

@@ -22,7 +22,7 @@ from trainvitals.records import Finding, FindingRaised, Note
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_agent.faults import Faults
-from vitals_agent.sources import OwnSource
+from vitals_agent.sources import AgentSource
 from vitals_agent.state_dir import AgentStateDir
 from vitals_agent.tailer import JournalTail, journal_identity
 
@@ -142,7 +142,7 @@ class ServedRun:
         self._facts = facts
         self._resume: Mapping[Key, int] = resume or {}
         self._resume = self.last_seqs()
-        self._sources: dict[str, OwnSource] = {}
+        self._sources: dict[str, AgentSource] = {}
         self._strangers: set[Path] = set()
         self._of_other_nodes: dict[Path, tuple[Identity, float | None]] = {}
         """Journals of nodes that this agent does not serve, and the start of their observation."""
@@ -155,11 +155,11 @@ class ServedRun:
 
     # ------------------------------------------------------------------------ own rows
 
-    def gpu_source(self, uuid: str) -> OwnSource:
+    def gpu_source(self, uuid: str) -> AgentSource:
         """Return the source of rows about one GPU."""
         return self._get_or_create_source(Source("gpu", uuid))
 
-    def _get_or_create_source(self, source: Source) -> OwnSource:
+    def _get_or_create_source(self, source: Source) -> AgentSource:
         """Return the agent's source of rows about the node or a GPU."""
         key = str(source)
         if key not in self._sources:
@@ -176,7 +176,7 @@ class ServedRun:
                 gpu_uuid=source.key if source.kind == "gpu" else "",
                 metrics_url=self._facts.metrics_url if source.kind == "node" else "",
             )
-            self._sources[key] = OwnSource(identity, self.append, clock)
+            self._sources[key] = AgentSource(identity, self.append, clock)
         return self._sources[key]
 
     def append(self, raw: bytes) -> bool:
@@ -239,7 +239,9 @@ class ServedRun:
         except NewerVersionError as error:
             self._strangers.add(directory)
             self._facts.faults.record("journal", error)
-            self.node_source.say(Note(code="newer_journal", text=error.text, severity="error"))
+            self.node_source.write_event(
+                Note(code="newer_journal", text=error.text, severity="error")
+            )
             return
         if identity is None:
             return
@@ -282,7 +284,7 @@ class ServedRun:
         except (OSError, StorageError) as error:
             faults.record("spool", error)
             for tail in self.tails.values():
-                tail.not_synced()
+                tail.reread_unsynced()
             return num_rows
         # The spool's own numbers: the I/O thread may have failed to write some of the appended
         # rows.
@@ -290,7 +292,7 @@ class ServedRun:
         for tail in self.tails.values():
             with faults.contained("release"):
                 writer = (self.run_id, tail.identity.incarnation)
-                tail.synced({s: durable.get((*writer, s), -1) for s in tail.appended})
+                tail.release_synced({s: durable.get((*writer, s), -1) for s in tail.appended})
         return num_rows
 
     def _sync_spool(self) -> None:
@@ -321,7 +323,7 @@ class ServedRun:
                 f"{how}{last}",
                 severity="error",
             )
-            self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
+            self.node_source.write_event(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync_spool()
         tail.mark_dead()
@@ -338,13 +340,13 @@ class ServedRun:
             "it writes faster than its agent reads, or the agent was down"
         )
         note = Note(code="journal_overflowed", text=text, severity="warning")
-        self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
+        self.node_source.write_event(note, step=tail.last.step, attempt=tail.last.attempt)
 
     def report(self, note: Note, *, stores: bool = True) -> None:
         """Log a note, store it with the run, and write it for the rank's terminal."""
         log.warning("%s run=%s", note.text, self.run_id)
         if stores:
-            self.node_source.say(note)
+            self.node_source.write_event(note)
         with self._facts.faults.contained("spool"):
             write_notice(self.folder, note.text)
 
@@ -375,7 +377,7 @@ class ServedRun:
                 reason=text,
                 cause="node",
             )
-            self.node_source.say(FindingRaised(finding=finding))
+            self.node_source.write_event(FindingRaised(finding=finding))
 
     def report_stopped_stream(self, key: Key, text: str) -> None:
         """Report a stream that the collector does not store."""
@@ -399,9 +401,9 @@ class ServedRun:
         )
         attempt = 0 if tail is None else tail.last.attempt
         event = FindingRaised(finding=finding)
-        self.node_source.say(event, step=finding.step, attempt=attempt)
+        self.node_source.write_event(event, step=finding.step, attempt=attempt)
 
-    def sweep(self) -> None:
+    def delete_finished_journals(self) -> None:
         """Delete journals that are finished and in the spool; shared memory is short."""
         for tail in self.tails.values():
             if not tail.removed and tail.take_end():
@@ -418,15 +420,15 @@ class ServedRun:
                 f"{self._facts.node}: what it held after row {last} of its steps, if anything, "
                 "is lost"
             )
-            self.node_source.say(Note(code="journal_lost", text=text, severity="warning"))
+            self.node_source.write_event(Note(code="journal_lost", text=text, severity="warning"))
 
     @property
-    def active(self) -> bool:
+    def has_open_journals(self) -> bool:
         """Whether a rank of this run still writes, or has rows that are not copied yet."""
         return any(not tail.take_end() for tail in self.tails.values())
 
     @property
-    def num_living(self) -> int:
+    def num_living_ranks(self) -> int:
         """Ranks whose process lives and that have not ended their journal."""
         living = [t for t in self.tails.values() if t.alive and not t.removed]
         return sum(not tail.closed for tail in living)

@@ -116,9 +116,9 @@ class Sampling:
     def sample(self, runs: Iterable[ServedRun], now: float) -> None:
         """Sample once and write the rows. Without an active run, only the latest values change.
 
-        The GPUs are only queried here: ``collect`` writes their values.
+        The GPUs are only queried here: ``write_gpu_samples`` writes their values.
         """
-        active = [run for run in runs if run.active]
+        active = [run for run in runs if run.has_open_journals]
         with self._faults.contained("sampler.node"):
             self.node = {}
             self.node = self._host.sample()
@@ -130,10 +130,10 @@ class Sampling:
         with self._faults.contained("sampler.gpu"):
             self._asking.start(now)
 
-    def collect(self, runs: Iterable[ServedRun], now: float) -> None:
+    def write_gpu_samples(self, runs: Iterable[ServedRun], now: float) -> None:
         """Write the GPUs' values since the last call, or that they no longer respond."""
         with self._faults.contained("sampler.gpu"):
-            active = [run for run in runs if run.active]
+            active = [run for run in runs if run.has_open_journals]
             try:
                 report = self._asking.pop_result()
             except Exception:
@@ -175,12 +175,12 @@ class Sampling:
             self._report_once(run, note)
         for uuid, code in report.xids:
             text = f"GPU {uuid} reported Xid {code}"
-            run.node_source.say(Note(code="gpu_xid", text=text, severity="warning"))
+            run.node_source.write_event(Note(code="gpu_xid", text=text, severity="warning"))
         for uuid in report.lost:
             text = f"GPU {uuid} stopped responding: it may have fallen off the bus"
-            run.node_source.say(Note(code="gpu_lost", text=text, severity="error"))
+            run.node_source.write_event(Note(code="gpu_lost", text=text, severity="error"))
         for uuid in report.back:
-            run.node_source.say(Note(code="gpu_back", text=f"GPU {uuid} responds again"))
+            run.node_source.write_event(Note(code="gpu_back", text=f"GPU {uuid} responds again"))
 
     # ------------------------------------------------------------------------ a driver that hangs
 
@@ -197,7 +197,9 @@ class Sampling:
         if self.hung:
             self.hung = ""
             for run in active:
-                run.node_source.say(Note(code="gpu_back", text="the GPU driver responds again"))
+                run.node_source.write_event(
+                    Note(code="gpu_back", text="the GPU driver responds again")
+                )
             for texts in self._noted.values():
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 
@@ -205,6 +207,6 @@ class Sampling:
         """Write a note of the GPU sampler into a run, unless it was written before."""
         texts = self._noted.setdefault(run.run_id, set())
         if note.text not in texts:
-            run.node_source.say(note)
+            run.node_source.write_event(note)
             texts.add(note.text)
             log.info("%s run=%s", note.text, run.run_id)

@@ -50,7 +50,7 @@ MIN_TOLD_TRIES = 8
 Key = tuple[str, str, str]
 
 
-class Ingests(Protocol):
+class IngestClient(Protocol):
     """The shipper's interface of a collector."""
 
     def ingest_all(
@@ -67,7 +67,7 @@ class Ingests(Protocol):
         ...
 
 
-class Ships(Protocol):
+class ShippedSpool(Protocol):
     """The shipper's interface of a spool."""
 
     @property
@@ -112,7 +112,7 @@ class _InFlightBatch(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Stopped:
+class _StoppedStream:
     """A stream that waits for one of its batches, which was refused."""
 
     batch: _InFlightBatch
@@ -121,7 +121,7 @@ class _Stopped:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _ShippingProgress:
     """Progress of one spool: sent batches, and those that the collector has made durable."""
 
     cursor: SpoolPosition
@@ -131,7 +131,7 @@ class _Progress:
     durable: dict[Key, int] = field(default_factory=dict)
     all_sent: bool = False
     heard_at: float = 0.0
-    stopped: dict[Key, _Stopped] = field(default_factory=dict)
+    stopped: dict[Key, _StoppedStream] = field(default_factory=dict)
     quarantined: set[SpoolPosition] = field(default_factory=set)
     """End positions of abandoned batches; within one process, and therefore few."""
     searched: dict[Key, int] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class _Progress:
     is_new: bool = True
     """Whether the collector may be another one, or may have lost rows since the last request."""
 
-    def is_done(self, sent: _InFlightBatch, spool: Ships) -> bool:
+    def is_done(self, sent: _InFlightBatch, spool: ShippedSpool) -> bool:
         """Return whether a batch is complete: durable, quarantined, or dropped by a full spool."""
         return self.is_settled(sent) or sent.end <= spool.acked
 
@@ -167,7 +167,7 @@ class _Progress:
             self.unacked.append(batch)
         self.cursor = batch.end
 
-    def heard(self, sent: _InFlightBatch, durable_seq: int, spool: Ships) -> bool:
+    def record_durable(self, sent: _InFlightBatch, durable_seq: int, spool: ShippedSpool) -> bool:
         """Record the durable number of a stream; return False if it is above all added rows."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
@@ -185,7 +185,7 @@ class _Progress:
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
-    def reread_spool(self, spool: Ships) -> None:
+    def reread_spool(self, spool: ShippedSpool) -> None:
         """Read everything still in the spool again."""
         self.is_rereading, self.last_reread, self.is_resumed = True, None, False
         self.reread_from = spool.kept_from
@@ -202,7 +202,7 @@ class _Progress:
         """Return whether the collector has the batch, or will never accept it."""
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.quarantined
 
-    def start_over(self, spool: Ships) -> None:
+    def start_over(self, spool: ShippedSpool) -> None:
         """Discard all replies of the collector, which may have lost the rows."""
         self.unacked.clear()
         self.durable.clear()
@@ -227,7 +227,7 @@ class Shipper:
 
     def __init__(
         self,
-        client: Ingests,
+        client: IngestClient,
         *,
         backoff: Backoff,
         faults: Faults,
@@ -248,15 +248,15 @@ class Shipper:
         self._new_pace = new_pace
         self._stopwatch = stopwatch
         self._on_stopped = on_stopped
-        self._progress: dict[str, _Progress] = {}
+        self._progress: dict[str, _ShippingProgress] = {}
 
-    def ship(self, run_id: str, spool: Ships, now: float, writer_key: str = "") -> None:
+    def ship(self, run_id: str, spool: ShippedSpool, now: float, writer_key: str = "") -> None:
         """Send the new batches of the spool, as long as the budget and the pace allow."""
         if not self._backoff.due(now):
             return
         progress = self._progress.get(run_id)
         if progress is None:
-            progress = _Progress(
+            progress = _ShippingProgress(
                 cursor=spool.acked,
                 pace=self._new_pace(),
                 writer_key=writer_key,
@@ -269,12 +269,12 @@ class Shipper:
             self._check_latest_stored(progress, spool)
             self._try_again(progress, spool, now)
             self._send_spool(progress, spool, now)
-            self._refresh(progress, spool, now)
+            self._query_durable_seqs(progress, spool, now)
         except VitalsError as error:
             failure = error
             self._note_failure(progress, error, now)
         else:
-            self._backoff.succeeded()
+            self._backoff.record_success()
         try:
             self._ack_settled_batches(progress, spool, now)
         finally:
@@ -291,11 +291,11 @@ class Shipper:
         """Discard the state of a run after its release."""
         self._progress.pop(run_id, None)
 
-    def _note_failure(self, progress: _Progress, error: VitalsError, now: float) -> None:
+    def _note_failure(self, progress: _ShippingProgress, error: VitalsError, now: float) -> None:
         """Record a failed request to the collector; wait longer before the next."""
         self.num_errors += 1
         retry_after = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
-        self._backoff.failed(now, retry_after=retry_after)
+        self._backoff.record_failure(now, retry_after=retry_after)
         progress.pace.failed()
         progress.all_sent = False
         self._faults.record("shipper", error)
@@ -304,13 +304,13 @@ class Shipper:
 
     # -------------------------------------------------------------------------- sending
 
-    def _send_spool(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _send_spool(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
         """Send a spool's new batches until the time or the rate is used up."""
         progress.all_sent = False
         began = self._stopwatch()
         # A slow collector gets smaller requests, so that it can respond in time.
         max_bytes = min(MAX_REQUEST_BYTES, int(progress.pace.bytes_per_second))
-        for group in _requests(spool, progress.cursor, max_bytes):
+        for group in _group_batches(spool, progress.cursor, max_bytes):
             elapsed = self._stopwatch() - began
             if len(progress.unacked) >= MAX_UNACKED_BATCHES or elapsed > self._budget:
                 return
@@ -329,8 +329,8 @@ class Shipper:
 
     def _send_together(
         self,
-        progress: _Progress,
-        spool: Ships,
+        progress: _ShippingProgress,
+        spool: ShippedSpool,
         group: list[tuple[_InFlightBatch, bytes]],
         now: float,
     ) -> bool:
@@ -352,20 +352,20 @@ class Shipper:
             reply = replies.get(batch.end)
             if reply is None:
                 pass  # it was not sent
-            elif not self._absorb(progress, spool, batch, raw, reply, now):
+            elif not self._process_reply(progress, spool, batch, raw, reply, now):
                 return False
             progress.advance_past(batch)
         return True
 
     def _ingest(
-        self, progress: _Progress, raws: Sequence[bytes], *, asks: bool = False
+        self, progress: _ShippingProgress, raws: Sequence[bytes], *, asks: bool = False
     ) -> Sequence[IngestReply]:
         return self._client.ingest_all(raws, asks=asks, writer_key=progress.writer_key)
 
-    def _absorb(
+    def _process_reply(
         self,
-        progress: _Progress,
-        spool: Ships,
+        progress: _ShippingProgress,
+        spool: ShippedSpool,
         sent: _InFlightBatch,
         raw: bytes,
         reply: IngestReply,
@@ -397,14 +397,14 @@ class Shipper:
 
     def _record_durable(
         self,
-        progress: _Progress,
-        spool: Ships,
+        progress: _ShippingProgress,
+        spool: ShippedSpool,
         sent: _InFlightBatch,
         reply: IngestReply,
         now: float,
     ) -> bool:
         """Record a stream's durable number; stop the stream, and only it, if it is impossible."""
-        if progress.heard(sent, reply.durable_seq, spool):
+        if progress.record_durable(sent, reply.durable_seq, spool):
             return True
         stream, newest = sent.key[2], spool.newest_seq(sent.key)
         text = (
@@ -420,7 +420,7 @@ class Shipper:
 
     # ------------------------------------------------------- refused and missing batches
 
-    def _check_latest_stored(self, progress: _Progress, spool: Ships) -> None:
+    def _check_latest_stored(self, progress: _ShippingProgress, spool: ShippedSpool) -> None:
         """Send the latest acknowledged batch to a collector that was down, to detect lost rows."""
         if not progress.is_new:
             return
@@ -439,10 +439,10 @@ class Shipper:
         progress.is_new = False
 
     def _stop_stream(
-        self, progress: _Progress, sent: _InFlightBatch, reply: IngestReply, now: float
+        self, progress: _ShippingProgress, sent: _InFlightBatch, reply: IngestReply, now: float
     ) -> None:
         """Stop a stream whose batch was refused, until it is stored or quarantined."""
-        stopped = progress.stopped.setdefault(sent.key, _Stopped(sent, 0, now))
+        stopped = progress.stopped.setdefault(sent.key, _StoppedStream(sent, 0, now))
         stopped.num_tries += 1
         seconds = REFRESH_SECONDS * 2 ** (stopped.num_tries - 1)
         stopped.due = now + min(MAX_RETRY_SECONDS, seconds)
@@ -459,14 +459,14 @@ class Shipper:
         if is_given_up:
             self._quarantine(progress, sent)
 
-    def _quarantine(self, progress: _Progress, sent: _InFlightBatch) -> None:
+    def _quarantine(self, progress: _ShippingProgress, sent: _InFlightBatch) -> None:
         """Quarantine a batch that the collector never accepts, so that later ones can be sent."""
         self.num_refused_rows += sent.num_rows
         progress.quarantined.add(sent.end)
         progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # only this spool had it
         progress.stopped.pop(sent.key, None)
 
-    def _try_again(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _try_again(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
         """Resend refused batches that are due; a stream continues once its own batch is stored."""
         for key, stopped in list(progress.stopped.items()):
             if now < stopped.due:
@@ -481,7 +481,12 @@ class Shipper:
                 progress.rewind(sent.end)
 
     def _resend_batch(
-        self, progress: _Progress, spool: Ships, sent: _InFlightBatch, raw: bytes, now: float
+        self,
+        progress: _ShippingProgress,
+        spool: ShippedSpool,
+        sent: _InFlightBatch,
+        raw: bytes,
+        now: float,
     ) -> None:
         """Send a refused batch to the collector again."""
         self.num_resent_batches += 1
@@ -501,7 +506,9 @@ class Shipper:
 
     # -------------------------------------------------------------------- acknowledgements
 
-    def _refresh(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _query_durable_seqs(
+        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
+    ) -> None:
         """Query the durable numbers, if no new batch is sent whose reply would contain them.
 
         The query is the oldest batch of each stream again: the store knows it already.
@@ -519,7 +526,9 @@ class Shipper:
                 reply = self._ingest(progress, [raw])[0]
                 self._record_durable(progress, spool, waiting, reply, now)
 
-    def _ack_settled_batches(self, progress: _Progress, spool: Ships, now: float) -> None:
+    def _ack_settled_batches(
+        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
+    ) -> None:
         """Release the spooled batches that the collector has, or never accepts."""
         # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
@@ -531,7 +540,7 @@ class Shipper:
             progress.durable.clear()
 
 
-def _read_batch(spool: Ships, batch: _InFlightBatch) -> bytes | None:
+def _read_batch(spool: ShippedSpool, batch: _InFlightBatch) -> bytes | None:
     """Return the batch from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None
@@ -542,8 +551,8 @@ def _refusal_reply(error: FormatError) -> IngestReply:
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 
-def _requests(
-    spool: Ships, start: SpoolPosition, max_bytes: int
+def _group_batches(
+    spool: ShippedSpool, start: SpoolPosition, max_bytes: int
 ) -> Iterator[list[tuple[_InFlightBatch, bytes]]]:
     """Yield the batches after ``start`` in groups that are sent together."""
     group: list[tuple[_InFlightBatch, bytes]] = []

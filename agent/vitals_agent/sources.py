@@ -11,14 +11,14 @@ from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
 
 
-class Stamp(NamedTuple):
+class MeasurementTime(NamedTuple):
     """Time of a measurement."""
 
     time_unix_ns: int
     monotonic_ns: int
 
 
-class OwnSource:
+class AgentSource:
     """One source of the agent (the node, or one GPU) within one run. Thread-safe.
 
     Args:
@@ -42,15 +42,15 @@ class OwnSource:
         schema: Schema,
         values: Sequence[Mapping[str, Value]],
         *,
-        taken: Stamp | None = None,
+        taken: MeasurementTime | None = None,
     ) -> None:
         """Write one row per mapping, with time ``taken`` or now; absent columns are missing."""
-        taken = taken or Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
+        taken = taken or MeasurementTime(self._clock.time_ns(), self._clock.monotonic_ns())
         stamp: dict[str, Value] = {"step": -1, "attempt": 0, **taken._asdict()}
         rows = [{**stamp, **measured} for measured in values]
         self._write_batch(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
 
-    def say(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:
+    def write_event(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:
         """Write an event of the agent into the run."""
         rows = encode_event(
             event,

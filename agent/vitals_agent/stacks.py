@@ -147,7 +147,7 @@ class StackTaker:
             detail=why,
             command_number=pending.number,
         )
-        self._run.node_source.say(event, step=pending.step, attempt=tail.last.attempt)
+        self._run.node_source.write_event(event, step=pending.step, attempt=tail.last.attempt)
 
     def _acknowledge(self) -> None:
         """Respond to the operator's command, on rank 0's node, once everything was reported."""
@@ -163,7 +163,7 @@ class StackTaker:
         if self._run.holds_mailbox:
             detail = f"{question.num_answered} of {question.num_here} ranks of this node answered"
             ack = CommandAck(number=question.number, status="done", step=-1, detail=detail)
-            self._run.node_source.say(CommandAcknowledged(ack=ack))
+            self._run.node_source.write_event(CommandAcknowledged(ack=ack))
 
 
 def _collectives(directory: Path) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from trainvitals.io.private import (
     replace_file,
 )
 from trainvitals.io.rundir import is_full
-from trainvitals.io.spool import unacknowledged
+from trainvitals.io.spool import read_unacknowledged_headers
 
 TOKEN_FILE = "read.token"
 WRITER_KEY_FILE = "writer.key"
@@ -246,7 +246,7 @@ class AgentStateDir:
         """
         num_rows = 0
         for folder in (self.path, self.memory_path):
-            for header in unacknowledged(folder / "spool"):
+            for header in read_unacknowledged_headers(folder / "spool"):
                 num_rows += header.num_rows
                 if most is not None and num_rows >= most:
                     return num_rows

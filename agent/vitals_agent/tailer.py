@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from trainvitals.detect.registry import acted_cause
+from trainvitals.detect.registry import countable_cause
 from trainvitals.identity import Identity
-from trainvitals.io.journal import JournalReader, mark_closed
+from trainvitals.io.journal import JournalReader, mark_journal_closed
 from trainvitals.io.segments import CLOSED
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -30,7 +30,7 @@ _BAD = BAD_LOSS | BAD_GRADIENTS
 
 
 @dataclass(slots=True)
-class LastSeen:
+class JournalSummary:
     """Folds a journal's batches; dictionaries are replaced, never changed, so any thread may read.
 
     Counters count from the start of this agent, as Prometheus expects of a process.
@@ -85,9 +85,9 @@ class LastSeen:
             decision = event.decision
             self.ledger_seq = max(self.ledger_seq, decision.ledger_seq)
             if decision.acted and decision.action == "skip_step":
-                self.skips = _increment_cause(self.skips, acted_cause(decision.cause))
+                self.skips = _increment_cause(self.skips, countable_cause(decision.cause))
             if decision.acted and decision.action == "rollback":
-                self.rollbacks = _increment_cause(self.rollbacks, acted_cause(decision.cause))
+                self.rollbacks = _increment_cause(self.rollbacks, countable_cause(decision.cause))
 
 
 class _Integers:
@@ -128,7 +128,7 @@ MAX_READS_PER_CYCLE = 64
 ROWS_PER_READ = 1024
 
 
-class Sink(Protocol):
+class BatchSink(Protocol):
     """Destination of batches."""
 
     def append(self, raw: bytes) -> bool:
@@ -149,7 +149,7 @@ class JournalTail:
         self.directory = directory
         self.identity = identity
         self.process = RankProcess(identity)
-        self.last = LastSeen()
+        self.last = JournalSummary()
         self.process_values: dict[str, Value] = {}
         self.num_rows = 0
         self.alive = False
@@ -165,7 +165,7 @@ class JournalTail:
         self._observed: dict[str, int] = {}
         self._reader.resume_after(resume)
 
-    def copy(self, sink: Sink) -> int:
+    def copy(self, sink: BatchSink) -> int:
         """Append a rank's new rows to the spool; after an error, read them again."""
         if not self.directory.is_dir():
             self.removed = True  # deleted by another process: nothing is left to copy
@@ -195,7 +195,7 @@ class JournalTail:
         """The streams with appended rows."""
         return self._appended.keys()
 
-    def synced(self, durable: Mapping[str, int]) -> None:
+    def release_synced(self, durable: Mapping[str, int]) -> None:
         """Free durable rows in the journal, and read rows again that were appended but are not.
 
         Call only after the spool's ``sync`` returned.
@@ -212,14 +212,14 @@ class JournalTail:
                 else:
                     is_whole = False
         if not is_whole:
-            self.not_synced()
+            self.reread_unsynced()
 
     @property
     def synced_seqs(self) -> dict[str, int]:
         """Last synced sequence number of each stream in the spool."""
         return dict(self._synced)
 
-    def not_synced(self) -> None:
+    def reread_unsynced(self) -> None:
         """Read rows again that may not be on disk; a row twice in the spool counts once."""
         self.is_quiet = True
         unknown = dict.fromkeys(self._appended, -1)
@@ -242,7 +242,7 @@ class JournalTail:
 
     def mark_dead(self) -> None:
         """Close the journal of a dead writer: a restarted agent sees that it was reported."""
-        mark_closed(self.directory)
+        mark_journal_closed(self.directory)
 
     def remove(self) -> None:
         """Delete the journal from shared memory; call when it is finished."""
@@ -275,7 +275,7 @@ def journal_identity(directory: Path) -> Identity | None:
     return identity
 
 
-def num_left(directory: Path, synced: dict[str, int]) -> int:
+def num_unsynced_rows(directory: Path, synced: dict[str, int]) -> int:
     """Return the number of rows in a journal that are not synced in a spool."""
     rest = JournalReader(directory)
     rest.resume_after(synced)

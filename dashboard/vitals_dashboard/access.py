@@ -9,7 +9,7 @@ from functools import cache
 import streamlit as st
 
 from vitals_dashboard import formatting
-from vitals_dashboard.auth import CODE_TRIES, Session, Sessions, host_name
+from vitals_dashboard.auth import CODE_TRIES, BrowserSession, BrowserSessions, host_name
 from vitals_dashboard.settings import DashboardSettings, Role, load_settings
 from vitals_dashboard.source import DataSource
 
@@ -31,7 +31,7 @@ _ANSWER = "control_answer"
 
 
 @cache
-def sessions() -> Sessions:
+def sessions() -> BrowserSessions:
     """Return the sessions of this process, shared by the middleware and the pages."""
     settings = load_settings(os.environ)
     fd = settings.code_fd
@@ -39,7 +39,7 @@ def sessions() -> Sessions:
     def announce(code: str) -> None:
         os.write(fd, f"{code}\n".encode())
 
-    return Sessions(announce if settings.control and fd >= 0 else None)
+    return BrowserSessions(announce if settings.control and fd >= 0 else None)
 
 
 def _request_host() -> str:
@@ -47,16 +47,16 @@ def _request_host() -> str:
     return host_name(st.context.headers.get("Host") or "")
 
 
-def _find_session(settings: DashboardSettings) -> Session | None:
+def _find_session(settings: DashboardSettings) -> BrowserSession | None:
     """Return this browser's dashboard session by its cookie; None without one."""
     host = _request_host()
-    key = st.context.cookies.get(settings.doors().cookie_name(host), "")
+    key = st.context.cookies.get(settings.hosts().cookie_name(host), "")
     return sessions().find(key, host)
 
 
 def _is_signed_on(settings: DashboardSettings) -> bool:
     """Return whether the sign-on provider authenticates this browser session."""
-    return settings.doors().is_signed_on(_request_host())
+    return settings.hosts().is_signed_on(_request_host())
 
 
 def role() -> Role:
@@ -85,7 +85,7 @@ def why_no_control() -> str:
         return NO_TOKEN
     if _is_signed_on(settings):
         return NO_ROLE
-    return GET_CONTROL if settings.doors().may_control(_request_host()) else SHARED_NAME
+    return GET_CONTROL if settings.hosts().may_control(_request_host()) else SHARED_NAME
 
 
 def account() -> str:
@@ -134,7 +134,7 @@ def draw_access_footer() -> None:
             )
 
 
-def _control_text(session: Session | None) -> str:
+def _control_text(session: BrowserSession | None) -> str:
     """Return for how long this browser session may still send commands."""
     if session is None:  # signed on
         return "You may send commands."
@@ -142,7 +142,7 @@ def _control_text(session: Session | None) -> str:
     return f"You may send commands for {formatting.count(minutes, 'more minute')}."
 
 
-def _get_control(session: Session) -> None:
+def _get_control(session: BrowserSession) -> None:
     """Draw the form in which a dashboard user enters the code for control."""
     with st.popover("Get control", icon=":material/lock_open:", key="get_control"):
         if sessions().has_code(session):
@@ -162,12 +162,12 @@ def _get_control(session: Session) -> None:
             st.text(text)
 
 
-def _send_code(session: Session) -> None:
+def _send_code(session: BrowserSession) -> None:
     """Show a control code in the terminal of the dashboard; store why that failed."""
     st.session_state[_ANSWER] = sessions().send_code(session)
 
 
-def _redeem(session: Session, code: str) -> None:
+def _redeem(session: BrowserSession, code: str) -> None:
     """Give a browser session control if the entered code is right; redraw the page."""
     is_right = sessions().redeem(session, code)
     st.session_state[_ANSWER] = (

@@ -43,7 +43,7 @@ CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 MAX_SESSIONS = 1000
 
 
-def headers(page: str) -> dict[str, str]:
+def security_headers(page: str) -> dict[str, str]:
     """Return the headers of every response, files included; nothing is loaded from another host.
 
     Args:
@@ -119,7 +119,7 @@ def proof(door_token: str, nonce: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class BrowserSession:
     """One browser that has shown the token, at one host name."""
 
     key: str
@@ -132,7 +132,7 @@ class Session:
     control_until: float = 0.0
 
 
-class Sessions:
+class BrowserSessions:
     """The sessions of one dashboard process; they end with it. Thread-safe.
 
     Args:
@@ -149,14 +149,16 @@ class Sessions:
     ) -> None:
         self._announce = announce
         self._now = now
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, BrowserSession] = {}
         self._next_code = 0.0
         self._lock = threading.Lock()
 
-    def open(self, host: str) -> Session:
+    def open(self, host: str) -> BrowserSession:
         """Start a session for a browser that has shown the token."""
         now = self._now()
-        session = Session(key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now)
+        session = BrowserSession(
+            key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now
+        )
         with self._lock:
             while len(self._sessions) >= MAX_SESSIONS:
                 oldest = min(self._sessions.values(), key=lambda each: each.last_seen)
@@ -164,7 +166,7 @@ class Sessions:
             self._sessions[session.key] = session
         return session
 
-    def find(self, key: str, host: str) -> Session | None:
+    def find(self, key: str, host: str) -> BrowserSession | None:
         """Return the session of a cookie, and record its use; None if it has ended."""
         now = self._now()
         with self._lock:
@@ -177,17 +179,17 @@ class Sessions:
             session.last_seen = now
         return session
 
-    def end(self, session: Session) -> None:
+    def end(self, session: BrowserSession) -> None:
         """Sign out: the cookie becomes invalid."""
         with self._lock:
             self._sessions.pop(session.key, None)
             session.control_until = 0.0
 
-    def control_seconds(self, session: Session) -> float:
+    def control_seconds(self, session: BrowserSession) -> float:
         """Return how long the session still has control; 0 if it has none."""
         return max(0.0, session.control_until - self._now())
 
-    def send_code(self, session: Session) -> str:
+    def send_code(self, session: BrowserSession) -> str:
         """Show a new code for this session in the terminal; return why that failed, or "".
 
         Only the session that requested it can use it: another user's code is useless.
@@ -205,11 +207,11 @@ class Sessions:
         self._announce(f"{code[:4]}-{code[4:]}")
         return ""
 
-    def has_code(self, session: Session) -> bool:
+    def has_code(self, session: BrowserSession) -> bool:
         """Return whether a code waits to be entered."""
         return bool(session.code) and self._now() < session.code_until
 
-    def redeem(self, session: Session, token: str) -> bool:
+    def redeem(self, session: BrowserSession, token: str) -> bool:
         """Give the session control if this is its code; a code is valid once, for few tries."""
         text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
@@ -228,7 +230,7 @@ class Sessions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class DashboardHosts:
     """Host names of a dashboard, and the role that each gives."""
 
     token: str
@@ -306,13 +308,13 @@ class TokenMiddleware:
         self,
         app: Any,
         *,
-        doors: Doors,
-        sessions: Sessions,
+        doors: DashboardHosts,
+        sessions: BrowserSessions,
         page: str = "",
         redirect_file: Path | None = None,
     ) -> None:
         self._app = app
-        self._headers = headers(page)
+        self._headers = security_headers(page)
         self._doors = doors
         self._sessions = sessions
         self._redirect_file = redirect_file
@@ -336,7 +338,9 @@ class TokenMiddleware:
         is_open = is_signed_on or self._sessions.find(key, host) is not None
         if kind == "websocket":
             if is_open:
-                await self._app(scope, self._while_signed_in(receive, send, key, host), send)
+                await self._app(
+                    scope, self._receive_while_signed_in(receive, send, key, host), send
+                )
             else:
                 await send({"type": "websocket.close", "code": 1008})
         elif token is not None and not is_signed_on and _is_equal_secret(token, self._doors.token):
@@ -363,7 +367,7 @@ class TokenMiddleware:
             return 403, b"The request comes from a page of another origin."
         return None
 
-    def _while_signed_in(self, receive: Any, send: Any, key: str, host: str) -> Any:
+    def _receive_while_signed_in(self, receive: Any, send: Any, key: str, host: str) -> Any:
         """Close a connection whose session has ended: a page would continue to query through it."""
 
         async def checked() -> Any:

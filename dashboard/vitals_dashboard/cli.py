@@ -62,20 +62,22 @@ def dashboard(
             f"both a folder ({folder}) and a collector ({collector}) are given",
             hint="leave out one of them",
         )
-    entrance = _build_entrance(control, public_url, oidc)
+    entrance = _build_access_options(control, public_url, oidc)
     port = launch.free_port(port)
     environ = dict(os.environ)
     with ended_by_signals(), ExitStack() as stack:
         children = []
         if folder is not None:
             path = launch.check_folder(folder)
-            child, collector_place = stack.enter_context(launch.folder_collector(path, environ))
+            child, collector_place = stack.enter_context(launch.run_folder_collector(path, environ))
             children.append(child)
         elif collector:
             collector_place = _resolve_collector(collector, token_file, environ)
         else:
-            collector_place = launch.find_collector_place(environ)
-        pages = stack.enter_context(launch.pages(collector_place, port, environ, entrance))
+            collector_place = launch.find_collector_location(environ)
+        pages = stack.enter_context(
+            launch.run_page_server(collector_place, port, environ, entrance)
+        )
         typer.echo(pages.address)
         if pages.public_address:
             typer.echo(f"Through the proxy: {pages.public_address}", err=True)
@@ -99,15 +101,17 @@ def _show_code(code: str) -> None:
     )
 
 
-def _build_entrance(control: bool, public_url: str, oidc: Path | None) -> "launch.Entrance":
+def _build_access_options(
+    control: bool, public_url: str, oidc: Path | None
+) -> "launch.AccessOptions":
     """Return who may use the dashboard, by the options of `vitals dashboard`."""
-    from vitals_dashboard.launch import Entrance
+    from vitals_dashboard.launch import AccessOptions
     from vitals_dashboard.settings import check_public_url, read_sign_on
 
     if public_url:
         check_public_url(public_url)
     if oidc is None:
-        return Entrance(control=control, public_url=public_url)
+        return AccessOptions(control=control, public_url=public_url)
     if urlsplit(public_url).path.strip("/") or not public_url:
         raise UsageError(
             f"--oidc needs --public-url https://HOST without a path; it is {public_url!r}",
@@ -118,21 +122,21 @@ def _build_entrance(control: bool, public_url: str, oidc: Path | None) -> "launc
             raise MissingDependencyError(
                 f"--oidc needs {package}", hint="pip install 'trainvitals[oidc]'"
             )
-    return Entrance(control=control, public_url=public_url, sign_on=read_sign_on(oidc))
+    return AccessOptions(control=control, public_url=public_url, sign_on=read_sign_on(oidc))
 
 
 def _resolve_collector(
     url: str, token_file: Path | None, environ: dict[str, str]
-) -> "launch.CollectorPlace":
+) -> "launch.CollectorLocation":
     """Return the collector that the options of `vitals dashboard` name."""
     from trainvitals.io.client import read_tokens
     from trainvitals.io.server_identity import parse_url
     from trainvitals.io.setting_paths import collector_folder
-    from vitals_dashboard.launch import CollectorPlace, place_on
+    from vitals_dashboard.launch import CollectorLocation, locate_collector
 
     data = collector_folder(url)
     if data is not None:
-        return place_on(data, str(token_file or ""))
+        return locate_collector(data, str(token_file or ""))
     parse_url(url)  # rejects an invalid URL
     path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
     if not path:
@@ -141,7 +145,7 @@ def _resolve_collector(
             hint="add --token-file FILE: the tokens.json in the collector's data folder",
         )
     read_tokens(path)  # raises its error now
-    return CollectorPlace(url=url, token_file=str(Path(path).absolute()))
+    return CollectorLocation(url=url, token_file=str(Path(path).absolute()))
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

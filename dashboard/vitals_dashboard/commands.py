@@ -147,7 +147,7 @@ def draw_command_form(
         layout.draw_form_result(key, answer)
 
 
-def accept(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
+def draw_accept_form(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
     """Draw the control to accept a step as healthy; nothing if that is not possible."""
     if source.control is not None and not refusal_reason(run, "accept"):
         draw_command_form(source, run, "accept", label=HEALTHY, key=key, step=step)
@@ -167,7 +167,7 @@ def _send_command(
     return message
 
 
-def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str) -> None:
+def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *, key: str) -> None:
     """Draw the control to reject a proposed decision, with a reason."""
     if source.control is None:
         return
@@ -186,12 +186,14 @@ def dismiss(source: DataSource, run: RunSummary, view: DecisionView, *, key: str
                 message = "Enter your name and a reason."
             else:
                 text = veto_text(view, by.strip(), reason.strip())
-                message = note(source.control, run, view.decision.step, text, by.strip())
+                message = write_user_note(source.control, run, view.decision.step, text, by.strip())
                 message = message or "Dismissed; a note was saved."
         layout.draw_form_result(key, message)
 
 
-def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:
+def write_user_note(
+    control: CollectorClient, run: RunSummary, step: int, text: str, by: str
+) -> str:
     """Write a user's note at a step of a run; return why that failed, or ""."""
     try:
         control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))

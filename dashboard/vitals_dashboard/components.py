@@ -28,7 +28,9 @@ def register_component(program: Program) -> Any:
     return component(f"{_PACKAGE}.{_NAME[program]}", js=f"{program}.js")
 
 
-def command(text: str, *, key: str, width: Literal["stretch", "content"] = "stretch") -> None:
+def draw_copyable_command(
+    text: str, *, key: str, width: Literal["stretch", "content"] = "stretch"
+) -> None:
     """Draw a command with a button that copies it.
 
     ``st.code`` makes the browser load and run 1.5 MB for syntax colors, which delayed the curves

@@ -14,7 +14,7 @@ import time
 END_SECONDS = 5.0
 
 
-def end_with_the_starter() -> None:
+def exit_with_parent() -> None:
     """Wait until standard input closes; then end this process, gracefully if possible."""
     while os.read(0, 4096):
         pass  # the parent writes nothing; data shows that it is alive
@@ -25,7 +25,7 @@ def end_with_the_starter() -> None:
 
 def main() -> None:
     """Run the module that the arguments name."""
-    threading.Thread(target=end_with_the_starter, name="end-with-the-starter", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="end-with-the-starter", daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -1,8 +1,8 @@
 """The charts of a page in the browser: its points, and updates with new ones.
 
 One component draws all charts of a page (``charts/browser/chart.js``) and keeps their points. A
-``Feed`` records for one browser session what was sent, queries the collector for later rows, and
-sends those. The browser requests messages that it missed: each names the one before it.
+``ChartFeed`` records for one browser session what was sent, queries the collector for later rows,
+and sends those. The browser requests messages that it missed: each names the one before it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import streamlit as st
 from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
-from vitals_dashboard.charts import Chart, Line, Role
+from vitals_dashboard.charts import Chart, ChartLine, Role
 from vitals_dashboard.charts.lines import ChartCurve
 from vitals_dashboard.charts.marks import NON_FINITE
 from vitals_dashboard.components import register_component
@@ -64,7 +64,7 @@ class _Sent:
 
 
 @dataclass(slots=True, kw_only=True)
-class Feed:
+class ChartFeed:
     """Points that one browser session has of the charts of a page."""
 
     key: str = ""
@@ -85,19 +85,19 @@ class Feed:
     marks: dict[SentMark, int] = field(default_factory=dict)
     """In which charts each mark is, a bit each."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset: the next message is complete."""
         self.number, self.layout, self.digest = 0, None, b""
         self.series.clear()
         self.seen.clear()
         self.marks.clear()
 
-    def ask(
+    def query_lines(
         self,
         source: DataSource,
         detail: RunDetail,
         requests: Sequence[tuple[str, SeriesRequest, Role]],
-    ) -> list[Line | None]:
+    ) -> list[ChartLine | None]:
         """Return the series, or only the rows after those that the browser has.
 
         Args:
@@ -135,7 +135,7 @@ class Feed:
 
     def _build_line(
         self, name: str, request: SeriesRequest, role: Role, reply: SeriesReply | None
-    ) -> Line | None:
+    ) -> ChartLine | None:
         """Return a chart's line with only the points that the browser lacks."""
         sent = self.series.get(_drop_request_range(request))
         rows = _point_rows(reply)
@@ -149,13 +149,15 @@ class Feed:
                 num_total=reply.num_total,
                 num_nonfinite=reply.num_nonfinite,
             )
-            return Line(name=name, reply=reply, role=role)
+            return ChartLine(name=name, reply=reply, role=role)
         if sent is None:
             return None
         if role == "discarded":
-            return Line(name=name, reply=sent.reply, role=role, num_replaced=0)
+            return ChartLine(name=name, reply=sent.reply, role=role, num_replaced=0)
         if reply is None:
-            return Line(name=name, reply=_reply_of(sent, None, ()), role=role, num_replaced=0)
+            return ChartLine(
+                name=name, reply=_build_series_reply(sent, None, ()), role=role, num_replaced=0
+            )
         pairs = zip(sent.recent, rows, strict=False)
         num_same = next(
             (i for i, (old, new) in enumerate(pairs) if not _is_same_row(old, new)), None
@@ -167,14 +169,14 @@ class Feed:
         sent.num_total += reply.num_total - len(before) - sent.num_hidden
         sent.num_nonfinite += reply.num_nonfinite - num_bad - sent.num_hidden
         sent.recent, sent.num_hidden = _rows_to_requery(reply, rows)
-        return Line(
+        return ChartLine(
             name=name,
-            reply=_reply_of(sent, reply, fresh),
+            reply=_build_series_reply(sent, reply, fresh),
             role=role,
             num_replaced=len(before) - num_same,
         )
 
-    def draw(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:
+    def send_charts(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:
         """Send the charts, or their changes; return how many did not fit.
 
         None: the browser lacks the base of these changes, so the charts have to be made again
@@ -268,7 +270,7 @@ def load_charts() -> None:
 
 def draw_charts(
     key: str,
-    make: Callable[[Feed], Sequence[Chart]],
+    make: Callable[[ChartFeed], Sequence[Chart]],
     *,
     of: object = None,
     zoomed: Zoomed | None = None,
@@ -286,12 +288,12 @@ def draw_charts(
     feed_key = f"feed_{key}"
     feed = st.session_state.get(feed_key)
     if feed is None or feed.of != of:
-        feed = st.session_state[feed_key] = Feed(key=key, of=of)
-    num_left_out = feed.draw(make(feed), zoomed=zoomed)
+        feed = st.session_state[feed_key] = ChartFeed(key=key, of=of)
+    num_left_out = feed.send_charts(make(feed), zoomed=zoomed)
     if num_left_out is None:
-        feed.forget()
-        num_left_out = feed.draw(make(feed), zoomed=zoomed)
-    assert num_left_out is not None, "after `forget` nothing is asked for in part"
+        feed.reset()
+        num_left_out = feed.send_charts(make(feed), zoomed=zoomed)
+    assert num_left_out is not None, "after a reset nothing is asked for in part"
     return num_left_out
 
 
@@ -332,7 +334,7 @@ def _is_same_row(before: Row, now: Row) -> bool:
     )
 
 
-def _reply_of(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
+def _build_series_reply(sent: _Sent, reply: SeriesReply | None, rows: Sequence[Row]) -> SeriesReply:
     """Return the reply for a chart line with these rows and the browser's totals."""
     steps = {row[0] for row in rows}
     return structs.replace(
@@ -414,7 +416,7 @@ def _wire_mark(mark: SentMark, places: int) -> list[Any]:
     return [mark.kind, mark.place, mark.text, places, mark.num]
 
 
-def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
+def _mount_component(feed: ChartFeed, message: Wire, zoomed: Zoomed | None) -> None:
     """Mount the dashboard's chart component in the page with its message."""
     charts_key = f"charts_{feed.key}"
 
@@ -430,6 +432,6 @@ def _mount_component(feed: Feed, message: Wire, zoomed: Zoomed | None) -> None:
         # As text: the component would treat a list of numbers as a table, and check each of them.
         data=msgspec.json.encode(head | message).decode(),
         height="content",
-        on_missed_change=feed.forget,
+        on_missed_change=feed.reset,
         on_range_change=ranged,
     )

@@ -23,7 +23,7 @@ def draw_hang(source: DataSource, incident: IncidentView) -> None:
         {view.finding.step for view in waits},
     )
     st.markdown("### Waits between ranks")
-    layout.table(
+    layout.draw_table(
         rank_rows(stacks, {view.finding.rank for view in waits}),
         "No stacks were taken: only ranks on nodes with an agent provide them.",
         key="hang_ranks",

@@ -88,7 +88,7 @@ def _is_wide(cells: Floats) -> bool:
     return _all_positive(cells) and bool(np.log10(finite.max()) - np.log10(finite.min()) > WIDE)
 
 
-def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
+def color_scale(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     """Return the color scale with labels at its ends; outliers do not compress the rest."""
     shaded = color_values(cells, shade)
     finite = shaded[np.isfinite(shaded)]
@@ -129,7 +129,7 @@ def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     }
 
 
-def height(reply: CellsReply) -> int:
+def heat_map_height(reply: CellsReply) -> int:
     """Return how many pixels the rows need."""
     return max(MIN_HEIGHT, min(MAX_HEIGHT, AROUND + ROW_PIXELS * len(reply.rows)))
 
@@ -159,10 +159,10 @@ def heat_map(
     cells = cells_of(reply)[order]
     steps = [f"{step:,}" for step in reply.step]
     quiet = {"color": look.quiet, "fontSize": 11}
-    scale = scale_of(cells, shade, unit, look)
+    scale = color_scale(cells, shade, unit, look)
     return {
         "animation": False,
-        "dataset": [{"source": _long(cells, shade, scale, called, steps)}],
+        "dataset": [{"source": _build_cell_frame(cells, shade, scale, called, steps)}],
         "title": {
             "text": f"{title}, {unit}" if unit else title,
             "left": 2,
@@ -205,7 +205,7 @@ def _category_axis(names: Sequence[str], label: Spec) -> Spec:
     }
 
 
-def _long(
+def _build_cell_frame(
     cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
 ) -> pd.DataFrame:
     """Return a data frame with a row for each measured cell of a heat map."""
@@ -236,7 +236,7 @@ def _cells_series(
         "progressive": 0,
         "tooltip": {"formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"},
         "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
-        "markLine": _marks(decisions, reply.step, look),
+        "markLine": _decision_lines(decisions, reply.step, look),
     }
 
 
@@ -274,12 +274,12 @@ def _cross_series(
     }
 
 
-def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
+def _decision_lines(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
     """Return a line at the column of each decision, headed by the sign of its action."""
     marks: dict[tuple[int, str], Spec] = {}
     for view in decisions:
         action = ACTIONS.get(view.decision.action)
-        column = column_of(view.decision.step, steps)
+        column = step_column(view.decision.step, steps)
         if action is None or column is None:
             continue
         marks[column, action.word] = {
@@ -300,7 +300,7 @@ def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palett
     }
 
 
-def column_of(step: int, steps: Sequence[int]) -> int | None:
+def step_column(step: int, steps: Sequence[int]) -> int | None:
     """Return the column of a step; None if the step is outside the chart."""
     if not steps or step < steps[0]:
         return None

@@ -56,7 +56,7 @@ def query_cells(
     return reply if reply.rows and reply.step else None
 
 
-def controls(
+def draw_heat_map_controls(
     choices: Sequence[MetricChoice], *, key: str, shade: str
 ) -> tuple[MetricChoice, heatmap.Shade, tuple[int | None, int | None]]:
     """Draw the controls for metric, color and steps; return their values."""
@@ -85,7 +85,7 @@ def controls(
     return selected, SHADES.get(str(colour), SHADES[shade]), steps
 
 
-def draw(
+def draw_heat_map(
     source: DataSource,
     run: RunSummary,
     title: str,
@@ -105,7 +105,7 @@ def draw(
         names=names,
     )
     st.echarts_chart(
-        spec, key=f"heat_{key}", height=heatmap.height(reply), alt=f"{title} over steps"
+        spec, key=f"heat_{key}", height=heatmap.heat_map_height(reply), alt=f"{title} over steps"
     )
     st.caption(" ".join(_notes(reply)))
 

@@ -28,8 +28,8 @@ from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import StorageError, TransportError, UnauthorizedError, UsageError
 from trainvitals.io.client import (
     COLLECTOR_FILE,
-    client_of,
     collector_on,
+    open_collector_client,
     read_tokens,
     url_in,
 )
@@ -75,7 +75,7 @@ host names: one of them is secret, and every user can read a process's arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectorPlace:
+class CollectorLocation:
     """Source of the runs."""
 
     url: str
@@ -86,29 +86,29 @@ class CollectorPlace:
 
 
 @dataclass(slots=True)
-class Program:
+class ChildProgram:
     """A process that was started, and its log."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise TransportError if the process has ended."""
         code = self.process.poll()
         if code is not None:
             raise TransportError(
-                f"the {self.name} ended with exit code {code}:\n{self.last_words()}",
+                f"the {self.name} ended with exit code {code}:\n{self.log_tail()}",
                 hint="start `vitals dashboard` again; nothing that was recorded is lost",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entrance:
+class AccessOptions:
     """Authentication and roles of users."""
 
     control: bool = False
@@ -123,7 +123,7 @@ class Entrance:
 class Pages:
     """The Streamlit process, and the ways to it."""
 
-    program: Program
+    program: ChildProgram
     address: str
     """The one-click URL, with its own host name."""
     look_address: str
@@ -187,7 +187,7 @@ def check_folder(folder: Path) -> Path:
     return path
 
 
-def find_collector_place(environ: Mapping[str, str]) -> CollectorPlace:
+def find_collector_location(environ: Mapping[str, str]) -> CollectorLocation:
     """Return the collector in the environment, otherwise the one that this user has started.
 
     Raises:
@@ -196,11 +196,11 @@ def find_collector_place(environ: Mapping[str, str]) -> CollectorPlace:
     data = default_data_dir(environ)
     url, token_file = environ.get("VITALS_COLLECTOR_URL", ""), environ.get("VITALS_TOKEN_FILE", "")
     if url and collector_folder(url) is None:
-        return CollectorPlace(url=url, token_file=token_file)
-    return place_on(collector_folder(url) or data, token_file)
+        return CollectorLocation(url=url, token_file=token_file)
+    return locate_collector(collector_folder(url) or data, token_file)
 
 
-def place_on(data: Path, token_file: str) -> CollectorPlace:
+def locate_collector(data: Path, token_file: str) -> CollectorLocation:
     """Return the collector of a data directory, for the dashboard's pages.
 
     Raises:
@@ -213,7 +213,7 @@ def place_on(data: Path, token_file: str) -> CollectorPlace:
             hint="read a folder of runs with `vitals dashboard DIR`, start `vitals collector`,"
             " or name one with --collector URL --token-file FILE",
         )
-    return CollectorPlace(
+    return CollectorLocation(
         url=url,
         token_file=token_file or str(data / "tokens.json"),
         collector_data=str(data),
@@ -254,13 +254,13 @@ def cache_slot(folder: Path) -> Iterator[Slot]:
 
 
 @contextmanager
-def program(
+def run_child_program(
     name: str,
     command: Sequence[str],
     log: Path,
     environ: Mapping[str, str],
     inherits: Collection[int] = (),
-) -> Iterator[Program]:
+) -> Iterator[ChildProgram]:
     """Run a child process of `vitals dashboard`, with its output in ``log``.
 
     It ends if this process is killed.
@@ -283,14 +283,14 @@ def program(
             pass_fds=inherits,
         )
     try:
-        yield Program(name, process, log)
+        yield ChildProgram(name, process, log)
     finally:
         stop_process(process, 5.0)
         assert process.stdin is not None
         process.stdin.close()
 
 
-def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
+def wait_for_program(child: ChildProgram, probe: Callable[[], T | None]) -> T:
     """Return the first result of a probe of a started child process.
 
     Raises:
@@ -298,34 +298,35 @@ def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        child.check()
+        child.raise_if_ended()
         answer = probe()
         if answer is not None:
             return answer
         time.sleep(POLL_SECONDS)
     raise TransportError(
-        f"the {child.name} did not answer within {START_SECONDS:.0f} seconds:\n"
-        f"{child.last_words()}",
+        f"the {child.name} did not answer within {START_SECONDS:.0f} seconds:\n{child.log_tail()}",
         hint="the machine may be very busy; try again",
     )
 
 
 @contextmanager
-def folder_collector(
+def run_folder_collector(
     folder: Path, environ: Mapping[str, str]
-) -> Iterator[tuple[Program, CollectorPlace]]:
+) -> Iterator[tuple[ChildProgram, CollectorLocation]]:
     """Run a collector that reads the directory, until the block ends."""
     # The collector holds the lock too: if this process is killed, the next one uses another
     # directory.
     with cache_slot(folder) as (data, lock):
         (data / COLLECTOR_FILE).unlink(missing_ok=True)
         command = collector_command(folder, data)
-        with program("collector", command, data / "collector.log", environ, (lock,)) as child:
-            wait_for(child, lambda: _collector_answers(data))
-            yield child, replace(place_on(data, ""), of_folder=True)
+        with run_child_program(
+            "collector", command, data / "collector.log", environ, (lock,)
+        ) as child:
+            wait_for_program(child, lambda: _collector_answers(data))
+            yield child, replace(locate_collector(data, ""), of_folder=True)
 
 
-def check_control(location: CollectorPlace) -> None:
+def check_control(location: CollectorLocation) -> None:
     """Check that commands could be sent and signed: no button is offered that cannot work.
 
     Raises:
@@ -343,8 +344,11 @@ def check_control(location: CollectorPlace) -> None:
 
 
 @contextmanager
-def pages(
-    location: CollectorPlace, port: int, environ: Mapping[str, str], entrance: Entrance = Entrance()
+def run_page_server(
+    location: CollectorLocation,
+    port: int,
+    environ: Mapping[str, str],
+    entrance: AccessOptions = AccessOptions(),
 ) -> Iterator[Pages]:
     """Run the dashboard's Streamlit process until the block ends; yield its URLs."""
     if entrance.control:
@@ -382,11 +386,11 @@ def pages(
         log = private / "dashboard.log"
         try:
             child = stack.enter_context(
-                program("dashboard", command, log, page_environ, (code_fd,))
+                run_child_program("dashboard", command, log, page_environ, (code_fd,))
             )
         finally:
             os.close(code_fd)
-        wait_for(child, lambda: _has_proven_token(port, token))
+        wait_for_program(child, lambda: _has_proven_token(port, token))
         yield Pages(
             program=child,
             address=address,
@@ -397,7 +401,7 @@ def pages(
         )
 
 
-def _public_address(entrance: Entrance, token: str) -> str:
+def _public_address(entrance: AccessOptions, token: str) -> str:
     """Return the dashboard's URL behind a proxy; with its token without sign-on."""
     if not entrance.public_url or entrance.sign_on is not None:
         return entrance.public_url
@@ -456,11 +460,13 @@ def _collector_answers(data: Path) -> bool | None:
     collector = collector_on(data)
     if collector is None:
         return None
-    with client_of(collector, "", timeout=2.0) as client:
+    with open_collector_client(collector, "", timeout=2.0) as client:
         return client.answers() or None
 
 
-def watch_programs(children: Sequence[Program], codes: int, show: Callable[[str], None]) -> None:
+def watch_programs(
+    children: Sequence[ChildProgram], codes: int, show: Callable[[str], None]
+) -> None:
     """Show requested codes; never returns.
 
     Raises:
@@ -468,7 +474,7 @@ def watch_programs(children: Sequence[Program], codes: int, show: Callable[[str]
     """
     while True:
         for child in children:
-            child.check()
+            child.raise_if_ended()
         if select.select([codes], [], [], 0.5)[0]:
             for code in os.read(codes, 4096).decode().split():
                 show(code)

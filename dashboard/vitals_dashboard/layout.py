@@ -9,7 +9,7 @@ import streamlit as st
 from trainvitals.errors import VitalsError
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import access, formatting, placeholders, tables
-from vitals_dashboard.source import DataSource, connect, guarded
+from vitals_dashboard.source import DataSource, guarded, open_data_source
 from vitals_dashboard.theme import (
     HEALTH_BADGES,
     HEALTH_WORDS,
@@ -67,7 +67,7 @@ def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
 
-def refreshing(
+def draw_periodically(
     draw: Callable[[DataSource], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
 ) -> None:
     """Draw now and, while ``live``, again every few seconds; only this part of the page.
@@ -76,7 +76,7 @@ def refreshing(
     """
     part = st.fragment(guarded, run_every=every if live else None, key=key)
     if part(_require_access(draw)) is False and not live:
-        _try_again(f"{key}_again")
+        _retry_page_later(f"{key}_again")
 
 
 def _require_access(draw: Callable[[DataSource], None]) -> Callable[[DataSource], None]:
@@ -91,17 +91,17 @@ def _require_access(draw: Callable[[DataSource], None]) -> Callable[[DataSource]
 
 
 def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
-    """Draw a page that calls ``live_part``; if drawing fails, it is retried."""
+    """Draw a page that calls ``draw_live_part``; if drawing fails, it is retried."""
     if not guarded(_require_access(draw)):
-        _try_again("page_again")
+        _retry_page_later("page_again")
 
 
-def _try_again(key: str) -> None:
+def _retry_page_later(key: str) -> None:
     """Draw a part of the page that retries a failed page after some seconds."""
-    live_part(lambda: None, lambda _: False, live=True, key=key)
+    draw_live_part(lambda: None, lambda _: False, live=True, key=key)
 
 
-def live_part(
+def draw_live_part(
     draw: Callable[[], None], again: Callable[[DataSource], bool], *, live: bool, key: str
 ) -> None:
     """Draw a part of a page and, while ``live``, draw it again every few seconds.
@@ -121,7 +121,7 @@ def live_part(
             draw()
             return
         try:
-            is_true = access.role() and again(access.limit_source_to_role(connect()))
+            is_true = access.role() and again(access.limit_source_to_role(open_data_source()))
         except VitalsError:
             is_true = False
         if not is_true:
@@ -130,7 +130,7 @@ def live_part(
     st.fragment(part, run_every=REFRESH_SECONDS if live else None, key=key)()
 
 
-def refreshing_runs(
+def draw_runs_periodically(
     draw: Callable[[DataSource], None],
     run_ids: Sequence[str],
     *,
@@ -140,28 +140,28 @@ def refreshing_runs(
 ) -> None:
     """Draw a page of runs, and refresh it every few seconds until all have ended.
 
-    Its ``draw`` has to call ``stop_at_the_end``.
+    Its ``draw`` has to call ``stop_refreshes_if_ended``.
     """
-    refreshing(draw, live=is_page_live(run_ids, live=live), key=key, every=every)
+    draw_periodically(draw, live=is_page_live(run_ids, live=live), key=key, every=every)
 
 
 def is_page_live(run_ids: Sequence[str], *, live: bool) -> bool:
     """Return whether a page of these runs is to refresh itself: not once all of them have ended."""
     st.session_state.pop(_RUNS, None)
-    live = live and not _have_ended(run_ids)
+    live = live and not _have_runs_ended(run_ids)
     st.session_state[_REFRESHES] = live
     return live
 
 
-def stop_at_the_end(runs: Sequence[RunSummary]) -> None:
+def stop_refreshes_if_ended(runs: Sequence[RunSummary]) -> None:
     """Stop the refreshes of a dashboard page once all of its runs have ended."""
     if all(run.state in ENDED for run in runs) and st.session_state.pop(_REFRESHES, False):
         st.rerun()
 
 
-def _have_ended(run_ids: Sequence[str]) -> bool:
+def _have_runs_ended(run_ids: Sequence[str]) -> bool:
     try:
-        runs = access.limit_source_to_role(connect()).client.ask(RunsQuestion())
+        runs = access.limit_source_to_role(open_data_source()).client.ask(RunsQuestion())
     except VitalsError:  # the page shows it
         return False
     st.session_state[_RUNS] = runs
@@ -189,7 +189,7 @@ def current_user() -> str:
 
 def run_links() -> None:
     """Draw the bar with the pages of the run in the URL; each link keeps the run."""
-    query = [("run", run_id) for run_id in run_in_address()]
+    query = [("run", run_id) for run_id in run_ids_from_url()]
     with st.container(horizontal=True, key="run_links", gap="xxsmall", width="content"):
         for page, (label, icon) in RUN_PAGES.items():
             st.page_link(page, label=label, icon=icon, query_params=query or None)
@@ -203,20 +203,20 @@ def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> Non
         live = live_toggle(SLOW_SECONDS)
 
     def body(source: DataSource) -> None:
-        run = chosen_run(source)
+        run = draw_run_choice(source)
         if run is not None:
             draw(source, run)
 
-    refreshing_runs(body, run_in_address(), live=live, key=key, every=SLOW_SECONDS)
+    draw_runs_periodically(body, run_ids_from_url(), live=live, key=key, every=SLOW_SECONDS)
 
 
-def run_in_address() -> list[str]:
+def run_ids_from_url() -> list[str]:
     """Return the run in the URL, otherwise the last one; empty without one."""
     run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
     return [str(run_id)] if run_id else []
 
 
-def chosen_run(source: DataSource) -> RunSummary | None:
+def draw_run_choice(source: DataSource) -> RunSummary | None:
     """Draw the choice of a run and return it; None, with a message, if there is none."""
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.sort_runs(asked_before or source.client.ask(RunsQuestion()))
@@ -239,7 +239,7 @@ def chosen_run(source: DataSource) -> RunSummary | None:
     if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != selected:
         st.query_params["run"] = selected
         st.rerun()  # the bar above links to this run from now on
-    stop_at_the_end([by_id[selected]])
+    stop_refreshes_if_ended([by_id[selected]])
     with head:
         run_head(by_id[selected])
     return by_id[selected]
@@ -319,7 +319,7 @@ def curves_query_params(run_id: str, first: int, last: int) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- parts
 
 
-def table(
+def draw_table(
     rows: Sequence[tables.Row],
     empty: str,
     *,
@@ -347,7 +347,7 @@ def table(
         placeholder="",
         height=min(38 + (row_height or 35) * len(rows), height),
         row_height=row_height,
-        column_config=_columns(rows[0]) | dict(columns or {}),
+        column_config=_default_column_formats(rows[0]) | dict(columns or {}),
         **how,
     )
     selected_rows = (
@@ -356,7 +356,7 @@ def table(
     return selected_rows[0] if selected_rows and selected_rows[0] < len(rows) else None
 
 
-def _columns(row: tables.Row) -> dict[str, Any]:
+def _default_column_formats(row: tables.Row) -> dict[str, Any]:
     """Return how columns of these names are shown everywhere."""
     number = st.column_config.NumberColumn(format="localized")
     time = st.column_config.DatetimeColumn(format="distance")

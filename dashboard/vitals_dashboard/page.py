@@ -17,7 +17,7 @@ _SERVER = """<script>
     </script>"""
 
 
-def page() -> str:
+def streamlit_index_page() -> str:
     """Return Streamlit's HTML page with links to the dashboard's own programs."""
     text = (Path(st.__file__).parent / "static" / "index.html").read_text()
     folder = "./_stcore/bidi-components/trainvitals.charts"

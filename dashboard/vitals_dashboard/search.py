@@ -57,14 +57,14 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 _TERM = re.compile(r'(?:[^\s"]|"[^"]*")+')
 _FIELD = re.compile(r"([A-Za-z_][\w./-]*?)(>=|<=|>|<|=|:)(.*)", re.DOTALL)
 
-Test = Callable[[RunSummary, Config], bool]
+RunPredicate = Callable[[RunSummary, Config], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class RunSearch:
     """A query: all tests must be true."""
 
-    tests: tuple[Test, ...]
+    tests: tuple[RunPredicate, ...]
     needs_configs: bool
     """Whether a run's configuration matters."""
 
@@ -73,7 +73,7 @@ class Search:
         return all(test(run, config) for test in self.tests)
 
 
-def parse(text: str) -> Search:
+def parse_run_search(text: str) -> RunSearch:
     """Return the search that a text is.
 
     Raises:
@@ -83,16 +83,16 @@ def parse(text: str) -> Search:
         raise UsageError(f"a quote has no end in {text!r}", hint='close it: name:"my run"')
     terms = _TERM.findall(text)
     fields = [_FIELD.fullmatch(term) for term in terms]
-    return Search(
+    return RunSearch(
         tests=tuple(
-            _word_test(term) if field is None else _field_test(*field.groups())
+            _word_predicate(term) if field is None else _field_predicate(*field.groups())
             for term, field in zip(terms, fields, strict=True)
         ),
         needs_configs=any(field is not None and field[1].startswith(CONFIG) for field in fields),
     )
 
 
-def _word_test(term: str) -> Test:
+def _word_predicate(term: str) -> RunPredicate:
     """Return the predicate of a word in the search box: in a run's name, tags etc."""
     needle = term.replace('"', "").casefold()
 
@@ -103,16 +103,16 @@ def _word_test(term: str) -> Test:
     return holds
 
 
-def _field_test(name: str, sign: str, quoted: str) -> Test:
+def _field_predicate(name: str, sign: str, quoted: str) -> RunPredicate:
     """Return the predicate of FIELD:VALUE in the search box, over runs."""
     value = quoted.replace('"', "")
     if not value:
         raise UsageError(f"{name}{sign} has no value", hint=f"give one, such as {name}{sign}1")
     if name.startswith(CONFIG):
-        return _config_test(name.removeprefix(CONFIG), sign, value)
+        return _config_predicate(name.removeprefix(CONFIG), sign, value)
     name = name.casefold()
     if name in _NUMBERS:
-        return _number_test(name, sign, value)
+        return _number_predicate(name, sign, value)
     if name not in _TEXTS and name not in _CHOICES:
         close = difflib.get_close_matches(name, FIELDS, n=1)
         raise UsageError(
@@ -134,7 +134,7 @@ def _field_test(name: str, sign: str, quoted: str) -> Test:
     return lambda run, _: needle in text(run).casefold()
 
 
-def _number_test(name: str, sign: str, value: str) -> Test:
+def _number_predicate(name: str, sign: str, value: str) -> RunPredicate:
     """Return the predicate of a number in the search box, such as step>1000."""
     limit = _parse_number(value)
     if limit is None:
@@ -153,7 +153,7 @@ def _number_test(name: str, sign: str, value: str) -> Test:
     return holds
 
 
-def _config_test(key: str, sign: str, value: str) -> Test:
+def _config_predicate(key: str, sign: str, value: str) -> RunPredicate:
     """Return the predicate of config.KEY in the search box, over a run's config."""
     limit = _parse_number(value)
 

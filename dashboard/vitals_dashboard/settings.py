@@ -16,7 +16,7 @@ import msgspec
 from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.io.client import CollectorAddress, CollectorTokens, read_tokens, url_in
 from trainvitals.io.private import open_private
-from vitals_dashboard.auth import LOOK_HOSTS, Doors
+from vitals_dashboard.auth import LOOK_HOSTS, DashboardHosts
 
 Role = Literal["", "look", "control"]
 """Role of a session; "" has no access."""
@@ -138,9 +138,9 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     redirect_file: str = ""
     """The page that opened the browser, to be deleted once it has."""
 
-    def doors(self) -> Doors:
+    def hosts(self) -> DashboardHosts:
         """Return the host names that the middleware accepts, with their roles."""
-        return Doors(
+        return DashboardHosts(
             token=self.door_token,
             own_host=self.own_host,
             public_url=self.public_url,

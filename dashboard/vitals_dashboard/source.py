@@ -64,7 +64,7 @@ def _cached_client(url: str, token: str, _tls: TlsTrust, trusted: str) -> Collec
     return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 
-def connect() -> DataSource:
+def open_data_source() -> DataSource:
     """Return the launcher's source; sends no query."""
     settings = load_settings(os.environ)
     collector = settings.collector()
@@ -85,7 +85,7 @@ def connect() -> DataSource:
 def guarded(draw: Callable[[DataSource], None]) -> bool:
     """Draw a page, or the error of its query; return whether drawing worked."""
     try:
-        draw(connect())
+        draw(open_data_source())
         return True
     except UnauthorizedError as error:
         placeholders.wrong_token(error)
@@ -162,7 +162,7 @@ def last_value(reply: SeriesReply | None) -> float | None:
     return last[1]
 
 
-def differences(
+def query_differences(
     source: DataSource, details: Sequence[RunDetail], metric: str, along: Along
 ) -> list[DifferenceReply]:
     """Return what each run but the first has more of a metric than the first."""

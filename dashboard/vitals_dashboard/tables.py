@@ -301,7 +301,7 @@ def event_rows(events: Sequence[EventView]) -> list[Row]:
     ]
 
 
-def data_rows(data: Sequence[StepData]) -> list[Row]:
+def step_data_rows(data: Sequence[StepData]) -> list[Row]:
     """Return which batches and samples fed the steps."""
     return [
         {

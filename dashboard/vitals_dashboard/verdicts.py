@@ -55,7 +55,7 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
         st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
         command = formatting.plain(verdict.commands[0], MAX_TEXT)
-        components.command(command, key="copy_next", width="content")
+        components.draw_copyable_command(command, key="copy_next", width="content")
 
 
 def draw_verdict_panel(verdict: VerdictView) -> None:
@@ -63,7 +63,7 @@ def draw_verdict_panel(verdict: VerdictView) -> None:
     _draw(verdict_blocks(verdict), key="verdict")
 
 
-def timeline(verdict: VerdictView) -> None:
+def draw_verdict_timeline(verdict: VerdictView) -> None:
     """Draw what happened, one line each."""
     _draw(timeline_blocks(verdict), key="timeline")
 
@@ -80,7 +80,9 @@ def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
                             st.text(formatting.plain(text, MAX_TEXT), width="stretch")
                 case CommandLines():
                     for number, line in enumerate(block.lines):
-                        components.command(formatting.plain(line, MAX_TEXT), key=f"copy_{number}")
+                        components.draw_copyable_command(
+                            formatting.plain(line, MAX_TEXT), key=f"copy_{number}"
+                        )
                 case TableBlock():
                     for number, (*cells, last) in enumerate(block.rows):
                         labels = map(_label, block.header, cells)
@@ -102,7 +104,7 @@ def ticket_of(run: RunSummary, incident: IncidentView) -> None:
     with st.popover("For a ticket", icon=":material/content_copy:", key="ticket_open"):
         as_markdown, as_page = st.tabs(["Markdown", "HTML"])
         with as_markdown:
-            st.code(markdown.write(blocks), language=None, wrap_lines=True, height=320)
+            st.code(markdown.write_markdown(blocks), language=None, wrap_lines=True, height=320)
         with as_page:
             st.code(page.write_part(blocks), language=None, wrap_lines=True, height=320)
         st.caption("The whole report, with its curves:")
@@ -127,8 +129,8 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
 __all__ = [
     "draw_verdict_panel",
     "draw_verdict_strip",
+    "draw_verdict_timeline",
     "headline",
     "is_urgent",
     "ticket_of",
-    "timeline",
 ]

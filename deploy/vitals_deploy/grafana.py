@@ -111,10 +111,10 @@ class GrafanaClient:
             raise self._refused(error, method, path) from error
         except json.JSONDecodeError as error:  # requests' own derives from it, and from OSError
             if error.doc.strip():
-                raise self._not_grafana() from error
+                raise self._not_grafana_error() from error
             return {}  # the library reads every body as JSON, an empty one too
         except TypeError as error:  # ... and indexes an error page as if it were JSON
-            raise self._not_grafana() from error
+            raise self._not_grafana_error() from error
         except RequestException as error:
             raise TransportError(
                 f"{self._url} does not answer: {type(error).__name__}",
@@ -133,7 +133,7 @@ class GrafanaClient:
             return _NotFoundError(text, hint=f"is {self._url} the address of a Grafana?")
         return TransportError(text, hint="the server's log says more")
 
-    def _not_grafana(self) -> TransportError:
+    def _not_grafana_error(self) -> TransportError:
         return TransportError(
             f"{self._url} answered with a page that is not Grafana's",
             hint="a proxy or a login page may stand in between; give the address of Grafana itself",

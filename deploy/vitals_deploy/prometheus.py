@@ -11,7 +11,7 @@ from pathlib import Path
 from ssl import PEM_cert_to_DER_cert
 
 from trainvitals.alerting import ALERTS, RUNBOOK, AlertSpec
-from trainvitals.catalog import spec
+from trainvitals.catalog import find_metric
 from trainvitals.io.server_identity import SERVER_NAME, TlsTrust
 from vitals_deploy.templates import fill_template
 
@@ -330,7 +330,7 @@ def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
 def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[str]:
     """Return the YAML lines of an alerting rule of Prometheus."""
     for metric in rule.metrics:
-        spec(metric)  # fail for unknown metrics: their rules would never fire
+        find_metric(metric)  # fail for unknown metrics: their rules would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]
     if rule.hold:
         lines.append(f"        for: {rule.hold}")

@@ -262,7 +262,7 @@ ENTRIES = (
         "cannot show whether one did damage.",
         examples=loss_spike,
         module=spike,
-        more=rest_of(spike.SpikeDetector._refresh),
+        more=rest_of(spike.SpikeDetector._refresh_spread),
         config=spike.SpikeConfig,
     ),
     Entry(

@@ -263,7 +263,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
             duration = {"step_duration_seconds": [last - before if step else 1.0]}
             at = int(last * SECOND)
             watchers.update(MergedStep(step=step, attempt=1, time_unix_ns=at, ranks=duration))
-        told = [(now, finding) for finding in watchers.idle(now * SECOND)]
+        told = [(now, finding) for finding in watchers.check_stall(now * SECOND)]
         timed_findings += told
         waits.append((float(now), now - last))
         if told or step != step_before:  # otherwise it is unchanged
@@ -284,5 +284,5 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
 
 def _limit_of_silence(watchers: FleetDetectors, now: int) -> float | None:
     """Query a copy, much later: its finding names the limit."""
-    (*_, finding) = (None, *copy.deepcopy(watchers).idle(now * SECOND + 10**18))
+    (*_, finding) = (None, *copy.deepcopy(watchers).check_stall(now * SECOND + 10**18))
     return None if finding is None else finding.limit

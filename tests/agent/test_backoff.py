@@ -13,12 +13,12 @@ def test_delays_double_up_to_a_bound_and_success_forgets_them():
     delays, now = [], 0.0
     for _ in range(6):
         assert backoff.due(now)
-        backoff.failed(now)
+        backoff.record_failure(now)
         wait = next(t for t in range(100) if backoff.due(now + t))
         delays.append(wait)
         now += wait
     assert [1, 2, 4, 8, 8, 8] == delays
-    backoff.succeeded()
+    backoff.record_success()
     assert backoff.due(0.0)
 
 
@@ -27,7 +27,7 @@ def test_the_delay_is_spread_over_the_whole_range():
     dues = []
     for _ in range(200):
         backoff = Backoff(first_seconds=10.0, max_seconds=10.0, rng=rng)
-        backoff.failed(0.0)
+        backoff.record_failure(0.0)
         dues.append(next(t for t in range(101) if backoff.due(t / 10)))
     assert min(dues) < 10 < 90 < max(dues)
 
@@ -36,7 +36,7 @@ def test_what_the_other_side_asks_for_is_waited_for_and_spread():
     dues = []
     for seed in range(200):
         backoff = Backoff(first_seconds=1.0, rng=random.Random(seed))
-        backoff.failed(100.0, retry_after=5.0)
+        backoff.record_failure(100.0, retry_after=5.0)
         dues.append(next(t for t in range(200) if backoff.due(100.0 + t / 10)))
     assert 50 <= min(dues) < 60 < 90 < max(dues) <= 100
 

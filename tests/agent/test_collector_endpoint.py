@@ -17,7 +17,7 @@ from vitals_agent.collector_endpoint import (
     LOOK_SECONDS,
     AgentClient,
     CollectorEndpoint,
-    finder,
+    make_collector_finder,
 )
 
 
@@ -42,7 +42,9 @@ def tokens_file(data, **tokens: str) -> None:
 
 def test_a_collector_that_comes_later_gets_everything(world, stub, tmp_path):
     world.rank().step(0)
-    link = CollectorEndpoint(finder(str(tmp_path / "data"), None, {}), connect=patient_client)
+    link = CollectorEndpoint(
+        make_collector_finder(str(tmp_path / "data"), None, {}), connect=patient_client
+    )
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert ({}, 0) == (agent.faults.counts, agent.shipper.num_errors)
@@ -56,7 +58,7 @@ def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, 
     rank = world.rank()
     rank.step(0)
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
+    link = CollectorEndpoint(make_collector_finder(str(tmp_path), None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     num_before = len(stub.batches)
@@ -76,7 +78,7 @@ def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, 
 def test_a_token_that_was_renewed_is_read_again(tmp_path, stub):
     address_file(tmp_path, stub.url)
     tokens_file(tmp_path, ingest="old")
-    find = finder(str(tmp_path), None, {})
+    find = make_collector_finder(str(tmp_path), None, {})
     assert CollectorAddress(url=stub.url, tokens=CollectorTokens(ingest="old")) == find()
     tokens_file(tmp_path, ingest="new")
     assert "new" == find().tokens.ingest
@@ -118,7 +120,7 @@ def test_a_token_of_another_run_is_read_again_until_it_is_the_right_one(tmp_path
         def close(self) -> None:
             """Do nothing."""
 
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=Client)
+    link = CollectorEndpoint(make_collector_finder(str(tmp_path), None, {}), connect=Client)
     assert link.reachable(0.0)
     with pytest.raises(ForeignBatchError):
         link.ingest_all([])
@@ -129,7 +131,7 @@ def test_a_token_of_another_run_is_read_again_until_it_is_the_right_one(tmp_path
 
 def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
+    link = CollectorEndpoint(make_collector_finder(str(tmp_path), None, {}), connect=patient_client)
     assert link.reachable(0.0)
     (tmp_path / "collector.json").unlink()
     stub.close()
@@ -143,9 +145,9 @@ def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"])
 def test_a_loopback_address_that_another_node_wrote_is_nobodys(tmp_path, url):
     address_file(tmp_path, url, node="another-node")
-    assert finder(str(tmp_path), None, {})() is None
+    assert make_collector_finder(str(tmp_path), None, {})() is None
     address_file(tmp_path, url)
-    assert url == finder(str(tmp_path), None, {})().url
+    assert url == make_collector_finder(str(tmp_path), None, {})().url
 
 
 def test_the_port_of_a_collector_that_is_dead_is_nobodys_either(tmp_path):
@@ -153,18 +155,18 @@ def test_the_port_of_a_collector_that_is_dead_is_nobodys_either(tmp_path):
     gone.wait()
     for pid in (gone.pid, 0, -1, 1 << 70):
         address_file(tmp_path, "http://127.0.0.1:1", pid=pid)
-        assert finder(str(tmp_path), None, {})() is None
+        assert make_collector_finder(str(tmp_path), None, {})() is None
 
 
 def test_an_address_that_all_can_reach_is_taken_from_any_node(tmp_path):
     address_file(tmp_path, "https://collector.example:8470", node="another-node", pid=1 << 20)
-    assert "https://collector.example:8470" == finder(str(tmp_path), None, {})().url
+    assert "https://collector.example:8470" == make_collector_finder(str(tmp_path), None, {})().url
 
 
 def test_without_a_name_it_is_the_users_own(tmp_path):
     (tmp_path / "trainvitals").mkdir()
     address_file(tmp_path / "trainvitals", "http://127.0.0.1:1")
-    find = finder("", None, {"XDG_DATA_HOME": str(tmp_path)})
+    find = make_collector_finder("", None, {"XDG_DATA_HOME": str(tmp_path)})
     assert "http://127.0.0.1:1" == find().url
 
 
@@ -172,13 +174,15 @@ def test_without_a_name_it_is_the_users_own(tmp_path):
 def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
     (tmp_path / "collector.json").write_text(text)
     (tmp_path / "collector.json").chmod(stat.S_IRUSR | stat.S_IWUSR)
-    assert finder(str(tmp_path), None, {})() is None
+    assert make_collector_finder(str(tmp_path), None, {})() is None
 
 
 def test_where_one_of_several_collectors_is_dead_the_next_has_the_turn(world, stub):
     other, rank = StubCollector(), world.rank()
     rank.step(0)
-    link = CollectorEndpoint(finder(f"{stub.url}, {other.url}", None, {}), connect=patient_client)
+    link = CollectorEndpoint(
+        make_collector_finder(f"{stub.url}, {other.url}", None, {}), connect=patient_client
+    )
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert stub.batches
@@ -202,7 +206,7 @@ def test_the_agent_goes_to_the_collector_that_takes_its_run(world, stub, is_told
     others[0].owner = ""
     world.rank().step(0)
     urls = ",".join([stub.url, *(other.url for other in others)])
-    link = CollectorEndpoint(finder(urls, None, {}), connect=patient_client)
+    link = CollectorEndpoint(make_collector_finder(urls, None, {}), connect=patient_client)
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert owner.batches
@@ -217,7 +221,9 @@ def test_where_every_collector_says_that_it_is_another_s_run_the_agent_keeps_it(
     other = StubCollector()
     stub.owner, other.owner = other.url, "http://elsewhere.example:8470"
     world.rank().step(0)
-    link = CollectorEndpoint(finder(f"{stub.url},{other.url}", None, {}), connect=patient_client)
+    link = CollectorEndpoint(
+        make_collector_finder(f"{stub.url},{other.url}", None, {}), connect=patient_client
+    )
     agent = world.agent(client=link, reachable=link.reachable)
     agent.cycle(0.0)
     assert 1 == agent.shipper.num_errors
@@ -232,19 +238,21 @@ def test_where_every_collector_says_that_it_is_another_s_run_the_agent_keeps_it(
 
 def test_runs_are_spread_over_the_addresses_and_all_agents_of_one_begin_at_the_same():
     urls = [f"https://127.0.0.1:{port}" for port in range(8470, 8474)]
-    first = [finder(",".join(urls), None, {}, run_id=f"run {i}")().url for i in range(200)]
+    first = [
+        make_collector_finder(",".join(urls), None, {}, run_id=f"run {i}")().url for i in range(200)
+    ]
     assert all(30 <= first.count(url) <= 70 for url in urls)
-    assert first[7] == finder(",".join(urls), None, {}, run_id="run 7")().url
+    assert first[7] == make_collector_finder(",".join(urls), None, {}, run_id="run 7")().url
 
 
 def test_each_of_several_addresses_has_to_be_one():
     with pytest.raises(UsageError, match="it must be https://host:port"):
-        finder("https://127.0.0.1:8470,nonsense", None, {})
+        make_collector_finder("https://127.0.0.1:8470,nonsense", None, {})
 
 
 def test_what_is_no_address_is_refused_at_once():
     with pytest.raises(UsageError, match="it must be https://host:port"):
-        finder("nonsense", None, {})
+        make_collector_finder("nonsense", None, {})
 
 
 def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, stub):
@@ -261,7 +269,7 @@ def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, st
 
 def test_what_is_sent_ahead_takes_a_connection_of_its_own(world, stub, tmp_path):
     address_file(tmp_path, stub.url)
-    link = CollectorEndpoint(finder(str(tmp_path), None, {}), connect=patient_client)
+    link = CollectorEndpoint(make_collector_finder(str(tmp_path), None, {}), connect=patient_client)
     link.send_ahead([b"nobody is known"])
     assert not stub.batches
     link.reachable(0.0)

@@ -6,7 +6,7 @@ from tests.agent.stub_collector import StubCollector
 from tests.support.agent_commands import NS, command, in_mailbox, pending
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.io.control_key import make_control_key, sign_order
+from trainvitals.io.control_key import make_control_key, sign_manual_command
 from trainvitals.io.mailbox import sign_command, verify_command
 from trainvitals.records import CommandAck, CommandAcknowledged
 from trainvitals.views import CommandView
@@ -249,7 +249,7 @@ def test_a_key_of_the_takers_own_does_not_do(world, stub, client, tmp_path):
     world.rank().step(0)
     agent = world.agent(client=client)
     make_control_key(tmp_path)
-    forged = sign_order(command(world, 7), tmp_path)
+    forged = sign_manual_command(command(world, 7), tmp_path)
     stub.commands = [CommandView(command=forged, status="pending")]
     agent.cycle(0.0)
     assert in_mailbox(world) is None

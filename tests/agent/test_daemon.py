@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support.agent_clients import Stalled
-from vitals_agent.daemon import AgentStopCondition, LoopConfig, linger, run
+from vitals_agent.daemon import AgentStopCondition, LoopConfig, deliver_when_reachable, run
 
 CALM = {
     "num_living": 0,
@@ -166,7 +166,7 @@ class Away:
         return self.outcomes.pop(0)
 
     def wait(self, seconds: float = 86_400.0) -> None:
-        linger(
+        deliver_when_reachable(
             self.deliver,
             is_waiting=lambda: self.is_waiting,
             answers=self.answers,

@@ -113,9 +113,9 @@ def test_an_exit_code_is_read_in_the_moment_before_the_parent_takes_it():
     exits.watch(process.pid)
     process.stdin.close()
     until = time.monotonic() + 60.0
-    while not exits.of(process.pid) and time.monotonic() < until:
+    while not exits.exit_text(process.pid) and time.monotonic() < until:
         time.sleep(0.01)
-    assert "exit code 7" == exits.of(process.pid)
+    assert "exit code 7" == exits.exit_text(process.pid)
     assert 7 == process.wait()
     exits.close()
     exits.close()

@@ -13,7 +13,7 @@ from tests.support.hung_ranks import Rank, told, train
 from trainvitals.detect.hang import HangConfig
 from trainvitals.records import DecisionMade, Note
 from vitals_agent.process import holds_files
-from vitals_agent.restart import GRACE_SECONDS, Process, process_start_ticks
+from vitals_agent.restart import GRACE_SECONDS, JobProcess, process_start_ticks
 
 HELD = 10.0
 CONFIG = HangConfig(computing_seconds=10.0, restart_seconds=HELD)
@@ -161,12 +161,12 @@ def test_a_job_of_which_ranks_are_elsewhere_only_pages(world, ranks):
 
 def test_a_process_that_has_another_s_number_is_sent_nothing(ranks):
     pid = ranks[0].process.pid
-    Process(pid, process_start_ticks(pid) + 1, "alive").send(signal.SIGKILL)
+    JobProcess(pid, process_start_ticks(pid) + 1, "alive").send_signal(signal.SIGKILL)
     time.sleep(0.05)
     assert ranks[0].process.poll() is None
-    Process(pid, process_start_ticks(pid), "alive").send(signal.SIGKILL)
+    JobProcess(pid, process_start_ticks(pid), "alive").send_signal(signal.SIGKILL)
     assert -signal.SIGKILL == ranks[0].process.wait(60.0)
-    Process(pid, 1, "alive").send(signal.SIGKILL)
+    JobProcess(pid, 1, "alive").send_signal(signal.SIGKILL)
     assert 0 == process_start_ticks(pid)
 
 

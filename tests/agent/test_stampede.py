@@ -63,12 +63,12 @@ class SimulatedAgent:
             seconds = collector.answer(num_bytes, now)
             if seconds is None:
                 asked = RETRY_AFTER if now >= collector.back_at else 0.0
-                self.backoff.failed(now, retry_after=asked)
+                self.backoff.record_failure(now, retry_after=asked)
                 self.pace.failed()
                 break
             now += seconds
             self.backlog -= num_bytes
-            self.backoff.succeeded()
+            self.backoff.record_success()
             self.pace.sent(num_bytes, seconds, now)
             if num_bytes < limit:
                 self.caught_up_at = self.caught_up_at or now

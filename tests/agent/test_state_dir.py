@@ -10,7 +10,7 @@ import pytest
 from tests.agent.builders import NODE
 from trainvitals.errors import StorageError, UsageError
 from vitals_agent import state_dir as home_module
-from vitals_agent.daemon import wait_for_leaving
+from vitals_agent.daemon import wait_for_release
 from vitals_agent.state_dir import AgentInfo, AgentStateDir
 
 
@@ -79,7 +79,7 @@ def wait(world, *, giving_back: AgentStateDir) -> int:
         if len(looks) == 3:
             giving_back.release()
 
-    wait_for_leaving(world.base, world.vitals_dir, sleep=look, stopwatch=lambda: len(looks))
+    wait_for_release(world.base, world.vitals_dir, sleep=look, stopwatch=lambda: len(looks))
     return len(looks)
 
 

@@ -77,7 +77,7 @@ class Place:
 
     def look(self) -> list[str]:
         self.acting.engine.poll()
-        self.acting.dispatcher.pump()
+        self.acting.dispatcher.deliver_due()
         return self.heard.words
 
     def pass_time(self, seconds: int) -> list[str]:

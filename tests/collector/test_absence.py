@@ -7,7 +7,13 @@ from tests.support.two_nodes import AHEAD, TwoNodes
 from trainvitals.alerting import alerts_for_absence
 from trainvitals.records import RunEnded
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.live.run_status import Absent, Liveness, SourceState, absent, behind
+from vitals_collector.live.run_status import (
+    AbsentParts,
+    Liveness,
+    SourceState,
+    find_absent_parts,
+    find_ranks_behind,
+)
 from vitals_collector.storage.store import Store
 
 
@@ -58,46 +64,46 @@ def without(number: int, **changed: SourceState) -> list[SourceState]:
 
 NOW = 1_000
 CASES = {
-    "all steps pass": (job(a=1_000, b=1_000, agent_a=1_000, agent_b=1_000), Absent()),
+    "all steps pass": (job(a=1_000, b=1_000, agent_a=1_000, agent_b=1_000), AbsentParts()),
     "all evaluate for three minutes": (
         job(a=820, b=820, agent_a=999, agent_b=999),
-        Absent(),
+        AbsentParts(),
     ),
     "rank 0 evaluates and all wait": (
         [*job(a=820, b=820, agent_a=999, agent_b=999)[1:], rank(0, heard=998, stepped=820)],
-        Absent(),
+        AbsentParts(),
     ),
     "a node was killed": (
         job(a=932, b=930, agent_a=999, agent_b=930),
-        Absent(nodes=("b",)),
+        AbsentParts(nodes=("b",)),
     ),
     "the last rows of a killed node were still on its disk": (
         job(a=936, b=930, agent_a=999, agent_b=930, step=90),
-        Absent(nodes=("b",)),
+        AbsentParts(nodes=("b",)),
     ),
-    "a node was killed a moment ago": (job(a=945, b=945, agent_a=999, agent_b=945), Absent()),
+    "a node was killed a moment ago": (job(a=945, b=945, agent_a=999, agent_b=945), AbsentParts()),
     "an agent is gone and steps pass": (
         job(a=999, b=930, agent_a=999, agent_b=930, step=50),
-        Absent(agents=("b",)),
+        AbsentParts(agents=("b",)),
     ),
     "an agent is gone and then all evaluate": (
         job(a=820, b=700, agent_a=999, agent_b=700, step=50),
-        Absent(agents=("b",)),
+        AbsentParts(agents=("b",)),
     ),
     "others say something that is no step": (
         [
             rank(0, heard=990, stepped=931),
             *job(a=930, b=930, agent_a=999, agent_b=930, step=99)[1:],
         ],
-        Absent(nodes=("b",)),
+        AbsentParts(nodes=("b",)),
     ),
     "a process was killed on a node that speaks": (
         without(3, dead=rank(3, node="b", heard=930, alive=0)),
-        Absent(ranks=(3,)),
+        AbsentParts(ranks=(3,)),
     ),
     "a process ended a moment ago and its last rows are on their way": (
         without(3, dead=rank(3, node="b", heard=980, alive=0)),
-        Absent(),
+        AbsentParts(),
     ),
     "ranks end one by one and their node's agent with them": (
         [
@@ -108,7 +114,7 @@ CASES = {
             agent("a", 1_000),
             agent("b", 906),
         ],
-        Absent(),
+        AbsentParts(),
     ),
     "a requeue whose ranks come one by one": (
         [
@@ -121,7 +127,7 @@ CASES = {
             agent("a", 1_000),
             agent("b", 500),
         ],
-        Absent(),
+        AbsentParts(),
     ),
     "a requeue without its rank 0 so far": (
         [
@@ -131,7 +137,7 @@ CASES = {
             agent("a", 500),
             agent("b", 1_000),
         ],
-        Absent(),
+        AbsentParts(),
     ),
     "a relaunch on fewer ranks": (
         [
@@ -142,48 +148,48 @@ CASES = {
             agent("a", 1_000),
             agent("b", 500),
         ],
-        Absent(),
+        AbsentParts(),
     ),
     "two of four never reported": (
         [rank(0, heard=1_000), rank(1, heard=1_000), agent("a", 1_000)],
-        Absent(never_heard=(2, 3)),
+        AbsentParts(never_heard=(2, 3)),
     ),
     "a node was killed and another's rows came late, or its clock was set back": (
         [
             rank(0, heard=999)._replace(last_seen_unix_ns=START + 10 * SECOND),
             *job(a=930, b=930, agent_a=999, agent_b=930)[1:],
         ],
-        Absent(nodes=("b",)),
+        AbsentParts(nodes=("b",)),
     ),
-    "only rank 0 is monitored": ([rank(0, heard=1_000), agent("a", 1_000)], Absent()),
+    "only rank 0 is monitored": ([rank(0, heard=1_000), agent("a", 1_000)], AbsentParts()),
     "no agent ever spoke for a node": (
         [rank(0, heard=1_000, world=2), rank(1, node="b", heard=500, world=2)],
-        Absent(),
+        AbsentParts(),
     ),
-    "nothing is there": ([], Absent()),
+    "nothing is there": ([], AbsentParts()),
 }
 
 
 @pytest.mark.parametrize(("sources", "gone"), CASES.values(), ids=CASES)
-def test_who_is_gone_follows_from_what_was_heard(sources: list[SourceState], gone: Absent):
-    assert gone == absent(sources, Liveness(now_unix_ns=START + NOW * SECOND))
+def test_who_is_gone_follows_from_what_was_heard(sources: list[SourceState], gone: AbsentParts):
+    assert gone == find_absent_parts(sources, Liveness(now_unix_ns=START + NOW * SECOND))
 
 
 def test_nobody_is_gone_for_the_collector_was_away():
     sources = job(a=300, b=290, agent_a=300, agent_b=290)
     when = Liveness(now_unix_ns=START + NOW * SECOND, up_since_unix_ns=START + 950 * SECOND)
-    assert Absent() == absent(sources, when)
+    assert AbsentParts() == find_absent_parts(sources, when)
 
 
 def test_nobody_is_gone_while_a_folder_is_being_read():
     when = Liveness(now_unix_ns=START + NOW * SECOND, is_reading_in=True)
-    assert Absent() == absent(job(a=1_000, b=5, agent_a=1_000, agent_b=5), when)
+    assert AbsentParts() == find_absent_parts(job(a=1_000, b=5, agent_a=1_000, agent_b=5), when)
 
 
 def test_the_ranks_that_others_wait_for_are_those_without_the_newest_step():
     ranks = [rank(0, heard=10), rank(1, heard=10, step=99), rank(2, heard=10, step=40)]
-    assert (1, 2) == behind([*ranks, rank(3, heard=10, step=1, ended="finished")])
-    assert () == behind(ranks[:1])
+    assert (1, 2) == find_ranks_behind([*ranks, rank(3, heard=10, step=1, ended="finished")])
+    assert () == find_ranks_behind(ranks[:1])
 
 
 # ------------------------------------------------------------------------------- to the pager

@@ -18,8 +18,8 @@ from vitals_collector.alerts.inbox import (
     Inbox,
     InboxConfig,
     list_alerts,
+    list_silences,
     settle_alert,
-    silences_listed,
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.series import UNKNOWN
@@ -344,7 +344,7 @@ def test_a_silence_holds_for_what_fits_every_matcher(
 
 
 def silences(desk: Desk) -> list[tuple[tuple[str, ...], int]]:
-    views = silences_listed(desk.store, now_unix_ns=desk.clock.time_ns())
+    views = list_silences(desk.store, now_unix_ns=desk.clock.time_ns())
     return [(view.matchers or (view.fingerprint,), view.num_firing) for view in views]
 
 

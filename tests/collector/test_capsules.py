@@ -9,7 +9,7 @@ from tests.collector.lookback import BAD, decision, finding
 from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from tests.support.queries import query
-from trainvitals.io.capsules import find_capsules, is_capsule, verdict_on
+from trainvitals.io.capsules import find_capsules, is_capsule, read_capsule_verdict
 from trainvitals.records import AttemptStarted, BatchNoted, RunInfo, RunStarted
 from trainvitals.views import IncidentsQuestion
 from vitals_collector.ingest.ingest import ingest
@@ -95,7 +95,7 @@ def test_what_is_no_capsule_s_name_shows_no_command_and_reads_nothing(tmp_path: 
     leave(tmp_path, *parts(file))
     played(tmp_path)
     assert not is_capsule(file)
-    assert "" == verdict_on(tmp_path / RUN, file)
+    assert "" == read_capsule_verdict(tmp_path / RUN, file)
     assert [("", False)] == [(s, COMMAND in commands) for s, commands in told(tmp_path)]
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_verdict_is_none(tmp_path: Path, raw: str):
     path = _made(tmp_path) / RUN / FILE
     path.parent.mkdir()
     path.with_suffix(".verdict.json").write_text(raw)
-    assert "" == verdict_on(tmp_path / RUN, FILE)
+    assert "" == read_capsule_verdict(tmp_path / RUN, FILE)
 
 
 def test_words_of_a_verdict_cannot_steer_a_terminal(tmp_path: Path):

@@ -38,7 +38,7 @@ from trainvitals.views import (
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.report.replay import replay
 from vitals_collector.retention.checkup import check_store
-from vitals_collector.storage.schema import Damage, decisions, events, findings, runs
+from vitals_collector.storage.schema import DamageCounter, decisions, events, findings, runs
 from vitals_collector.storage.store import Store
 
 
@@ -102,7 +102,7 @@ def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
             with flipped(store, table, name, random.Random(seed)):
                 for told, true in zip(ask(), whole, strict=True):
                     assert told <= true
-                store.damage = Damage()  # which says each once
+                store.damage = DamageCounter()  # which says each once
                 store.damage.attach_to(store.engine.dialect)
                 assert [f"records in {table.name}"] == [
                     damaged.what for damaged in check_store(store)

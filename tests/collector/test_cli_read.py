@@ -19,8 +19,8 @@ from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.queries.open import find_run, open_reader
-from vitals_collector.queries.tail import Tail
-from vitals_collector.queries.why import explain
+from vitals_collector.queries.tail import StepTail
+from vitals_collector.queries.why import explain_step
 
 COMMANDS = ("collector", "runs", "show", "why", "tail")
 
@@ -164,7 +164,7 @@ def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
     ingest(store, Writer("rank:1").steps([5], rank_loss=17.5, batch_index=77, epoch=2))
     asked = query(store)
     said = " ".join(
-        explain(
+        explain_step(
             asked.ask(RunsQuestion())[0], asked.ask(StepQuestion(run_id=RUN, step=5)), ()
         ).split()
     )
@@ -202,16 +202,16 @@ def test_tail_goes_on_and_after_a_rollback_from_the_fork(
     writer = Writer()
     spool.append(writer.steps(range(5), loss=1.0))
     with open_reader(tmp_path) as opened:
-        shown = Tail(opened.reader, RUN, Format.CSV)
+        shown = StepTail(opened.reader, RUN, Format.CSV)
         shown.write_header(3)
         spool.append(writer.steps(range(5, 8), loss=1.0))
         opened.refresh()
-        shown.go_on()
+        shown.write_new_steps()
         spool.append(writer.events(AttemptStarted(id=2, parent=1, fork_step=6, reason="back")))
         spool.append(writer.steps(range(6, 9), attempt=2, loss=2.0))
         spool.append(writer.events(RunEnded(state="finished")))
         opened.refresh()
-        assert "finished" == shown.go_on().state
+        assert "finished" == shown.write_new_steps().state
     spool.close()
     lines = capsys.readouterr().out.splitlines()[1:]
     steps = [int(line.partition(",")[0]) for line in lines]

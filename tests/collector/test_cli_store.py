@@ -14,7 +14,7 @@ from tests.support.small_disks import small_file_system
 from trainvitals.cli.main import build_app
 from trainvitals.errors import StorageError, VitalsError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
-from vitals_collector.api.serve import only_one
+from vitals_collector.api.serve import lock_data_dir
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.schema import audit, runs
 from vitals_collector.storage.store import FULL, open_data_store
@@ -150,7 +150,7 @@ def test_keep_pins_a_run_until_it_is_let_go(data: Path):
 
 
 def test_compact_needs_the_store_for_itself(data: Path):
-    with only_one(data):
+    with lock_data_dir(data):
         busy = vitals("compact", "--data", data)
     assert "another collector runs" in str(busy.exception)
     assert 0 == vitals("compact", "--data", data).exit_code

@@ -9,7 +9,7 @@ from tests.collector.rows import Writer
 from tests.support.orders import keys, signed
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.identity import Identity, new_run_id
-from trainvitals.io.control_key import sign_order
+from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import (
@@ -278,7 +278,9 @@ def test_a_secret_in_a_reason_is_gone_before_it_is_signed_and_in_the_audit(store
     request = msgspec.structs.replace(HALT, reason=f"leaked api_key={secret}")
     assert "leaked api_key=***" == ask(store, request).command.reason
     ours = signed(RUN, HALT, now_unix_ns=NOW + SECOND)
-    of_another_client = sign_order(msgspec.structs.replace(ours, reason=request.reason), keys())
+    of_another_client = sign_manual_command(
+        msgspec.structs.replace(ours, reason=request.reason), keys()
+    )
     issue(store, RUN, of_another_client, keys=keys(), now_unix_ns=NOW + SECOND)
     with store.read_transaction() as connection:
         details = connection.execute(select(audit.c.detail)).scalars().all()
@@ -306,14 +308,14 @@ def test_an_expired_command_is_not_handed_out(store: Store):
 
 def test_expiry_is_written_down_once(store: Store):
     ask(store)
-    assert 0 == commands.expire(store, NOW)
-    assert [1, 0] == [commands.expire(store, NOW + 60 * SECOND) for _ in range(2)]
+    assert 0 == commands.expire_commands(store, NOW)
+    assert [1, 0] == [commands.expire_commands(store, NOW + 60 * SECOND) for _ in range(2)]
     assert {"expired": 1} == commands.count_commands(store)
 
 
 def test_the_acknowledgement_is_what_became_of_it_even_after_expiry(store: Store):
     number = ask(store).command.number
-    commands.expire(store, NOW + 60 * SECOND)
+    commands.expire_commands(store, NOW + 60 * SECOND)
     ack = CommandAck(number=number, status="done", step=31, detail="the run halts")
     send(store, CommandAcknowledged(ack=ack), first_seq=1)
     (view,) = list_commands(store, RUN, now_unix_ns=NOW + 70 * SECOND)

@@ -10,7 +10,7 @@ from tests.support.receivers import ALERT
 from trainvitals.errors import StorageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, SilenceRequest
-from vitals_collector.alerts.deliveries import SqlLedger
+from vitals_collector.alerts.deliveries import SqlDeliveryLedger
 from vitals_collector.alerts.inbox import AlertOccurrence, CurrentRunState, list_alerts
 from vitals_collector.alerts.notifiers import DELIVERED, DeliveryResult, Notifier, delivery_id
 from vitals_collector.ingest.ingest import ingest
@@ -58,7 +58,7 @@ class Station:
         end = self.clock.monotonic_ns() + int(seconds * 1e9)
         while True:
             self.hand_out()
-            self.acting.dispatcher.pump()
+            self.acting.dispatcher.deliver_due()
             if self.clock.monotonic_ns() >= end:
                 return
             self.clock.advance(5.0)
@@ -208,7 +208,7 @@ def test_an_end_is_told_though_the_store_was_away_when_the_firing_was_delivered(
     station.start(heard)
     station.page()
     with monkeypatch.context() as patch:
-        patch.setattr(SqlLedger, "record", refuse)
+        patch.setattr(SqlDeliveryLedger, "record", refuse)
         station.run()
     station.run(120)
     station.resolve()

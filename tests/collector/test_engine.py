@@ -391,7 +391,7 @@ def test_rows_alone_are_watched_at_once_and_their_run_is_asked_after_later(
     runs = asked(job.place, monkeypatch)
     job.train(range(5, 30), slow=True)
     job.place.acting.engine.poll(only_new=True)
-    job.place.acting.dispatcher.pump()
+    job.place.acting.dispatcher.deliver_due()
     assert ["StragglerRank firing"] == job.place.heard.words
     assert [] == runs
 
@@ -405,7 +405,7 @@ def test_a_decision_and_an_end_are_told_without_waiting_for_the_next_look_at_all
     halt = decision(action="halt", reason="out of budget")
     place.send(writer.events(halt, RunEnded(state="halted", reason="out of budget")))
     place.acting.engine.poll(only_new=True)
-    place.acting.dispatcher.pump()
+    place.acting.dispatcher.deliver_due()
     assert ["TrainingHalted firing"] == place.heard.words
 
 
@@ -439,7 +439,7 @@ def test_a_store_that_refuses_a_look_is_asked_again(place: Place, monkeypatch: p
         with pytest.raises(StorageError):
             place.acting.engine.poll(only_new=True)
     place.acting.engine.poll(only_new=True)
-    place.acting.dispatcher.pump()
+    place.acting.dispatcher.deliver_due()
     assert ["RunFailed firing"] == place.heard.words
 
 

@@ -61,7 +61,7 @@ def a_busy_run(page: Page, name: str = "a run") -> None:
     loss = [3.0, 2.5]
     page.send(writer.steps([7, 8], loss=loss, grad_norm=1.5, tokens_seen=4096, skipped=0))
     page.acting.engine.poll()
-    page.acting.dispatcher.pump()
+    page.acting.dispatcher.deliver_due()
     request = CommandRequest(action="halt", reason="x")
     now = page.clock.time_ns()
     command = signed(RUN, request, now_unix_ns=now)

@@ -31,8 +31,8 @@ from trainvitals.records import (
     RunStarted,
 )
 from vitals_collector.cli import follow as following
-from vitals_collector.cli.follow import Lines, RunEndCondition, _follow_run, follow
-from vitals_collector.cli.opening import RunChoice, Server
+from vitals_collector.cli.follow import ProgressLines, RunEndCondition, _follow_run, follow
+from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.queries.open import open_folder
 from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
 
@@ -77,7 +77,9 @@ def played(training: Training, *scenes: Callable[[], object], every: int = 10) -
     left = list(scenes)
     with open_folder(training.run_dir.path) as opened:
         reader = ProgressReader(opened.reader, RUN)
-        _follow_run(reader, opened.refresh, Lines(every), sleep=lambda seconds: left.pop(0)())
+        _follow_run(
+            reader, opened.refresh, ProgressLines(every), sleep=lambda seconds: left.pop(0)()
+        )
 
 
 @pytest.fixture
@@ -226,7 +228,9 @@ def test_looks_that_take_long_are_followed_by_a_pause(training: Training):
 
     with open_folder(training.run_dir.path) as opened:
         reader = ProgressReader(opened.reader, RUN)
-        _follow_run(reader, opened.refresh, Lines(10), sleep=sleep, cpu_seconds=lambda: next(costs))
+        _follow_run(
+            reader, opened.refresh, ProgressLines(10), sleep=sleep, cpu_seconds=lambda: next(costs)
+        )
     assert [1.0, 2.0, 5.0] == pauses
 
 
@@ -243,7 +247,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
 
     scenes = [folder.mkdir, lambda: trainings.append(Training(folder)), rows]
     monkeypatch.setattr(following.time, "sleep", lambda seconds: scenes.pop(0)())
-    follow(RunChoice("", folder), Server(), every=10)
+    follow(RunChoice("", folder), CollectorOptions(), every=10)
     shown = capsys.readouterr()
     assert [
         f"waiting for a run in {folder}",

@@ -8,7 +8,7 @@ from tests.collector.rows import SECOND, START, Writer, seqs_stored
 from tests.support.examples import examples
 from trainvitals.errors import FormatError
 from vitals_collector.ingest.ingest import GAP_SECONDS, MOST_ROWS_PER_SECOND, ingest
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.storage.store import Store, open_store
 
 HOUR, DAY = 3_600, 86_400
@@ -96,7 +96,7 @@ def test_rows_lost_with_an_older_copy_of_the_files_may_be_many():
     writer = Writer()
     ingest(store, writer.steps([0]), received_unix_ns=at(1))
     ingest(store, writer.steps([WEEK], lose=1_000 * WEEK), received_unix_ns=at(WEEK))
-    store.numbers = MemoryNumbers()
+    store.numbers = MemoryNumberStore()
     assert 1 == ingest(store, writer.steps([WEEK + 1]), received_unix_ns=at(WEEK + 1)).num_new
     store.close()
 

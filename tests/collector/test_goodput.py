@@ -35,7 +35,7 @@ from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import build_alert_service
-from vitals_collector.live.overview import lost_work
+from vitals_collector.live.overview import count_lost_steps
 from vitals_collector.queries.goodput import GoodputCache, GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -232,7 +232,7 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
 
     def told() -> dict[str, float]:
         buckets(registry)  # asks for it
-        reader.once()
+        reader.read_queried_runs()
         return buckets(registry)
 
     head = Writer(started=clock.time_ns() - 100 * SECOND)
@@ -270,7 +270,7 @@ def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch)
     monkeypatch.setattr(type(store.numbers), "scan", counted)
     assert buckets(registry) == {}
     assert sum(rows) <= 1
-    reader.once()
+    reader.read_queried_runs()
     assert sum(rows) >= 3_000
     rows.clear()
     assert buckets(registry)["productive"] == 3_000
@@ -310,10 +310,10 @@ def test_a_run_that_cannot_be_read_is_counted_and_the_next_scrape_tries_again(st
     reader = GoodputReader(store, cache)
     runs = Query(store, clock=ManualClock()).ask(RunsQuestion())
     reader.known(runs)
-    reader.once()
+    reader.read_queried_runs()
     assert store.counters.failures == {"goodput": 1}
     cache.of = of  # type: ignore[method-assign]
-    reader.once()
+    reader.read_queried_runs()
     assert len(reader.known(runs)) == 1
 
 
@@ -403,7 +403,7 @@ def test_lost_steps_and_down_time_are_one_figure_everywhere(store: Store):
     sums = query.ask(GoodputQuestion(run_id=RUN))
     told = query.ask(VerdictQuestion(run_id=RUN)).verdict
     with store.read_transaction() as connection:
-        counted, _ = lost_work(connection, [RUN])[RUN]
+        counted, _ = count_lost_steps(connection, [RUN])[RUN]
     assert (30, 30, 30) == (sums.lost_steps, told.lost.steps, counted)
     assert sums.mttr_seconds == told.lost.down_seconds == 51.0
     assert "Lost work: 30 steps" in told.cost and "Down for 51 s x" in told.cost

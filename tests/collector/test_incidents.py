@@ -31,7 +31,7 @@ from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.grouping import (
     FOLLOWING_STEPS,
     SAME_CAUSE_STEPS,
-    Item,
+    IncidentItem,
     group_incidents,
     incident_ids,
     item_of_decision,
@@ -368,7 +368,7 @@ def test_what_is_near_and_alike_belongs_together(records, expected):
 
 
 _ITEMS = st.builds(
-    lambda attempt, first, length, cause, rank, domain: Item(
+    lambda attempt, first, length, cause, rank, domain: IncidentItem(
         "finding", 0, attempt, first, first, first + length, 0, cause, domain, rank
     ),
     st.integers(1, 2),

@@ -22,7 +22,7 @@ from trainvitals.views import RunQuestion, RunsQuestion, SeriesQuestion, StepQue
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
-from vitals_collector.queries.why import explain
+from vitals_collector.queries.why import explain_step
 from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import measure_runs
@@ -107,9 +107,9 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     assert ["rank:0", "rank:10", "rank:11"] == [row.source for row in thinned.rows]
     summary = query.ask(RunsQuestion())[0]
     assert "Thinned: 2 of 11 ranks besides rank 0 still have their own rows" in " ".join(
-        explain(summary, thinned, ()).split()
+        explain_step(summary, thinned, ()).split()
     )
-    assert "Thinned" not in explain(summary, whole, ())
+    assert "Thinned" not in explain_step(summary, whole, ())
     (over,) = thinned.over_ranks
     assert 11 == over.values["num_ranks"]
     assert (12, ()) == (len(whole.rows), whole.over_ranks)

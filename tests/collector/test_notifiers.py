@@ -24,7 +24,7 @@ from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
 from vitals_collector.alerts.delivery import DeliveryCheck, DispatchConfig, Dispatcher
-from vitals_collector.alerts.messages import Links, details_of
+from vitals_collector.alerts.messages import AlertLinks, alert_details
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
@@ -81,7 +81,7 @@ def test_a_delivery_has_one_id_in_its_body_and_header_on_every_try():
     assert 3 == len(states | {delivery_id(alert(), "other")})
 
 
-LINKS = Links(public_url="https://v.example", runbook_url="https://w.example/RUNBOOK")
+LINKS = AlertLinks(public_url="https://v.example", runbook_url="https://w.example/RUNBOOK")
 
 
 LOST = ALERTS_BY_NAME["RunLost"]
@@ -105,12 +105,12 @@ def test_a_body_says_what_vitals_did_what_to_do_and_where_to_look():
 
 
 def test_a_command_in_a_message_has_the_runs_id():
-    assert f"`vitals resume {RUN}`" in details_of(alert(name="TrainingHalted"), LINKS)["to_do"]
+    assert f"`vitals resume {RUN}`" in alert_details(alert(name="TrainingHalted"), LINKS)["to_do"]
 
 
 def test_an_alertmanager_gets_the_same_as_annotations_and_the_runs_page_as_source():
     with receiver() as server:
-        for links in (LINKS, Links()):
+        for links in (LINKS, AlertLinks()):
             url = f"http://127.0.0.1:{server.server_address[1]}"
             notifier = AlertmanagerNotifier(url, clock=ManualClock(), links=links)
             assert DELIVERED == notifier.notify([alert(name="RunLost", step=-1)])
@@ -280,7 +280,7 @@ def test_a_delivery_is_tried_again_with_doubling_waits_until_it_succeeds():
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
     waits = []
-    while (wait := dispatcher.pump()) is not None:
+    while (wait := dispatcher.deliver_due()) is not None:
         waits.append(wait)
         clock.advance(wait)
     assert [1.0, 2.0, 4.0] == waits
@@ -290,7 +290,9 @@ def test_a_delivery_is_tried_again_with_doubling_waits_until_it_succeeds():
 def run_for(dispatcher: Dispatcher, clock: ManualClock, seconds: float) -> None:
     """Deliver whatever becomes due within the time."""
     end = clock.monotonic_ns() + int(seconds * 1e9)
-    while (wait := dispatcher.pump()) is not None and clock.monotonic_ns() + wait * 1e9 <= end:
+    while (
+        wait := dispatcher.deliver_due()
+    ) is not None and clock.monotonic_ns() + wait * 1e9 <= end:
         clock.advance(wait)
     clock.advance((end - clock.monotonic_ns()) / 1e9)
 
@@ -313,7 +315,7 @@ def test_a_receiver_that_comes_back_after_half_an_hour_has_the_page_a_minute_lat
     fake.results.clear()
     run_for(dispatcher, clock, 60)
     assert {("fake", "delivered")} <= set(dispatcher.outcomes())
-    assert dispatcher.pump() is None
+    assert dispatcher.deliver_due() is None
 
 
 def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
@@ -321,9 +323,9 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks():
     fake = Fake(DeliveryResult(recoverable=True, error="429", retry_after=120.0))
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
-    assert 120.0 == dispatcher.pump()
+    assert 120.0 == dispatcher.deliver_due()
     dispatcher.submit(alert("f2"))
-    assert 120.0 == dispatcher.pump(), "nor is it asked for another alert"
+    assert 120.0 == dispatcher.deliver_due(), "nor is it asked for another alert"
 
 
 def test_who_asks_for_a_day_is_told_of_after_five_minutes_and_asked_again_after_fifteen():
@@ -409,18 +411,18 @@ def test_where_another_collector_pages_nothing_is_sent_here():
     clock, fake, is_pager = ManualClock(), Fake(LATER), [True]
     dispatcher = Dispatcher([fake], clock=clock, is_pager=lambda: is_pager[0])
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     is_pager[0] = False
     dispatcher.submit(alert("f2"))
     run_for(dispatcher, clock, 60)
-    assert ([[("f1", "firing")]], None) == (fake.got, dispatcher.pump())
+    assert ([[("f1", "firing")]], None) == (fake.got, dispatcher.deliver_due())
 
 
 def test_the_newest_state_replaces_the_one_that_waits():
     clock, fake = ManualClock(), Fake(LATER)
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     dispatcher.submit(alert(state="resolved"))
     run_for(dispatcher, clock, 1)
     assert [[("f1", "firing")], [("f1", "resolved")]] == fake.got
@@ -434,7 +436,7 @@ def test_information_never_pushes_a_page_out_and_pages_go_first():
     dispatcher.submit(alert("p"))
     for i in range(5):
         dispatcher.submit(alert(f"l{i}", severity="log"))
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert ("p", "firing") == fake.got[0][0]
     assert 3 == len(fake.got[0])
 
@@ -446,7 +448,7 @@ def test_where_pages_alone_wait_a_notice_is_what_is_dropped():
     for name in ("p", "q"):
         dispatcher.submit(alert(name))
     dispatcher.submit(alert("l", severity="log"))
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert [[("p", "firing"), ("q", "firing")]] == fake.got
 
 
@@ -481,7 +483,7 @@ def test_the_queue_is_bounded_and_counts_what_it_drops():
     dispatcher = Dispatcher([fake], clock=ManualClock(), config=DispatchConfig(max_pending=3))
     for i in range(5):
         dispatcher.submit(alert(f"f{i}"))
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert [[("f2", "firing"), ("f3", "firing"), ("f4", "firing")]] == fake.got
     assert {("fake", "dropped"): 2, ("fake", "delivered"): 3} == dispatcher.outcomes()
 
@@ -490,11 +492,11 @@ def test_a_firing_alert_is_posted_again_until_it_resolves_where_that_is_wanted()
     clock, fake = ManualClock(), Fake(reposts=True)
     dispatcher = Dispatcher([fake], clock=clock, config=DispatchConfig(repost_seconds=60))
     dispatcher.submit(alert())
-    assert 60.0 == dispatcher.pump()
+    assert 60.0 == dispatcher.deliver_due()
     clock.advance(60)
-    dispatcher.pump()
+    dispatcher.deliver_due()
     dispatcher.submit(alert(state="resolved"))
-    assert dispatcher.pump() is None
+    assert dispatcher.deliver_due() is None
     assert [[("f1", "firing")]] * 2 + [[("f1", "resolved")]] == fake.got
 
 
@@ -506,10 +508,10 @@ def test_a_state_is_settled_once_every_notifier_has_had_it():
         [reposting, slow], clock=clock, on_settled=lambda a: settled.append(a.state)
     )
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert [] == settled
     clock.advance(1.0)
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert ["firing"] == settled
 
 
@@ -518,7 +520,7 @@ def test_one_skipped_step_is_written_to_the_log_and_sent_to_nobody():
     dispatcher = Dispatcher([log, hook], clock=ManualClock())
     dispatcher.submit(alert(severity="log"))
     dispatcher.keep_posting(alert(severity="log"))
-    assert dispatcher.pump() is None
+    assert dispatcher.deliver_due() is None
     assert (1, 0) == (len(log.got), len(hook.got))
 
 
@@ -526,9 +528,9 @@ def test_what_is_on_its_way_is_not_queued_a_second_time():
     clock, fake = ManualClock(), Fake(LATER)
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     dispatcher.resume(alert())
-    assert dispatcher.pump() == 1.0
+    assert dispatcher.deliver_due() == 1.0
 
 
 def test_after_a_restart_only_those_are_told_again_who_want_that():
@@ -536,7 +538,7 @@ def test_after_a_restart_only_those_are_told_again_who_want_that():
     dispatcher = Dispatcher([once, again], clock=ManualClock())
     for _ in range(2):
         dispatcher.keep_posting(alert())
-        dispatcher.pump()
+        dispatcher.deliver_due()
     assert ([], [[("f1", "firing")]]) == (once.got, again.got)
 
 
@@ -544,9 +546,9 @@ def test_what_is_silenced_is_withdrawn():
     clock, fake = ManualClock(), Fake(reposts=True)
     dispatcher = Dispatcher([fake], clock=clock)
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     dispatcher.withdraw("f1")
-    assert dispatcher.pump() is None
+    assert dispatcher.deliver_due() is None
 
 
 def test_a_notifier_that_raises_is_counted_and_does_not_stop_the_others():
@@ -557,7 +559,7 @@ def test_a_notifier_that_raises_is_counted_and_does_not_stop_the_others():
     good = Fake(name="good")
     dispatcher = Dispatcher([Broken(name="broken"), good], clock=ManualClock())
     dispatcher.submit(alert())
-    dispatcher.pump()
+    dispatcher.deliver_due()
     assert [[("f1", "firing")]] == good.got
     assert 1 == dispatcher.outcomes()["broken", "failed"]
 
@@ -641,7 +643,7 @@ def test_a_page_of_a_collector_that_died_stays_at_the_alertmanager_for_a_day():
         clock.advance(23 * 3_600)  # it is dead: nothing more is posted
         assert all(end > 0 for end in ends(server.posted[-1][2]))
         dispatcher.submit(alert(state="resolved"))
-        dispatcher.pump()
+        dispatcher.deliver_due()
         assert all(end < 0 for end in ends(server.posted[num_posted][2])), "its own word ends it"
         notifier.close()
 

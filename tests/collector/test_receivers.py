@@ -34,7 +34,7 @@ from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from vitals_collector.alerts.apprise_notifier import AppriseNotifier
 from vitals_collector.alerts.delivery import Dispatcher
-from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.messages import AlertLinks
 from vitals_collector.alerts.notifiers import DELIVERED, delivery_id
 from vitals_collector.alerts.receivers import (
     ReceiverSettings,
@@ -91,7 +91,7 @@ def worker(
     url: str, *, kind: str = "apprise", deadline: float = 30.0, name: str = "team"
 ) -> Iterator[WorkerNotifier]:
     settings = ReceiverSettings(name=name, kind=kind, url=url)
-    links = Links(public_url="http://vitals.example")
+    links = AlertLinks(public_url="http://vitals.example")
     notifier = WorkerNotifier(settings, links=links, deadline_seconds=deadline)
     try:
         yield notifier
@@ -346,7 +346,7 @@ def test_the_request_for_a_service_has_what_its_documentation_asks_for(
 ):
     service = SERVICES[name]
     with played(service, monkeypatch) as bodies:
-        team = AppriseNotifier(service.address, name="team", links=Links())
+        team = AppriseNotifier(service.address, name="team", links=AlertLinks())
         assert DELIVERED == team.notify([alert(name="RunLost", summary="rank 1 is silent")])
     assert 1 == len(bodies)
     text = json.dumps(bodies)
@@ -361,7 +361,7 @@ def test_words_of_a_run_are_no_markup_to_a_service_and_call_no_channel(
 ):
     words = "mean(reward) <b 0.9 <!channel> @everyone @here"
     with played(SERVICES[name], monkeypatch) as bodies:
-        team = AppriseNotifier(SERVICES[name].address, name="team", links=Links())
+        team = AppriseNotifier(SERVICES[name].address, name="team", links=AlertLinks())
         assert DELIVERED == team.notify([alert(name="RunLost", summary=words)])
     text = json.dumps(bodies, ensure_ascii=False)
     assert "mean(reward)" in text and "@everyone" not in text and "@here" not in text
@@ -374,7 +374,7 @@ def test_to_pagerduty_the_end_of_an_alert_ends_its_incident_and_opens_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with played(SERVICES["pagerduty"], monkeypatch) as bodies:
-        team = AppriseNotifier(SERVICES["pagerduty"].address, name="team", links=Links())
+        team = AppriseNotifier(SERVICES["pagerduty"].address, name="team", links=AlertLinks())
         assert DELIVERED == team.notify([alert(), alert(state="resolved"), alert("f2")])
     told = [(body["event_action"], body["dedup_key"]) for body in bodies]
     assert [("trigger", "f1"), ("resolve", "f1"), ("trigger", "f2")] == told

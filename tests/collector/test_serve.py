@@ -20,8 +20,8 @@ from trainvitals.io.client import (
     COLLECTOR_FILE,
     CollectorClient,
     CollectorFile,
-    client_of,
     discover_collector,
+    open_collector_client,
 )
 from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.views import RunQuestion, RunsQuestion
@@ -187,9 +187,9 @@ def test_programs_of_the_same_user_find_it(tmp_path: Path):
     with collector(home / "trainvitals"):
         found = discover_collector({"XDG_DATA_HOME": str(home)})
         assert found is not None
-        with client_of(found, "ingest") as client:
+        with open_collector_client(found, "ingest") as client:
             assert 1 == client.ingest(Writer().steps([0])).num_new
-        with client_of(found) as client:
+        with open_collector_client(found) as client:
             assert [RUN] == [run.run_id for run in client.ask(RunsQuestion())]
 
 

@@ -25,7 +25,7 @@ from trainvitals.records import (
 from trainvitals.views import EventsQuestion, IncidentsQuestion, RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.ingest.projections import describe_event
-from vitals_collector.queries.why import explain
+from vitals_collector.queries.why import explain_step
 from vitals_collector.storage.store import Store
 
 ROW = StateRead(
@@ -44,7 +44,7 @@ def finding(kind: str, level: str = "advisory", step: int = 6, cause: str = "") 
 def why(store: Store, step: int) -> str:
     asked = query(store)
     return " ".join(
-        explain(
+        explain_step(
             asked.ask(RunsQuestion())[0], asked.ask(StepQuestion(run_id=RUN, step=step)), ()
         ).split()
     )

@@ -25,8 +25,8 @@ from vitals_collector.live.step_join import (
     RowWriters,
     StepMerger,
     WriterRows,
-    decode,
-    merge,
+    decode_rank_rows,
+    merge_steps,
     step_columns,
 )
 
@@ -36,7 +36,7 @@ def decoded(
 ) -> WriterRows:
     found = rows_of(schema, decode_batch(raw).rows)
     origin = RowWriters(*(np.full(len(found), of) for of in (rank, world, writer)))
-    return decode(schema, found, wanted, origin)
+    return decode_rank_rows(schema, found, wanted, origin)
 
 
 def part(
@@ -61,7 +61,7 @@ def steps_of(merged: Sequence[MergedStep]) -> list[tuple[int, int]]:
 
 
 def test_ranks_stand_side_by_side_and_rank_0_speaks_for_all():
-    merged = merge(
+    merged = merge_steps(
         [
             part(1, [5, 6], rank_loss=[3.0, 4.0], loss=99.0),
             part(0, [5, 6], rank_loss=[1.0, 2.0], loss=[2.0, 3.0], verdict=0),
@@ -75,13 +75,15 @@ def test_ranks_stand_side_by_side_and_rank_0_speaks_for_all():
 
 
 def test_a_rank_that_is_missing_leaves_a_gap_that_is_counted():
-    merged = merge([part(0, [5, 6], rank_loss=1.0), part(1, [6], rank_loss=2.0)])
+    merged = merge_steps([part(0, [5, 6], rank_loss=1.0), part(1, [6], rank_loss=2.0)])
     assert [[1.0, None], [1.0, 2.0]] == [m.ranks["rank_loss"] for m in merged.steps]
     assert 1 == merged.num_missing
 
 
 def test_a_value_that_was_not_measured_is_none_and_nan_stays_nan():
-    merged = merge([part(0, [1, 2], rank_loss=[None, math.nan], loss=[math.nan, None], world=1)])
+    merged = merge_steps(
+        [part(0, [1, 2], rank_loss=[None, math.nan], loss=[math.nan, None], world=1)]
+    )
     first, second = merged.steps
     assert [None] == first.ranks["rank_loss"]
     assert math.isnan(second.ranks["rank_loss"][0])
@@ -90,12 +92,12 @@ def test_a_value_that_was_not_measured_is_none_and_nan_stays_nan():
 
 
 def test_a_column_nobody_measured_is_absent():
-    (only,) = merge([part(0, [1], world=1)]).steps
+    (only,) = merge_steps([part(0, [1], world=1)]).steps
     assert ({}, {}, {}) == (only.run, only.ranks, only.layers)
 
 
 def test_attempts_come_one_after_the_other_and_a_newer_one_goes_back():
-    merged = merge(
+    merged = merge_steps(
         [
             part(0, [8, 9], attempt=1, world=1),
             part(0, [6, 7, 8], attempt=2, world=1),
@@ -105,7 +107,7 @@ def test_attempts_come_one_after_the_other_and_a_newer_one_goes_back():
 
 
 def test_each_attempt_has_as_many_ranks_as_it_ran_on():
-    merged = merge(
+    merged = merge_steps(
         [
             *(part(rank, [1], world=4, rank_loss=1.0) for rank in range(4)),
             *(part(rank, [1], world=2, attempt=2, rank_loss=1.0) for rank in range(2)),
@@ -116,13 +118,13 @@ def test_each_attempt_has_as_many_ranks_as_it_ran_on():
 
 
 def test_of_a_step_that_was_written_twice_the_last_row_counts():
-    merged = merge([part(0, [3], loss=1.0, world=1), part(0, [3], loss=2.0, world=1)])
+    merged = merge_steps([part(0, [3], loss=1.0, world=1), part(0, [3], loss=2.0, world=1)])
     assert [2.0] == [m.run["loss"] for m in merged.steps]
 
 
 def test_64_ranks_are_64_places_in_their_order():
     parts = [part(r, range(10), world=64, rank_loss=float(r)) for r in reversed(range(64))]
-    merged = merge(parts).steps
+    merged = merge_steps(parts).steps
     assert 10 == len(merged)
     assert all([float(r) for r in range(64)] == m.ranks["rank_loss"] for m in merged)
 
@@ -134,7 +136,7 @@ def test_the_time_is_rank_0s_where_it_has_one():
         decoded(STEPS, w.steps([1, 2][:num]), (), rank=rank, world=2)
         for rank, w, num in ((0, early, 1), (1, late, 2))
     ]
-    first, second = merge(parts).steps
+    first, second = merge_steps(parts).steps
     assert (early.time_of(1), late.time_of(2)) == (first.time_unix_ns, second.time_unix_ns)
 
 
@@ -145,7 +147,7 @@ def test_layers_join_their_step_by_name():
         LAYERS_SCHEMA, [[1, 1, 0, 0, i, norm, *rest] for i, norm in ((0, 2.0), (7, 3.0))]
     )
     layers = decoded(LAYERS_SCHEMA, raw, ["layer", *LAYER_COLUMNS])
-    merged = merge([part(0, [1, 2], world=1)], [LayerPart({0: "head"}, layers)]).steps
+    merged = merge_steps([part(0, [1, 2], world=1)], [LayerPart({0: "head"}, layers)]).steps
     assert [{"head": {"grad_norm": 2.0}, "layer 7": {"grad_norm": 3.0}}, {}] == [
         m.layers for m in merged
     ]
@@ -156,7 +158,7 @@ def test_rates_of_further_parameter_groups_are_taken_along():
     columns = {"learning_rate": 0.1, "learning_rate.2": 0.3}
     row = [1, 1, 0, 0, *(columns.get(c.name) for c in schema.columns[4:])]
     wanted = step_columns(schema, is_rank0=True)
-    (only,) = merge([decoded(schema, Writer().batch(schema, [row]), wanted)]).steps
+    (only,) = merge_steps([decoded(schema, Writer().batch(schema, [row]), wanted)]).steps
     assert columns == only.run
 
 
@@ -165,7 +167,7 @@ def test_text_in_a_number_s_place_and_columns_nobody_knows_are_left_out():
     schema = Schema("steps", (*base, type(base[0])("rank_loss", "S8")))
     row = [1, 1, 0, 0, *([None] * (len(base) - 4)), b"text"]
     only = decoded(schema, Writer().batch(schema, [row]), RANK_COLUMNS)
-    assert {} == merge([only]).steps[0].ranks
+    assert {} == merge_steps([only]).steps[0].ranks
 
 
 def test_the_watchers_look_at_no_rank_column_that_is_not_merged():

@@ -14,7 +14,7 @@ from tests.support.queries import query
 from trainvitals.errors import UsageError
 from trainvitals.views import MoversQuestion
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.top_changes import MIN_SCORE, NONFINITE_SCORE, judge
+from vitals_collector.queries.top_changes import MIN_SCORE, NONFINITE_SCORE, judge_change
 from vitals_collector.storage.store import Store
 
 
@@ -58,7 +58,9 @@ def test_among_equals_the_first_to_leave_its_course_is_first():
     values = np.where(steps % 2, 1.0, 1.1)
     late, early = values.copy(), values.copy()
     late[590:], early[570:] = math.nan, math.nan
-    found = [judge(row, "loss", steps, v, 599) for row, v in (("late", late), ("early", early))]
+    found = [
+        judge_change(row, "loss", steps, v, 599) for row, v in (("late", late), ("early", early))
+    ]
     assert {"late": 590, "early": 570} == {one.view.row: one.first_step for one in found if one}
 
 
@@ -67,11 +69,11 @@ def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
     waits = np.where(steps % 2, 0.010, 0.011)
     waits[steps % 60 == 30] = 0.5
     waits[590] = 5.0  # single steps are late on any machine
-    jumped = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    jumped = judge_change("rank:0", "data_wait_seconds", steps, waits, 599)
     assert jumped is not None
     assert jumped.view.score < MIN_SCORE
     waits[590:593] = 5.0
-    moved = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    moved = judge_change("rank:0", "data_wait_seconds", steps, waits, 599)
     assert moved is not None
     assert (590, 590) == (moved.first_step, moved.view.peak_step)
     assert moved.view.score >= MIN_SCORE
@@ -83,7 +85,7 @@ def test_the_noise_of_a_healthy_run_is_no_change(noise: str):
     named = 0
     for seed in range(200):
         draws = getattr(np.random.default_rng(seed), noise)(size=550)
-        found = judge("h.0", "grad_norm", steps, draws, 549)
+        found = judge_change("h.0", "grad_norm", steps, draws, 549)
         named += found is not None and found.view.score >= MIN_SCORE
     assert named <= 2
 
@@ -91,9 +93,9 @@ def test_the_noise_of_a_healthy_run_is_no_change(noise: str):
 def test_a_learning_rate_that_follows_a_schedule_has_not_moved_and_one_that_jumps_has():
     steps = np.arange(300)
     rates = 1e-3 * (1 + np.cos(np.pi * steps / 400))
-    assert None is judge("run", "learning_rate", steps, rates, 299)
+    assert None is judge_change("run", "learning_rate", steps, rates, 299)
     rates[290:] *= 30
-    jumped = judge("run", "learning_rate", steps, rates, 299)
+    jumped = judge_change("run", "learning_rate", steps, rates, 299)
     assert jumped is not None
     assert 290 == jumped.first_step
 
@@ -105,10 +107,12 @@ def test_a_learning_rate_that_follows_a_schedule_has_not_moved_and_one_that_jump
 def test_what_a_healthy_run_changes_now_and_then_is_no_change(metric, usual, unusual):
     steps, values = np.arange(600), np.full(600, 65_536.0)
     for factor in usual:
-        found = judge("run", metric, steps, np.where(steps < 590, values, factor * values), 599)
+        found = judge_change(
+            "run", metric, steps, np.where(steps < 590, values, factor * values), 599
+        )
         assert found is not None
         assert found.view.score < MIN_SCORE
-    found = judge("run", metric, steps, np.where(steps < 590, values, unusual * values), 599)
+    found = judge_change("run", metric, steps, np.where(steps < 590, values, unusual * values), 599)
     assert found is not None
     assert (590, True) == (found.first_step, found.view.score >= MIN_SCORE)
 
@@ -116,5 +120,5 @@ def test_what_a_healthy_run_changes_now_and_then_is_no_change(metric, usual, unu
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
 def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):
-    found = judge("h.0", "loss", np.arange(len(values)), np.array(values, dtype=float), step)
+    found = judge_change("h.0", "loss", np.arange(len(values)), np.array(values, dtype=float), step)
     assert found is None or (math.isfinite(found.view.score) and found.view.score >= 0)

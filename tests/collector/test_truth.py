@@ -29,7 +29,7 @@ from trainvitals.views import (
     SeriesRequest,
 )
 from trainvitals.wire import decode_batch
-from vitals_agent.tailer import LastSeen
+from vitals_agent.tailer import JournalSummary
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import RowSpan, StepWindow
@@ -317,7 +317,7 @@ def test_an_update_that_was_not_applied_is_counted_wherever_skips_are_told(
         terminal.judged(made[0] if made else None)
     terminal.ended("finished", len(flags))
     steps = [*flags]
-    writer, seen = Writer(), LastSeen()
+    writer, seen = Writer(), JournalSummary()
     with contextlib.closing(open_store(f"sqlite:///{tmp_path / 'store.db'}")) as store:
         page = Page(store)
         for body in (

@@ -34,7 +34,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.cost import price_in
-from vitals_collector.queries.user_alerts import episodes
+from vitals_collector.queries.user_alerts import user_alert_episodes
 from vitals_collector.queries.verdict import (
     MAX_TIMELINE,
     Precedent,
@@ -484,5 +484,5 @@ def test_a_custom_alert_that_several_ranks_repeat_is_one_sentence():
         Finding(**fields, step=step, rank=rank, onset_step=9, severity="notify", reason="loss < 1")
         for step, rank in ((9, 2), (10, 0))
     ]
-    texts = [episode.text for episode in episodes(raised)]
+    texts = [episode.text for episode in user_alert_episodes(raised)]
     assert ["Your alert (notify) on ranks 0, 2 at steps 9 to 10: loss < 1."] == texts

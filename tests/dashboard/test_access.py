@@ -14,7 +14,7 @@ from tests.dashboard.stub import CONTROL, READ, Stub
 from tests.house.pages import ROOT, block
 from trainvitals.errors import InsecurePathError, UsageError
 from vitals_dashboard import access, launch
-from vitals_dashboard.cli import _build_entrance
+from vitals_dashboard.cli import _build_access_options
 from vitals_dashboard.settings import DashboardSettings, SignOn, check_public_url, read_sign_on
 
 Open = Callable[..., AppTest]
@@ -94,7 +94,7 @@ def test_a_public_address_is_one_with_tls_and_a_name_of_its_own(url: str) -> Non
 def test_a_provider_needs_the_address_to_send_people_back_to(tmp_path: Path) -> None:
     for url in ("", "https://hub.example/path"):
         with pytest.raises(UsageError, match="--oidc needs --public-url"):
-            _build_entrance(False, url, tmp_path / "oidc.toml")
+            _build_access_options(False, url, tmp_path / "oidc.toml")
 
 
 # ------------------------------------------------------------------------------ roles by a provider

@@ -17,9 +17,9 @@ from vitals_dashboard.auth import (
     IDLE_SECONDS,
     MAX_SESSIONS,
     SESSION_SECONDS,
-    Doors,
-    Session,
-    Sessions,
+    BrowserSession,
+    BrowserSessions,
+    DashboardHosts,
     TokenMiddleware,
     proof,
 )
@@ -28,7 +28,7 @@ TOKEN = "door-token-0123456789abcdef"
 OWN = "0123456789abcdef0123456789abcdef.localhost"
 PUBLIC = "vitals.example"
 HOST = f"{OWN}:8501"
-DOORS = Doors(token=TOKEN, own_host=OWN, public_url=f"https://{PUBLIC}")
+DOORS = DashboardHosts(token=TOKEN, own_host=OWN, public_url=f"https://{PUBLIC}")
 STREAMLIT = "<html><script>\n inline()\n</script><script src=x></script></html>"
 
 
@@ -51,8 +51,8 @@ class Inside:
 class House:
     """A door with its sessions; ``knock`` returns who came in, and what the door answered."""
 
-    def __init__(self, doors: Doors = DOORS, **options: Any) -> None:
-        self.doors, self.sessions, self.inside = doors, Sessions(), Inside()
+    def __init__(self, doors: DashboardHosts = DOORS, **options: Any) -> None:
+        self.doors, self.sessions, self.inside = doors, BrowserSessions(), Inside()
         self.gate = TokenMiddleware(
             self.inside, doors=doors, sessions=self.sessions, page=STREAMLIT, **options
         )
@@ -186,7 +186,7 @@ def test_behind_tls_the_cookie_is_the_hosts_own_and_streamlits_are_secure_too():
 
 
 def test_where_a_provider_lets_people_in_the_token_does_not():
-    doors = Doors(token=TOKEN, own_host=OWN, public_url=f"https://{PUBLIC}", signs_on=True)
+    doors = DashboardHosts(token=TOKEN, own_host=OWN, public_url=f"https://{PUBLIC}", signs_on=True)
     for host, answer in ((PUBLIC, 200), (OWN, 303)):
         _, sent = House(doors).knock(query=f"token={TOKEN}", host=host)
         assert answer == sent[0]["status"]
@@ -195,7 +195,9 @@ def test_where_a_provider_lets_people_in_the_token_does_not():
 
 
 def test_under_a_path_the_cookie_keeps_to_it_and_the_session_can_only_look():
-    doors = Doors(token=TOKEN, own_host=OWN, public_url="https://hub.example/user/ada/proxy/1")
+    doors = DashboardHosts(
+        token=TOKEN, own_host=OWN, public_url="https://hub.example/user/ada/proxy/1"
+    )
     cookie = doors.cookie("hub.example", "key")
     assert cookie.startswith("__Secure-vitals-") and "; Path=/user/ada/proxy/1/;" in cookie
     assert not doors.may_control("hub.example")
@@ -238,7 +240,7 @@ def test_no_proof_tells_strangers_the_name_of_the_cookie_that_they_would_set():
 
 def test_a_door_without_a_token_is_not_built():
     with pytest.raises(ValueError, match="too short"):
-        Doors(token="", own_host=OWN)
+        DashboardHosts(token="", own_host=OWN)
 
 
 def test_the_page_that_opened_the_browser_is_deleted_with_its_use(tmp_path: Path):
@@ -342,7 +344,7 @@ def test_every_answer_forbids_frames_other_hosts_and_guessed_types(how):
 
 
 def test_only_the_inline_script_of_streamlits_page_may_run():
-    policy = auth.headers(STREAMLIT)["content-security-policy"]
+    policy = auth.security_headers(STREAMLIT)["content-security-policy"]
     (script,) = [part for part in policy.split("; ") if part.startswith("script-src")]
     # printf '\n inline()\n' | openssl dgst -sha256 -binary | base64
     assert "script-src 'self' 'sha256-5xO49E38JoscZkJBpo32TWxbRPoYnLQwmSO+mxqaNTE='" == script
@@ -371,12 +373,12 @@ def shown() -> list[str]:
 
 
 @pytest.fixture
-def sessions(clock: Clock, shown: list[str]) -> Sessions:
-    return Sessions(shown.append, now=clock)
+def sessions(clock: Clock, shown: list[str]) -> BrowserSessions:
+    return BrowserSessions(shown.append, now=clock)
 
 
 @pytest.fixture
-def session(sessions: Sessions) -> Session:
+def session(sessions: BrowserSessions) -> BrowserSession:
     return sessions.open(OWN)
 
 
@@ -475,7 +477,7 @@ def test_a_name_that_others_share_never_gets_a_code(sessions, shown, host):
 
 
 def test_a_dashboard_that_was_not_started_with_control_gives_no_code():
-    plain = Sessions()
+    plain = BrowserSessions()
     session = plain.open(OWN)
     assert "read-only" in plain.send_code(session)
     assert not plain.redeem(session, "")

@@ -293,7 +293,7 @@ def test_of_several_incidents_an_open_one_is_shown_and_all_are_listed(
 def test_the_summary_for_a_ticket_keeps_a_strangers_words_as_words() -> None:
     sample = with_look_back(samples.sample_run(name="*bold* @all"))
     blocks = incident_blocks(sample.incidents[0], sample.summary)
-    told = markdown.write(blocks)
+    told = markdown.write_markdown(blocks)
     assert told.startswith("## Loss spike at step 180, rolled back to step 230\n")
     assert "Run: \\*bold\\* &#64;all (" in told
     assert "<script" not in told and "](" not in told.replace("\\](", "")

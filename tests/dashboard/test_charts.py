@@ -7,8 +7,8 @@ from tests.dashboard import samples
 from tests.dashboard.samples import FORK, NAN_STEP, decision, sample_run, series
 from trainvitals.views import AnnotationView, NonFiniteMark
 from vitals_dashboard import charts
-from vitals_dashboard.charts import Line
-from vitals_dashboard.charts.lines import points
+from vitals_dashboard.charts import ChartLine
+from vitals_dashboard.charts.lines import series_points
 from vitals_dashboard.charts.marks import mark_text
 from vitals_dashboard.theme import ACTIONS
 
@@ -17,9 +17,9 @@ def loss_chart(**how):
     run = sample_run()
     get = lambda metric, branch="lineage": run.series[metric, "rank:0", branch]  # noqa: E731
     lines = [
-        Line(name="loss", reply=get("steps.loss")),
-        Line(name="limit", reply=get("steps.loss_limit"), role="limit"),
-        Line(name="rolled back", reply=get("steps.loss", "discarded"), role="discarded"),
+        ChartLine(name="loss", reply=get("steps.loss")),
+        ChartLine(name="limit", reply=get("steps.loss_limit"), role="limit"),
+        ChartLine(name="rolled back", reply=get("steps.loss", "discarded"), role="discarded"),
     ]
     return charts.step_chart("Loss", lines, decisions=run.decisions, **how)
 
@@ -46,7 +46,7 @@ def test_a_cut_of_the_learning_rate_is_marked_where_training_goes_on():
     cut = decision(5, "rollback", 262, "3 skips", rollback_to_step=230, lr_factor=0.5)
     skipped = decision(6, "skip_step", 300, "loss 9", acted=False, lr_factor=0.5)
     chart = charts.step_chart(
-        "Loss", [Line(name="loss", reply=series("steps.loss", "rank:0", [1.0]))],
+        "Loss", [ChartLine(name="loss", reply=series("steps.loss", "rank:0", [1.0]))],
         decisions=[cut, skipped],
     )  # fmt: skip
     assert [(230, "learning rate x 0.5 from step 230")] == marked(chart, "LR cut")
@@ -79,8 +79,8 @@ def test_a_non_finite_step_says_which_attempt_of_several_it_was():
         return series("steps.loss", "rank:0", values, steps=steps, branch=branch, nonfinite=(mark,))
 
     lines = [
-        Line(name="loss", reply=bad(9, "lineage")),
-        Line(name="rolled back", reply=bad(7, "discarded"), role="discarded"),
+        ChartLine(name="loss", reply=bad(9, "lineage")),
+        ChartLine(name="rolled back", reply=bad(7, "discarded"), role="discarded"),
     ]
     chart = charts.step_chart("Loss", lines, attempts={7: 1, 9: 2}, extent=(0, 4))
     both = ["nan at step 4 (rank:0, attempt 1, rolled back)", "nan at step 4 (rank:0, attempt 2)"]
@@ -92,13 +92,13 @@ def test_a_non_finite_step_says_which_attempt_of_several_it_was():
 def test_a_run_without_one_finite_value_still_shows_its_marks():
     nan = tuple(NonFiniteMark(step=s, attempt=1, kind="+inf") for s in (3, 4))
     reply = series("steps.loss", "rank:0", [None, None], steps=[3, 4], nonfinite=nan)
-    chart = charts.step_chart("Loss", [Line(name="loss", reply=reply)], extent=(0, 4))
+    chart = charts.step_chart("Loss", [ChartLine(name="loss", reply=reply)], extent=(0, 4))
     assert [3, 4] == [place for place, _ in marked(chart, "non-finite")]
 
 
 def test_the_minimum_and_maximum_that_came_are_drawn():
     reply = sample_run().series["steps.loss", "rank:0", "lineage"]
-    drawn = [y for _, y in points(reply) if y is not None]
+    drawn = [y for _, y in series_points(reply) if y is not None]
     came = [v for v in reply.value if v is not None]
     assert (min(came), max(came), len(came)) == (min(drawn), max(drawn), len(drawn))
 
@@ -110,14 +110,14 @@ def test_a_non_finite_value_is_a_gap():
 
 def test_a_log_axis_leaves_a_gap_where_it_cannot_show_a_value():
     reply = series("steps.grad_norm", "rank:0", [1.0, 0.0, -1.0, 2.0])
-    chart = charts.step_chart("Norm", [Line(name="n", reply=reply)], log=True)
+    chart = charts.step_chart("Norm", [ChartLine(name="n", reply=reply)], log=True)
     assert [1.0, None, None, 2.0] == curve(chart, "n").y
     assert chart.log
 
 
 def test_no_line_joins_two_rolled_back_branches():
     reply = series("steps.loss", "rank:0", [1.0, 2.0, 3.0], steps=[FORK - 2, FORK - 1, FORK])
-    line = Line(name="rolled back", reply=reply, role="discarded")
+    line = ChartLine(name="rolled back", reply=reply, role="discarded")
     first, second = charts.step_chart("Loss", [line]).curves
     assert ([FORK - 2, FORK - 1], [1.0, 2.0]) == (first.x, first.y)
     assert ([FORK], [3.0]) == (second.x, second.y)
@@ -136,9 +136,9 @@ def test_a_mean_lies_over_its_own_curve_in_its_colour():
     mean = series("steps.loss", "rank:0", [4.0, 4.0, None, 6.5])
     other = series("steps.loss_z", "rank:0", [1.0])
     lines = [
-        Line(name="z", reply=other),
-        Line(name="loss", reply=raw),
-        Line(name="loss, smoothed", reply=mean, role="mean"),
+        ChartLine(name="z", reply=other),
+        ChartLine(name="loss", reply=raw),
+        ChartLine(name="loss, smoothed", reply=mean, role="mean"),
     ]
     chart = charts.step_chart("Loss", lines)
     own, over = curve(chart, "loss"), curve(chart, "loss, smoothed")
@@ -148,7 +148,7 @@ def test_a_mean_lies_over_its_own_curve_in_its_colour():
 
 def test_a_group_is_drawn_as_its_mean_and_a_band_where_all_of_its_runs_have_values():
     def run(values, steps):
-        return Line(name="r", reply=series("steps.loss", "rank:0", values, steps=steps))
+        return ChartLine(name="r", reply=series("steps.loss", "rank:0", values, steps=steps))
 
     seeds = [run([1.0, 3.0, None, 5.0], [0, 10, 15, 20]), run([3.0, 5.0], [10, 30])]
     chart = charts.groups_chart("Loss", [("seed", seeds), ("single", seeds[1:])])
@@ -163,7 +163,7 @@ def test_a_group_is_drawn_as_its_mean_and_a_band_where_all_of_its_runs_have_valu
 
 def test_a_chart_knows_how_many_points_are_stored():
     reply = series("steps.loss", "rank:0", [1.0, 2.0], total=1_000_000)
-    chart = charts.step_chart("Loss", [Line(name="loss", reply=reply)])
+    chart = charts.step_chart("Loss", [ChartLine(name="loss", reply=reply)])
     assert (2, 1_000_000) == (len(chart.curves[0].x), chart.curves[0].num_total)
 
 
@@ -180,14 +180,14 @@ def test_decisions_outside_the_window_are_left_out():
 )
 def test_values_are_drawn_in_the_unit_that_people_read(unit, drawn, label):
     reply = series("node.memory_used_bytes", "node:a", [float(2**31)], unit=unit)
-    chart = charts.time_chart("Memory", [Line(name="node a", reply=reply)])
+    chart = charts.time_chart("Memory", [ChartLine(name="node a", reply=reply)])
     assert (label, [drawn]) == (chart.title, chart.curves[0].y)
 
 
 def test_what_people_wrote_is_short_plain_text():
     run = sample_run()
     run.decisions.append(decision(9, "halt", 300, samples.HOSTILE + "\u2028\x00" + "y" * 900))
-    line = Line(name=samples.HOSTILE, reply=run.series["steps.loss", "rank:0", "lineage"])
+    line = ChartLine(name=samples.HOSTILE, reply=run.series["steps.loss", "rank:0", "lineage"])
     chart = charts.step_chart(samples.HOSTILE, [line], decisions=run.decisions)
     ((_, words),) = marked(chart, "halt")
     assert "yyyy" in words and len(words) < 400
@@ -201,14 +201,16 @@ def test_steps_stand_at_their_time_or_at_their_tokens():
     scale = charts.token_scale(tokens)
     assert ("billion tokens", [0.0, 2.0, 4.0]) == (
         scale.unit,
-        [x for x, _ in points(reply, scale=scale)],
+        [x for x, _ in series_points(reply, scale=scale)],
     )
     assert 10 == scale.step_at(2.0)
     times = charts.time_scale(reply)
-    assert [t / 1e6 for t in reply.time_unix_ns] == [x for x, _ in points(reply, scale=times)]
+    assert [t / 1e6 for t in reply.time_unix_ns] == [
+        x for x, _ in series_points(reply, scale=times)
+    ]
     assert 10 == times.step_at(times.x_of([10])[0])
     chart = charts.step_chart(
-        "Loss", [Line(name="loss", reply=reply)], scale=scale, extent=(0, 20),
+        "Loss", [ChartLine(name="loss", reply=reply)], scale=scale, extent=(0, 20),
         decisions=[decision(1, "skip_step", 10, "loss 9")],
     )  # fmt: skip
     assert [2.0] == [place for place, _ in marked(chart, "skip")]
@@ -246,7 +248,7 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts_them():
     bad = tuple(NonFiniteMark(step=s, attempt=1, kind="nan") for s in steps)
     reply = series("steps.loss", "rank:0", [1.0, 2.0], steps=[0, 99_999], nonfinite=bad)
     reply = structs.replace(reply, num_nonfinite=90_000)
-    lines = [Line(name="loss", reply=reply)]
+    lines = [ChartLine(name="loss", reply=reply)]
     chart = charts.step_chart("Loss", lines, decisions=skips, extent=(0, 99_999))
     assert chart.num_points < 4_000
     assert (

@@ -16,8 +16,8 @@ from trainvitals.views import RunDetail, RunQuestion, SeriesRequest
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store, open_store
-from vitals_dashboard.charts import Line
-from vitals_dashboard.feed import Feed
+from vitals_dashboard.charts import ChartLine
+from vitals_dashboard.feed import ChartFeed
 from vitals_dashboard.source import DataSource
 
 POINTS = 100
@@ -28,7 +28,7 @@ class Growing:
     """A run in a store, and a page that follows it."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._feed, self._writer = store, Feed(), Writer(world_size=1)
+        self._store, self._feed, self._writer = store, ChartFeed(), Writer(world_size=1)
         query = Query(store, clock=ManualClock())
         client = SimpleNamespace(ask=query.ask, url=f"test:{id(self)}")
         self._source = cast("DataSource", SimpleNamespace(client=client))
@@ -41,10 +41,10 @@ class Growing:
         self._ingest(self._writer.steps(steps, loss=[*losses]))
         self.num_steps = steps.stop
 
-    def look(self) -> Line:
+    def look(self) -> ChartLine:
         """Return what the next refresh sends of the loss."""
         detail: RunDetail = self._source.client.ask(RunQuestion(run_id=RUN))
-        (line,) = self._feed.ask(self._source, detail, cast("Any", ASKED))
+        (line,) = self._feed.query_lines(self._source, detail, cast("Any", ASKED))
         assert line is not None
         return line
 

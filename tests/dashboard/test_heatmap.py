@@ -79,9 +79,9 @@ def test_names_are_distinct_and_one_line_and_units_are_those_people_read() -> No
 
 def test_a_step_lies_in_the_column_that_begins_at_or_before_it() -> None:
     steps = (100, 110, 120)
-    found = [heatmap.column_of(step, steps) for step in (99, 100, 109, 110, 129, 130)]
+    found = [heatmap.step_column(step, steps) for step in (99, 100, 109, 110, 129, 130)]
     assert [None, 0, 0, 1, 2, None] == found
-    assert None is heatmap.column_of(1, ())
+    assert None is heatmap.step_column(1, ())
 
 
 def test_stragglers_are_named_by_rank_and_node_and_noise_is_not() -> None:

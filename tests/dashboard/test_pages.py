@@ -51,7 +51,7 @@ def test_what_cannot_be_drawn_is_tried_again_though_its_run_has_ended(
 
     monkeypatch.setattr(layout.st, "fragment", fragment)
     monkeypatch.setattr(layout, "guarded", lambda draw: False)
-    layout.refreshing(lambda _: None, live=False, key="body")
+    layout.draw_periodically(lambda _: None, live=False, key="body")
     layout.page_with_live_part(lambda _: None)
     every = layout.REFRESH_SECONDS
     assert {"body": None, "body_again": every, "page_again": every} == started
@@ -389,6 +389,6 @@ def test_every_page_is_told_where_its_server_is() -> None:
     paths = set(re.findall(r'url_path="(\w+)"|\("(\w+)", layout\.', entry))
     expected = {"", *("".join(names) for names in paths)}
     assert expected == {*served.paths()}
-    text = served.page()
+    text = served.streamlit_index_page()
     assert {route.path for route in served.routes(text)} == {f"/{path}" for path in expected}
     assert text.index("window.__streamlit") < text.index('<script type="module"')

@@ -53,7 +53,7 @@ CONFIGS = {
     ],
 )
 def test_words_and_fields_all_hold(text: str, numbers: list[int]) -> None:
-    asked = search.parse(text)
+    asked = search.parse_run_search(text)
     found = [run for run in RUNS if asked.matches(run, CONFIGS.get(run.run_id, {}))]
     assert [samples.run_id(number) for number in numbers] == [run.run_id for run in found]
     assert asked.needs_configs == text.startswith("config.")
@@ -73,7 +73,7 @@ def test_words_and_fields_all_hold(text: str, numbers: list[int]) -> None:
 )
 def test_what_is_not_understood_is_said_with_the_way_out(text: str, words: str, hint: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        search.parse(text)
+        search.parse_run_search(text)
     assert hint in caught.value.hint
 
 

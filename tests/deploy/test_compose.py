@@ -19,7 +19,7 @@ from tests.deploy.compose import COMPOSE, CONTAINER, DEPLOY, read
 from tests.support.deploy import ROOT, run, settings_of_vitals
 from trainvitals import __version__
 from trainvitals.cli.main import main
-from vitals_collector.api.certificate import own_certificate
+from vitals_collector.api.certificate import load_or_create_certificate
 
 CHART = DEPLOY / "helm" / "vitals"
 OURS = ("collector", "prometheus-config")
@@ -216,7 +216,7 @@ class TestContainer:
                 """Say nothing."""
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(own_certificate(tmp_path))
+        context.load_cert_chain(load_or_create_certificate(tmp_path))
         with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
             server.socket = context.wrap_socket(server.socket, server_side=True)
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -10,7 +10,7 @@ from tests.support.deploy import run
 from trainvitals.cli.main import main
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.server_identity import TlsTrust
-from vitals_collector.api.certificate import own_certificate
+from vitals_collector.api.certificate import load_or_create_certificate
 from vitals_deploy import prometheus
 from vitals_deploy.cli import GENERATORS, reader_tokens, write_files
 from vitals_deploy.prometheus import agent_targets
@@ -159,7 +159,7 @@ def test_the_address_is_taken_as_the_collector_prints_it_and_nothing_else_is(tmp
 
 def a_certificate(folder: Path) -> str:
     """Return a certificate that a collector made."""
-    text = own_certificate(folder).read_text()
+    text = load_or_create_certificate(folder).read_text()
     return text[text.index("-----BEGIN CERTIFICATE") :]
 
 

@@ -12,7 +12,7 @@ from tests.agent.stub_collector import StubCollector
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from tests.trainer_hooks.short_demo import SMALL
 from trainvitals.io.client import CollectorClient
-from trainvitals.io.control_key import make_control_key, sign_order
+from trainvitals.io.control_key import make_control_key, sign_manual_command
 from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
@@ -284,7 +284,7 @@ def test_a_captured_answer_that_is_sent_again_is_not_carried_out_twice(tmp_path)
 def _order(lab: Lab, run_id: str, action: str, argument: float) -> Command:
     """Return a command as a person signs it."""
     request = CommandRequest(action=action, argument=argument, reason="to see")
-    return sign_order(
+    return sign_manual_command(
         request.command(run_id, issued_by="ada", now_unix_ns=time.time_ns()), lab.data
     )
 
@@ -310,7 +310,7 @@ def _answers_to(stub: StubCollector, view: CommandView) -> list[str]:
 def _orders(lab: Lab, run_id: str) -> tuple[Command, Command]:
     """Return a halt as a person signs it, and one with a made-up number and the same signature."""
     request = CommandRequest(action="halt", reason="enough")
-    genuine = sign_order(
+    genuine = sign_manual_command(
         request.command(run_id, issued_by="ada", now_unix_ns=time.time_ns()), lab.data
     )
     return genuine, msgspec.structs.replace(genuine, number=genuine.number - 1)

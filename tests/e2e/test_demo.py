@@ -18,7 +18,14 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from trainvitals.cli import demo
-from trainvitals.cli.demo import Expected, expected, has_visitors, match, plan, unexpected
+from trainvitals.cli.demo import (
+    Expected,
+    build_demo_faults,
+    find_false_alarms,
+    has_visitors,
+    list_expected_decisions,
+    match_expected_decisions,
+)
 from trainvitals.records import Decision
 
 
@@ -32,7 +39,7 @@ def test_the_demo_finds_every_fault_and_nothing_else(tmp_path):
         timeout=280,
     )
     assert 0 == done.returncode, done.stdout + done.stderr
-    for want in expected():
+    for want in list_expected_decisions():
         assert want.rule in done.stdout
     assert "missing" not in done.stdout
 
@@ -47,22 +54,26 @@ def test_a_decision_of_another_rank_or_step_answers_nothing():
     right = decision(action="skip_step", rule="nonfinite", rank=1, step=150)
     other_rank = decision(action="skip_step", rule="nonfinite", rank=0, step=150)
     other_step = decision(action="skip_step", rule="nonfinite", rank=1, step=151)
-    assert [right] == [m.decision for m in match([want], [other_rank, other_step, right])]
-    assert [None] == [m.decision for m in match([want], [other_rank, other_step])]
-    matched = match([want], [right, other_step])
-    assert [other_step] == unexpected(matched, [right, other_step])
+    assert [right] == [
+        m.decision for m in match_expected_decisions([want], [other_rank, other_step, right])
+    ]
+    assert [None] == [
+        m.decision for m in match_expected_decisions([want], [other_rank, other_step])
+    ]
+    matched = match_expected_decisions([want], [right, other_step])
+    assert [other_step] == find_false_alarms(matched, [right, other_step])
 
 
 def test_one_decision_answers_one_fault_only():
     want = Expected("NaN gradient", "skip_step", "nonfinite", 1, 150)
     right = decision(action="skip_step", rule="nonfinite", rank=1, step=150)
-    assert [right, None] == [m.decision for m in match([want, want], [right])]
+    assert [right, None] == [m.decision for m in match_expected_decisions([want, want], [right])]
 
 
 def test_the_plan_injects_what_is_expected():
-    kinds = {fault.kind for fault in plan().faults}
+    kinds = {fault.kind for fault in build_demo_faults().faults}
     assert {"nan_gradient", "shuffled_parameters", "nan_parameters"} == kinds
-    assert 3 == len({want.fault for want in expected()})
+    assert 3 == len({want.fault for want in list_expected_decisions()})
 
 
 # ---------------------------------------------------------------------------- on a terminal

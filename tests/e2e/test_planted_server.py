@@ -41,10 +41,10 @@ from trainvitals.io.server_identity import UNPROVEN, connect_unix
 from trainvitals.io.spool import Spool
 from trainvitals.views import RunsQuestion
 from vitals_agent.backoff import Backoff
-from vitals_agent.collector_endpoint import CollectorEndpoint, finder
+from vitals_agent.collector_endpoint import CollectorEndpoint, make_collector_finder
 from vitals_agent.faults import Faults
 from vitals_agent.shipper import Shipper
-from vitals_collector.api.certificate import own_certificate
+from vitals_collector.api.certificate import load_or_create_certificate
 from vitals_dashboard.settings import DashboardSettings
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
@@ -88,7 +88,7 @@ class Real:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", self.port))
-            certificate = own_certificate(_made(self.folder / "theirs")) if tls else None
+            certificate = load_or_create_certificate(_made(self.folder / "theirs")) if tls else None
             with planted(listener, self.folder, certificate) as server:
                 yield server
 
@@ -120,7 +120,9 @@ class Shipping:
         self._writer, self._num = Writer(), 0
         folder = real.folder / f"spool-{len(list(real.folder.iterdir()))}"
         self.spool = Spool(folder, max_bytes=1 << 20, keep=False)
-        self.endpoint = CollectorEndpoint(finder(where, token_file, {}), connect=patient_client)
+        self.endpoint = CollectorEndpoint(
+            make_collector_finder(where, token_file, {}), connect=patient_client
+        )
         self.faults = Faults()
         backoff = Backoff(max_seconds=0.01, rng=random.Random(1))
         self._shipper = Shipper(self.endpoint, backoff=backoff, faults=self.faults)

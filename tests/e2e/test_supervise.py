@@ -16,7 +16,7 @@ from tests.agent.builders import World
 from tests.e2e.lab import Lab, open_lab, stored_rows, until
 from tests.support.examples import one_in
 from tests.trainer_hooks.short_demo import PACE, SMALL
-from trainvitals.cli.supervise import MAX_REVIVALS, Child, Stack
+from trainvitals.cli.supervise import MAX_REVIVALS, ChildProgram, ProgramStack
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import private_base
 
@@ -85,7 +85,7 @@ def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
 @pytest.mark.slow
 def test_the_agent_finds_a_collector_that_was_started_again_at_another_port(lab):
     environ = lab.environ()
-    with Stack(lab.folder / "home", environ) as stack, socket.socket() as squatter:
+    with ProgramStack(lab.folder / "home", environ) as stack, socket.socket() as squatter:
         first = stack.start_collector()
         stack.start_agent()
         rank = World(private_base(environ), stack.runs).rank(
@@ -100,7 +100,7 @@ def test_the_agent_finds_a_collector_that_was_started_again_at_another_port(lab)
         until(lambda: num_stored() == 1, "the first collector has the row")
         (pid,) = [pid for pid, words in lab.alive().items() if "trainvitals collector" in words]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: (stack.dead() or pid) != pid, "the collector is gone")
+        until(lambda: (stack.find_ended_program() or pid) != pid, "the collector is gone")
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         squatter.bind(("127.0.0.1", int(first.rpartition(":")[2])))
         assert first != stack.start_collector()
@@ -131,27 +131,27 @@ def test_what_dies_beside_a_training_is_started_again_and_the_training_goes_on(l
 
 
 def test_what_dies_again_and_again_stays_away_and_it_is_said(lab):
-    stack = Stack(lab.folder / "home", lab.environ())
+    stack = ProgramStack(lab.folder / "home", lab.environ())
     stack.home.mkdir()
     (log := stack.home / "agent.log").touch()
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    stack._children.append(child := Child("agent", process, log, ("--no-such-option",)))
+    stack._children.append(child := ChildProgram("agent", process, log, ("--no-such-option",)))
     said = []
     for _ in range(MAX_REVIVALS + 1):
         child.process.wait()
-        said += stack.revive()
+        said += stack.restart_ended_programs()
     assert ["started again"] * MAX_REVIVALS == [text[-13:] for text in said[:MAX_REVIVALS]]
     assert "it stays away. Its log is" in said[-1]
-    assert [] == list(stack.revive())
+    assert [] == list(stack.restart_ended_programs())
 
 
 def test_codes_that_the_dashboard_tells_are_shown_once_in_the_terminal_of_up(lab):
-    stack = Stack(lab.folder / "home", lab.environ())
+    stack = ProgramStack(lab.folder / "home", lab.environ())
     stack.home.mkdir()
     log = stack.home / "dashboard.log"
     log.write_text("http://x.localhost:1/?token=t\nControl code: AB-12  (asked for at 10:00:00)\n")
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        stack._children.append(Child("dashboard", process, log))
+        stack._children.append(ChildProgram("dashboard", process, log))
         assert ["Control code: AB-12  (asked for at 10:00:00)"] == stack.control_codes()
         assert [] == stack.control_codes()
         with log.open("a") as more:
@@ -160,7 +160,7 @@ def test_codes_that_the_dashboard_tells_are_shown_once_in_the_terminal_of_up(lab
 
 
 def test_what_lacks_a_package_is_not_started_again_and_it_is_said_in_a_line(lab):
-    stack = Stack(lab.folder / "home", lab.environ())
+    stack = ProgramStack(lab.folder / "home", lab.environ())
     stack.home.mkdir()
     (log := stack.home / "agent.log").write_text(
         "error: `vitals agent` needs the package psutil, which is not installed [V120]\n\n"
@@ -168,12 +168,12 @@ def test_what_lacks_a_package_is_not_started_again_and_it_is_said_in_a_line(lab)
     )
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     process.wait()
-    stack._children.append(Child("agent", process, log))
+    stack._children.append(ChildProgram("agent", process, log))
     assert [
         "no agent: `vitals agent` needs the package psutil, which is not installed; pip install "
         "psutil"
-    ] == list(stack.revive())
-    assert [] == list(stack.revive())
+    ] == list(stack.restart_ended_programs())
+    assert [] == list(stack.restart_ended_programs())
 
 
 WITHOUT = """

@@ -24,7 +24,7 @@ import pytest
 from tests.agent.builders import NODE, RUN
 from tests.e2e.lab import Lab, RowKey, _answers, free_port, open_lab, stored_rows, until
 from tests.e2e.mirror import Mirror
-from trainvitals.io.client import client_of, collector_on
+from trainvitals.io.client import collector_on, open_collector_client
 from trainvitals.io.private import private_base
 from trainvitals.io.server_identity import UNPROVEN
 from trainvitals.testing.faults import FaultPlan
@@ -192,7 +192,7 @@ def test_an_old_agent_and_old_ranks_are_served_by_a_new_collector_and_upgraded_i
     assert 0 == parts.mirror.num_lost
     collector = collector_on(parts.lab.data)
     assert collector is not None
-    with client_of(collector) as client:
+    with open_collector_client(collector) as client:
         detail = client.ask(RunQuestion(run_id=RUN))
     assert {0} == {source.num_lost_rows for source in detail.sources}
 
@@ -295,7 +295,7 @@ def test_a_store_that_an_earlier_version_wrote_goes_on_with_all_its_rows_and_dec
     assert decided == ledger(lab.data)
     collector = collector_on(lab.data)
     assert collector is not None
-    with client_of(collector) as client:
+    with open_collector_client(collector) as client:
         told = [view.decision for view in client.ask(DecisionsQuestion(run_id=trained))]
         assert decided == [
             (trained, d.action, d.rule, d.step, d.decided_at_step, d.attempt, d.rank, d.acted)

@@ -59,7 +59,7 @@ from trainvitals.records import (
 )
 from trainvitals.views import RunsQuestion
 from trainvitals.wire import decode_batch, split_batches
-from vitals_agent.collector_endpoint import finder
+from vitals_agent.collector_endpoint import make_collector_finder
 from vitals_agent.state_dir import AgentStateDir
 from vitals_collector.alerts.receivers import load_notifier_settings
 from vitals_collector.ingest.ingest import store_bodies
@@ -401,7 +401,7 @@ def read_addresses(folder: Path, raw: bytes) -> None:
     (folder / "collector.json").touch(0o600)
     (folder / "collector.json").write_bytes(raw)
     collector_on(folder)
-    finder(str(folder), None, {})()
+    make_collector_finder(str(folder), None, {})()
 
 
 def read_agent_file(folder: Path, raw: bytes) -> None:

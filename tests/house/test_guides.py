@@ -21,7 +21,7 @@ from tests.house.pages import (
 from tests.support.examples import one_in
 from trainer_hooks.exchange.reduce_vector import MAX_SLOTS
 from trainer_hooks.features import vector_fields
-from trainvitals.cli.demo import expected
+from trainvitals.cli.demo import list_expected_decisions
 from trainvitals.policy.judge import SECTIONS, load_judge_config
 
 FOLDER = ROOT / "docs" / "guides"
@@ -149,7 +149,7 @@ def test_the_size_of_the_exchange_is_the_one_in_the_guide():
 def test_the_demo_is_the_one_of_today():
     # Long outputs are not run again, but they must be of what is run today.
     shown = block(FOLDER / "demo.md", "transcript: vitals demo --headless --compare").body
-    for want in expected():
+    for want in list_expected_decisions():
         rows = [line for line in shown.splitlines() if f" {want.step} " in line]
         assert any(want.action in row for row in rows), want
 

@@ -15,8 +15,8 @@ from tests.plugins.bridges.otlp_requests import encoded, gauge, point, request
 from tests.plugins.bridges.wandb_files import call, framed
 from vitals_plugins.bridges.importers import ColumnChoice, read_history
 from vitals_plugins.bridges.mirrors.follow import Cursor
-from vitals_plugins.bridges.mirrors.worker import MirrorState, StateFile
-from vitals_plugins.bridges.mirrors.worker import Target as MirrorTarget
+from vitals_plugins.bridges.mirrors.worker import MirrorState, MirrorStateFile
+from vitals_plugins.bridges.mirrors.worker import TrackerTarget as MirrorTarget
 from vitals_plugins.bridges.otlp import decode_otlp_request
 
 
@@ -59,7 +59,7 @@ def read_otlp(is_json: bool, _folder: Path, raw: bytes) -> None:
 
 
 def read_mirror_state(folder: Path, raw: bytes) -> None:
-    state = StateFile(folder, RUN, MirrorTarget("wandb", ""))
+    state = MirrorStateFile(folder, RUN, MirrorTarget("wandb", ""))
     state.path.write_bytes(raw)
     state.load()
 

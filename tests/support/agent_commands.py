@@ -1,7 +1,7 @@
 """Commands on their way to a run."""
 
 from tests.agent.builders import RUN
-from trainvitals.io.control_key import sign_order
+from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.records import Command
 from trainvitals.views import CommandView
@@ -24,7 +24,8 @@ def command(world, number: int, *, ttl_seconds: float = 60.0, **fields) -> Comma
 def pending(world, *commands: Command) -> list[CommandView]:
     """What a person signed, as a collector hands it out."""
     return [
-        CommandView(command=sign_order(each, world.keys), status="pending") for each in commands
+        CommandView(command=sign_manual_command(each, world.keys), status="pending")
+        for each in commands
     ]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from tests.support.forked import COMMANDS
 from trainvitals.io.client import (
     CollectorClient,
-    client_of,
     collector_on,
+    open_collector_client,
 )
 
 COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
@@ -42,4 +42,4 @@ def collector(
 def connected(data: Path, scope: str) -> CollectorClient:
     found = collector_on(data)
     assert found is not None
-    return client_of(found, scope)
+    return open_collector_client(found, scope)

@@ -3,7 +3,7 @@
 from tests.collector.numbers.written import OTHER_RUN, RUN, batch, identity
 from tests.support.numbers import plain
 from trainvitals.wire import Batch
-from vitals_collector.numbers.interface import AttemptRow, CurveRequest, Numbers, RowSpan
+from vitals_collector.numbers.interface import AttemptRow, CurveRequest, NumberStore, RowSpan
 
 ATTEMPTS = [AttemptRow(1, None, 0)]
 
@@ -19,7 +19,7 @@ def sent() -> list[Batch]:
     return batches
 
 
-def answers(numbers: Numbers, run: str) -> list[object]:
+def answers(numbers: NumberStore, run: str) -> list[object]:
     """Return all that a run's losses are asked for."""
     span = RowSpan(run, "steps")
     columns = numbers.scan(span, ["loss", "rank", "seq"])

@@ -8,7 +8,7 @@ import numpy as np
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.support.numbers import plain
 from trainvitals.rows import Value
-from vitals_collector.numbers.interface import Numbers, RowSpan, StepWindow
+from vitals_collector.numbers.interface import NumberStore, RowSpan, StepWindow
 from vitals_collector.numbers.rank_rollup import STATISTICS
 
 SIZE = 256
@@ -43,7 +43,7 @@ def rows_of(rank: int, num: int) -> list[dict[str, Value]]:
     return rows
 
 
-def fill(numbers: Numbers, *, num_ranks: int = 12, num: int = 600, first: int = 0) -> None:
+def fill(numbers: NumberStore, *, num_ranks: int = 12, num: int = 600, first: int = 0) -> None:
     """Store rows of some ranks."""
     numbers.append(
         [
@@ -53,13 +53,13 @@ def fill(numbers: Numbers, *, num_ranks: int = 12, num: int = 600, first: int = 
     )
 
 
-def kept_rows(numbers: Numbers) -> dict[int, int]:
+def kept_rows(numbers: NumberStore) -> dict[int, int]:
     """Return how many rows each rank has."""
     ranks = numbers.scan(STEPS, ["rank"])["rank"].values
     return dict(zip(*(part.tolist() for part in np.unique(ranks, return_counts=True)), strict=True))
 
 
-def levels(numbers: Numbers) -> dict[str, list[Value | str]]:
+def levels(numbers: NumberStore) -> dict[str, list[Value | str]]:
     """Return the numbers over ranks."""
     names = [f"{name}:{what}" for name in NUMBERS for what in STATISTICS]
     scanned = numbers.scan(RowSpan(RUN, "ranks"), ["step", "attempt", "num_ranks", *names])

@@ -9,7 +9,7 @@ from tests.collector.numbers.written import RUN
 from trainvitals.rows import Value
 from vitals_collector.numbers.interface import (
     ColumnValues,
-    Numbers,
+    NumberStore,
     RowSpan,
 )
 from vitals_collector.numbers.lake import Lake
@@ -23,7 +23,7 @@ def plain(column: ColumnValues) -> list[Value | str]:
     return [None if is_missing else value for value, is_missing in pairs]
 
 
-def losses(numbers: Numbers, span: RowSpan = STEPS) -> list[Value | str]:
+def losses(numbers: NumberStore, span: RowSpan = STEPS) -> list[Value | str]:
     """Return the run's losses."""
     return plain(numbers.scan(span, ["loss"])["loss"])
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from trainvitals.io.control_key import make_control_key, sign_order
+from trainvitals.io.control_key import make_control_key, sign_manual_command
 from trainvitals.records import Command
 from trainvitals.views import CommandRequest
 
@@ -25,4 +25,4 @@ def signed(
 ) -> Command:
     """Return the request as the signed command that a person sends."""
     command = request.command(run_id, issued_by=by, now_unix_ns=now_unix_ns, after=after)
-    return sign_order(command, keys())
+    return sign_manual_command(command, keys())

@@ -12,11 +12,16 @@ from typing import Any
 import httpx
 import uvicorn
 
-from trainvitals.io.client import CollectorAddress, CollectorClient, client_of, read_tokens
+from trainvitals.io.client import (
+    CollectorAddress,
+    CollectorClient,
+    open_collector_client,
+    read_tokens,
+)
 from trainvitals.io.server_identity import UNPROVEN
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
 from vitals_collector.api.auth import PatientProtocol
-from vitals_collector.api.certificate import own_certificate, tell_clients
+from vitals_collector.api.certificate import load_or_create_certificate, write_client_trust
 from vitals_collector.api.serve import ListenSettings, bind, url_of
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_store
 
@@ -73,9 +78,9 @@ class Served:
         self.settings = settings
         self.app = create_app(settings, store=store)
         self.store: Store = self.app.state.store
-        self._certificate = own_certificate(settings.data) if tls else None
+        self._certificate = load_or_create_certificate(settings.data) if tls else None
         if self._certificate is not None:
-            tell_clients(settings.data / TOKENS_FILE, self._certificate)
+            write_client_trust(settings.data / TOKENS_FILE, self._certificate)
         self.tokens = read_tokens(settings.data / TOKENS_FILE)
         self._loop = asyncio.new_event_loop()
         self._started, self._stop = threading.Event(), asyncio.Event()
@@ -139,7 +144,7 @@ class Served:
         """
         if "plain" in vars(self) or self._certificate is not None:
             address = CollectorAddress(url=self.url, tokens=self.tokens)
-            with client_of(address, scope, timeout=60.0) as client:
+            with open_collector_client(address, scope, timeout=60.0) as client:
                 yield client
             return
         with self.client_with(getattr(self.tokens, scope)) as client:

@@ -4,10 +4,10 @@ import torch
 from msgspec.structs import fields
 
 from trainer_hooks.exchange.reduce_vector import (
-    PackLayout,
     Rank0Values,
     RankContribution,
     ReduceVector,
+    ReduceVectorLayout,
 )
 from trainer_hooks.features import vector_fields
 from trainer_hooks.ranks import Ranks
@@ -33,7 +33,9 @@ def contribution(loss, **given):
 
 def filled(given, rank=0, world_size=1, *, root=None, on_host=False):
     """Return the vector of a rank: a dict of RankContribution's arguments and ``squares``."""
-    packer = ReduceVector(PackLayout.of(2, Ranks(rank, world_size, rank, None), fields=FIELDS), CPU)
+    packer = ReduceVector(
+        ReduceVectorLayout.of(2, Ranks(rank, world_size, rank, None), fields=FIELDS), CPU
+    )
     given_fields = dict(given)
     squares = given_fields.pop("squares", (1.0, 3.0))
     loss = given_fields.pop("loss", 2.0)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
 from tests.support.watched import run_directory, send_command, until
-from trainvitals.records import Profiled
+from trainvitals.records import ProfileArgument
 
 RANKS, SLOW = 3, 1
 
@@ -38,14 +38,16 @@ def main(rank, folder):
             model(batch).square().mean().backward()
             monitor.step()
             if step == 12 and rank == 0:
-                send_command(monitor, action="profile", argument=Profiled(2).argument)
+                send_command(monitor, action="profile", argument=ProfileArgument(2).argument)
             if step == 24:
                 until(lambda: len(list(traces.glob("step-*"))) == 2)
                 dist.barrier()
                 left["chosen"] = sorted(path.name for path in traces.glob("step-*"))
                 dist.barrier()
                 if rank == 0:
-                    send_command(monitor, action="profile", argument=Profiled(2, rank=2).argument)
+                    send_command(
+                        monitor, action="profile", argument=ProfileArgument(2, rank=2).argument
+                    )
             if step == 36:
                 until(lambda: len(list(traces.glob("step-*"))) == 3)
                 left["all"] = sorted(path.name for path in traces.glob("step-*"))

@@ -19,7 +19,7 @@ if os.environ.get(SMALL):
     train.CONTEXT, train.WIDTH, train.LAYERS, train.HEADS = 32, 16, 1, 2
 
 
-class PacedInjector(train.Injector):
+class PacedInjector(train.FaultInjector):
     """Sleeps before each forward."""
 
     def before_forward(self, model, step):
@@ -27,7 +27,7 @@ class PacedInjector(train.Injector):
         super().before_forward(model, step)
 
 
-train.Injector = PacedInjector
+train.FaultInjector = PacedInjector
 
 if __name__ == "__main__":
     train.main()

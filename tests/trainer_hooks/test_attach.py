@@ -27,7 +27,7 @@ from tests.support.watched import (  # noqa: F401
 )
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.probing import ask
-from trainer_hooks.exchange.reduce_vector import Reduced
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers
 from trainer_hooks.lifecycle import shutdown
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
@@ -403,7 +403,7 @@ def test_accumulated_losses_weigh_as_they_were_given():
         push = device_of(attached).readback.push
         device_of(attached).readback.push = lambda n, h: (
             losses.append(float(n[device_of(attached).packer.layout.size + 1])),
-            losses.append(Reduced(device_of(attached).packer.layout, list(n)).losses()),
+            losses.append(ReducedNumbers(device_of(attached).packer.layout, list(n)).losses()),
             push(n, h),
         )[2]
         attached.loss(1.0, 3)

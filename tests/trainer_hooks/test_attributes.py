@@ -11,7 +11,7 @@ import torch
 
 import trainer_hooks
 from trainer_hooks.lifecycle import attributes
-from trainer_hooks.lifecycle.attributes import flat, run_info
+from trainer_hooks.lifecycle.attributes import flatten_config, run_info
 from trainvitals.errors import UsageError
 from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo
@@ -65,7 +65,7 @@ def test_a_person_s_session_says_nothing_of_the_run(monkeypatch):
 def test_nested_settings_get_dotted_names_and_secrets_are_not_kept():
     config = {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "wandb": {"api_key": "hush"}}
     expected = {"optimizer.lr": 0.1, "optimizer.betas": "(0.9, 0.95)", "wandb.api_key": "***"}
-    assert expected == flat(config)
+    assert expected == flatten_config(config)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.ranks_with_bad_state import main
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks import CheckpointSettings
-from trainer_hooks.exchange.emit import Layers
-from trainer_hooks.measures.sampled import Samples
+from trainer_hooks.exchange.emit import LayerAggregator
+from trainer_hooks.measures.sampled import SampledSignals
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.state import StateCheck
 from trainvitals.errors import CheckpointError, TrainingHalted
@@ -90,8 +90,8 @@ def test_parameters_that_are_nan_are_named_with_their_layer(tmp_path, mode):
 
 
 def test_a_layer_with_a_nan_parameter_has_a_nan_weight_norm():
-    layers = Layers(["1.weight", "1.bias", "3.weight"])
-    rows = layers.rows([9.0, 16.0, 4.0], Samples(nonfinite_parameters=["3.weight"]))
+    layers = LayerAggregator(["1.weight", "1.bias", "3.weight"])
+    rows = layers.rows([9.0, 16.0, 4.0], SampledSignals(nonfinite_parameters=["3.weight"]))
     assert [(0, 5.0, None), (1, 2.0, "nan")] == [
         (layer, gradient, weight if weight is None else str(weight))
         for layer, gradient, weight, *_ in rows

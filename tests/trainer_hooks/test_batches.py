@@ -24,7 +24,7 @@ from tests.trainer_hooks.loaders import (
     uninterrupted,
 )
 from trainer_hooks.data.loader import BatchIndex
-from trainer_hooks.lifecycle.data_position import HandedOut
+from trainer_hooks.lifecycle.data_position import YieldedBatches
 from trainvitals.policy.plan import BatchWindow
 
 # torchdata still calls what torch has deprecated.
@@ -312,7 +312,7 @@ def test_a_source_longer_than_it_knows_of_is_not_waited_for_after_its_end():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_samples_of_each_batch_are_known_without_loading(workers):
     seed()
-    out, loader = HandedOut(), DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers)
+    out, loader = YieldedBatches(), DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers)
     batches, _ = stream(loader, epochs=2, handed_out=out.add)
     for batch in batches:
         (taken,), num_samples = out.pop_batches()
@@ -321,7 +321,7 @@ def test_the_samples_of_each_batch_are_known_without_loading(workers):
 
 
 def test_workers_that_hand_out_in_any_order_tell_no_samples_and_are_not_exact():
-    out = HandedOut()
+    out = YieldedBatches()
     loader = DataLoader(Numbers(10), 2, num_workers=2, in_order=False)
     batches, _ = stream(loader, handed_out=out.add)
     for _ in batches:

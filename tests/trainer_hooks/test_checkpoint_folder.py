@@ -22,7 +22,7 @@ from trainvitals.errors import (
     NewerVersionError,
     UsageError,
 )
-from trainvitals.io.private import Owner
+from trainvitals.io.private import FileOwner
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.testing import ManualClock
 
@@ -432,11 +432,11 @@ def test_where_the_file_system_gives_our_files_to_nobody_they_are_ours_all_the_s
         path.mkdir()
         path.chmod(0o777)  # a file system that knows no modes, either
         os.chown(path, 65534, 65534)
-    owner = Owner.of(probe.stat())
+    owner = FileOwner.from_status(probe.stat())
     manifests.check_owner(checkpoint, owner)
     assert manifests.open_to_others(checkpoint, owner) is None
     with pytest.raises(InsecurePathError):
-        manifests.check_owner(checkpoint, Owner(0))
+        manifests.check_owner(checkpoint, FileOwner(0))
 
 
 def test_a_promoted_checkpoint_counts_as_healthy_from_then_on(folder):

@@ -23,7 +23,7 @@ from trainer_hooks.recovery.checkpoints import emergency_save
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
-from trainer_hooks.recovery.checkpoints.planner import Box
+from trainer_hooks.recovery.checkpoints.planner import TensorBox
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def written(path, world_size, num_bytes):
     numbers = num_bytes // 4 // world_size
     by_rank = []
     for rank in range(world_size):
-        box = Box("model.w", (world_size * numbers,), (rank * numbers,), torch.ones(numbers))
+        box = TensorBox("model.w", (world_size * numbers,), (rank * numbers,), torch.ones(numbers))
         with counted_reads() as counts:
             emergency_save.write_part(path, content, rank, [box])
         by_rank.append(sum(hashed(counts).values()))

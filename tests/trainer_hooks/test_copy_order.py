@@ -11,7 +11,7 @@ from tests.support.watched import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.side_streams import Earliest, Latest
 from tests.trainer_hooks.training import Training
 from trainer_hooks import EMA, CheckpointSettings
-from trainer_hooks.guard.averages import Averages
+from trainer_hooks.guard.averages import GuardedAverages
 from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.tensors.copying import wait_for_copies
@@ -95,7 +95,7 @@ def test_who_reads_a_snapshot_waits_for_its_copy(side):
 @pytest.mark.parametrize("side", SIDES)
 def test_torch_s_average_waits_as_well(side):
     training = Training(extra=lambda model: {"swa": AveragedModel(model)})
-    averages = Averages(training.extra, [training.optimizer])
+    averages = GuardedAverages(training.extra, [training.optimizer])
     training.run(3)
     ring = ring_of(training, side, overlap=True)
     snapshot, expected = taken(ring, training, 3)

@@ -12,7 +12,7 @@ from trainer_hooks import ranks
 from trainer_hooks.demo.train import place
 from trainer_hooks.probe import isolated_forward
 from trainer_hooks.tensors import events, pinned
-from trainer_hooks.tensors.gradients import Squares
+from trainer_hooks.tensors.gradients import GradientSquares
 
 SECOND_GPU = torch.device("cuda", 1)
 
@@ -61,7 +61,7 @@ def test_gradients_of_several_types_are_summed_in_a_fused_pass_each(monkeypatch)
         torch.full((2,), 3.0, dtype=torch.bfloat16),
         torch.full((1,), 5.0),
     ]
-    squares = Squares([torch.empty(1, device="meta")]).of(grads, torch.device("cpu"))
+    squares = GradientSquares([torch.empty(1, device="meta")]).of(grads, torch.device("cpu"))
     torch.testing.assert_close(squares, torch.tensor([12.0, 18.0, 25.0], dtype=torch.float64))
     assert passes == [[torch.float32] * 2, [torch.bfloat16]]
 

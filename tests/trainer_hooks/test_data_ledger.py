@@ -64,10 +64,10 @@ def line(step, ids=(1, 2, 3)):
 
 def test_a_bad_step_tells_the_samples_of_all_its_batches():
     made, told, held, _ = ledger()
-    made.fed(7, 1, [batch(4, (5, 6)), batch(5, (torch.tensor(8), "x"))])
-    made.fed(8, 1, [batch(6)])
-    made.judged(7, bad=True)
-    made.judged(8, bad=False)
+    made.record_batches(7, 1, [batch(4, (5, 6)), batch(5, (torch.tensor(8), "x"))])
+    made.record_batches(8, 1, [batch(6)])
+    made.process_verdict(7, bad=True)
+    made.process_verdict(8, bad=False)
     expected = BatchNoted(
         epoch=2, first_batch=4, num_batches=2, sample_ids=(5, 6, 8, "x"), num_samples=4
     )
@@ -77,26 +77,26 @@ def test_a_bad_step_tells_the_samples_of_all_its_batches():
 
 def test_a_step_that_is_trained_again_tells_what_fed_it_the_last_time():
     made, told, _, _ = ledger()
-    made.fed(7, 1, [batch(4, (5,))])
-    made.fed(7, 2, [batch(9, (6,))])
-    made.judged(7, bad=True)
+    made.record_batches(7, 1, [batch(4, (5,))])
+    made.record_batches(7, 2, [batch(9, (6,))])
+    made.process_verdict(7, bad=True)
     assert [(2, 9, (6,))] == [(a, e.first_batch, e.sample_ids) for _, a, e in told.events]
 
 
 def test_samples_that_are_not_known_are_said_to_be_unknown():
     made, told, held, _ = ledger(sample_ids=True)
-    made.fed(7, 1, [batch(4, None)])
-    made.judged(7, bad=True)
+    made.record_batches(7, 1, [batch(4, None)])
+    made.process_verdict(7, bad=True)
     assert [((), -1)] == [(e.sample_ids, e.num_samples) for _, _, e in told.events]
     assert [] == held.put_things
 
 
 def test_ids_of_the_user_s_own_are_kept_of_every_step_and_count_first():
     made, told, held, faults = ledger(sample_ids=lambda content: content["id"])
-    made.fed(0, 1, [batch(0, (1, 2), {"id": ["a", "b"]})])
-    made.fed(1, 1, [batch(1, (3, 4), {"id": torch.tensor([30, 40])})])
-    made.fed(2, 1, [batch(2, (5, 6), {"no": 1})])
-    made.judged(0, bad=True)
+    made.record_batches(0, 1, [batch(0, (1, 2), {"id": ["a", "b"]})])
+    made.record_batches(1, 1, [batch(1, (3, 4), {"id": torch.tensor([30, 40])})])
+    made.record_batches(2, 1, [batch(2, (5, 6), {"no": 1})])
+    made.process_verdict(0, bad=True)
     assert [("a", "b"), (30, 40)] == [one.sample_ids for one in held.put_things]
     assert [("a", "b")] == [e.sample_ids for _, _, e in told.events]
     assert {"sample_ids": 1} == faults.counts
@@ -104,10 +104,10 @@ def test_ids_of_the_user_s_own_are_kept_of_every_step_and_count_first():
 
 def test_an_event_has_a_bounded_number_of_ids_and_bytes_and_tells_their_number():
     made, told, _, _ = ledger()
-    made.fed(0, 1, [batch(0, tuple(range(5000)))])
-    made.fed(1, 1, [batch(1, tuple("w" * 10_000 for _ in range(300)))])
-    made.judged(0, bad=True)
-    made.judged(1, bad=True)
+    made.record_batches(0, 1, [batch(0, tuple(range(5000)))])
+    made.record_batches(1, 1, [batch(1, tuple("w" * 10_000 for _ in range(300)))])
+    made.process_verdict(0, bad=True)
+    made.process_verdict(1, bad=True)
     numbers, words = (event for _, _, event in told.events)
     assert (MAX_IDS, 5000) == (len(numbers.sample_ids), numbers.num_samples)
     assert (127, 300) == (len(words.sample_ids), words.num_samples)
@@ -119,15 +119,15 @@ def test_only_the_last_steps_are_remembered_and_fewer_hold_their_batches():
     for step in range(200):
         content = torch.ones(3)
         contents.append(weakref.ref(content))
-        made.fed(step, 1, [batch(step, content=content)])
+        made.record_batches(step, 1, [batch(step, content=content)])
     del content
     assert [198, 199] == [step for step, content in enumerate(contents) if content() is not None]
-    made.judged(199 - MAX_STEPS, bad=True)
+    made.process_verdict(199 - MAX_STEPS, bad=True)
     assert [] == told.events
-    made.judged(200 - MAX_STEPS, bad=True)
+    made.process_verdict(200 - MAX_STEPS, bad=True)
     assert [200 - MAX_STEPS] == [step for step, _, _ in told.events]
     told.events.clear()
-    made.judged(199, bad=True, facts={"loss": 2.0})
+    made.process_verdict(199, bad=True, facts={"loss": 2.0})
     (kept,) = held.put_things
     assert kept.file == "capsules/step-00000199-1-rank-3.npz" == told.events[0][2].file
     assert torch.equal(torch.ones(3), kept.content.batches[0])

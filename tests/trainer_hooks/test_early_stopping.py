@@ -8,12 +8,12 @@ import torch
 
 from tests.trainer_hooks.packs import FIELDS, contribution
 from tests.trainer_hooks.training import Training
-from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
+from trainer_hooks.callbacks.early_stopping import RankEarlyStopping, RestoredBest
 from trainer_hooks.exchange.reduce_vector import (
-    PackLayout,
     Rank0Values,
-    Reduced,
+    ReducedNumbers,
     ReduceVector,
+    ReduceVectorLayout,
 )
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.index import BestMark
@@ -85,10 +85,10 @@ class Rank:
             self.training.state, num_slots=2, interval=9, healthy_after=3, keep_evaluated=keeps
         )
         self.ranks = Ranks(rank, world_size, 0, None)
-        self.layout = PackLayout.of(1, self.ranks, fields=FIELDS)
+        self.layout = ReduceVectorLayout.of(1, self.ranks, fields=FIELDS)
         self.store, self.emitter = Store(), Emitter(is_rank0=rank == 0)
         self.attempt, self.step = 1, 0
-        self.evaluations = Evaluations(
+        self.evaluations = RankEarlyStopping(
             EarlyStopping(**settings),
             ranks=self.ranks,
             emitter=self.emitter,
@@ -106,9 +106,9 @@ class Rank:
     def pack(self):
         """Return what this rank brings to the step."""
         evaluations, packer = self.evaluations, ReduceVector(self.layout, torch.device("cpu"))
-        value = evaluations.root_value(self.step, self.attempt)
+        value = evaluations.rank0_metric(self.step, self.attempt)
         root = Rank0Values(values=evaluated(value)) if self.ranks.rank == 0 else None
-        holds = evaluations.holds(self.step, self.attempt)
+        holds = evaluations.has_state_copy(self.step, self.attempt)
         packer.fill(contribution(None, weight=0.0, holds_evaluated=holds), root)
         return packer.pack
 
@@ -123,8 +123,8 @@ class Rank:
     def back(self):
         step, attempt, pack = self.in_flight.pop(0)
         if attempt == self.attempt:
-            reduced = Reduced(self.layout, pack.tolist())
-            self.evaluations.returned(reduced, step=step, attempt=attempt)
+            reduced = ReducedNumbers(self.layout, pack.tolist())
+            self.evaluations.apply_reduced_metric(reduced, step=step, attempt=attempt)
 
     def restore_best(self):
         while self.in_flight:
@@ -282,7 +282,7 @@ def test_without_keep_best_no_state_is_copied():
 def others_of(two, *, holds=0.0, value=None, failed=0.0):
     """Return what the other rank of two adds to the pack."""
     other = 1 - two.ranks.rank
-    layout = PackLayout.of(1, Ranks(other, 2, 0, None), fields=FIELDS)
+    layout = ReduceVectorLayout.of(1, Ranks(other, 2, 0, None), fields=FIELDS)
     packer = ReduceVector(layout, torch.device("cpu"))
     root = Rank0Values(values=evaluated(value), loss_limit=0.0) if other == 0 else None
     packer.fill(contribution(None, weight=0.0, holds_evaluated=bool(holds)), root)
@@ -386,7 +386,7 @@ def test_a_last_state_for_which_there_was_no_room_is_copied_when_there_is():
     rank.train()
     rank.train()
     rank.evaluate(1.0)  # the first is still being written
-    assert not rank.evaluations.holds(2, 1)
+    assert not rank.evaluations.has_state_copy(2, 1)
     assert (2, 1.0) == (rank.restore_best().step, rank.store.saved[-1].best[1])
     assert ["best_restored"] == rank.emitter.codes()
 

@@ -14,7 +14,7 @@ import trainer_hooks
 from tests.support.inside import events_of, probe_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
-from trainer_hooks.probe.bank import Bank
+from trainer_hooks.probe.bank import BatchBank
 from trainer_hooks.probe.isolated_forward import isolated_forward
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import NONFINITE_GRADIENT
@@ -477,7 +477,7 @@ def test_the_bank_keeps_to_its_bytes_and_keeps_fewer_where_they_are_short(kib, n
             near.append(loop.probe.evaluate(ask(148)).num_batches)
 
     near, loop = [], Regression(steps=160)
-    loop.probe.bank = Bank(kib << 10)  # a batch has half a KiB
+    loop.probe.bank = BatchBank(kib << 10)  # a batch has half a KiB
     loop.run(after=after)
     assert loop.is_on
     assert max(held) <= kib << 10
@@ -486,7 +486,7 @@ def test_the_bank_keeps_to_its_bytes_and_keeps_fewer_where_they_are_short(kib, n
 
 def test_where_not_even_the_fewest_fit_it_is_off_and_told():
     loop = Regression(steps=60)
-    loop.probe.bank = Bank(3 << 10)
+    loop.probe.bank = BatchBank(3 << 10)
     loop.run()
     assert not loop.is_on
     assert 0 == loop.probe.bank.num_bytes

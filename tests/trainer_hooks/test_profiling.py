@@ -25,7 +25,7 @@ from trainer_hooks.features.profiling import (
     slowest_and_typical,
 )
 from trainer_hooks.measures.settings import SignalSettings
-from trainvitals.records import Note, Profiled
+from trainvitals.records import Note, ProfileArgument
 
 NESTED = """
 import sys, tempfile, pathlib, torch
@@ -78,8 +78,8 @@ def test_a_profiler_of_the_loop_s_own_is_left_whole(how):
 
 @given(st.integers(1, 100), st.integers(-1, 2**20 - 1), st.booleans())
 def test_what_is_ordered_travels_as_one_number(num_steps, rank, by_itself):
-    wanted = Profiled(num_steps, rank, by_itself)
-    assert wanted == Profiled.of(wanted.argument)
+    wanted = ProfileArgument(num_steps, rank, by_itself)
+    assert wanted == ProfileArgument.from_argument(wanted.argument)
     assert wanted.argument < 2**53
 
 
@@ -150,7 +150,9 @@ def test_a_run_that_gets_slower_is_profiled_once_an_hour_and_three_times_at_most
     run.train(80, 0.2)
     (order,) = run.orders
     assert ("profile", 42, "vitals") == (order.action, order.number, order.issued_by)
-    assert Profiled(AUTO_STEPS, by_itself=True) == Profiled.of(order.argument)
+    assert ProfileArgument(AUTO_STEPS, by_itself=True) == ProfileArgument.from_argument(
+        order.argument
+    )
     assert "of the run's best" in order.reason == run.slowdowns.reason
     run.train(400, 0.1)
     run.slow_down_and_recover()
@@ -225,6 +227,6 @@ def test_of_one_rank_s_traces_the_newest_are_kept(tmp_path):
     other = tmp_path / "step-000000-rank0.json.gz"
     for path in (other, *paths):
         path.touch()
-    profiling.delete_oldest(paths[-1])
+    profiling.delete_old_traces(paths[-1])
     assert KEPT + 1 == len(list(tmp_path.glob("step-*")))
     assert other.exists()

@@ -24,7 +24,7 @@ from tests.trainer_hooks.saving import flip, halve
 from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import payload
-from trainer_hooks.recovery.checkpoints.planner import Box, BoxReader
+from trainer_hooks.recovery.checkpoints.planner import BoxReader, TensorBox
 from trainer_hooks.recovery.checkpoints.shard_layout import range_boxes, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
@@ -49,7 +49,7 @@ def content(folder):
         for key, spec in specs.items()
         if not key.startswith("rank.")
     }
-    payload.read(path_of(folder), [Box.all_of(key, tensor) for key, tensor in found.items()])
+    payload.read(path_of(folder), [TensorBox.all_of(key, tensor) for key, tensor in found.items()])
     return found
 
 
@@ -139,7 +139,7 @@ def test_a_rank_reads_only_what_overlaps_with_its_own_boxes(tmp_path, monkeypatc
     monkeypatch.setattr(payload, "BOX_BYTES", 24 * 4)
     saved = saved_twin(tmp_path)
     assert saved.load(tmp_path).exact
-    own = Box("model.inp.weight", (12, 6), (3, 0), torch.empty(2, 6))
+    own = TensorBox("model.inp.weight", (12, 6), (3, 0), torch.empty(2, 6))
     reader = BoxReader([own])
     metadata = payload.read_metadata(path_of(tmp_path))
     reader.set_up_planner({}, metadata, True)
@@ -366,7 +366,7 @@ def test_metadata_with_a_hole_in_it_is_refused_at_the_load(trained):
     with pytest.raises(
         CheckpointCorruptError, match=r"model\.inp\.weight is incomplete in the checkpoint"
     ):
-        payload.read(part, [Box.all_of("model.inp.weight", whole)])
+        payload.read(part, [TensorBox.all_of("model.inp.weight", whole)])
 
 
 # ------------------------------------------------------------------------------- four ranks

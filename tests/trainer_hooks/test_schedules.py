@@ -15,7 +15,7 @@ from tests.support.inside import feature_of
 from tests.support.watched import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks.features.sigterm import SigtermFeature
-from trainer_hooks.guard.schedules import end_of
+from trainer_hooks.guard.schedules import schedule_end_count
 from trainvitals.errors import UsageError
 
 EPOCHS, BATCHES = 4, 30
@@ -316,9 +316,9 @@ def test_the_end_of_a_schedule_is_known_where_torch_says_it():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     warmup = lr_scheduler.LinearLR(optimizer, total_iters=5)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    assert end_of(lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [5])) == 25
-    assert end_of(lr_scheduler.ExponentialLR(optimizer, 0.5)) == 10
-    assert end_of(warmup) is None
+    assert schedule_end_count(lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [5])) == 25
+    assert schedule_end_count(lr_scheduler.ExponentialLR(optimizer, 0.5)) == 10
+    assert schedule_end_count(warmup) is None
 
 
 def test_a_monitor_with_a_schedule_ends_when_it_is_dropped():

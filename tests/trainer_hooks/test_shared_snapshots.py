@@ -20,8 +20,8 @@ from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.node_memory import (
     NodeGroup,
     NodeRegions,
-    Region,
     SharedLayout,
+    SharedRegion,
     join_node,
 )
 from trainer_hooks.tensors.copying import CopyPlan, Pair, as_int64, fingerprint_on_device, word_of
@@ -164,7 +164,8 @@ class TwoRanks:
                 healthy_after=0,
                 side=side(),
                 joined=NodeRegions(
-                    tuple(Region(os.dup(fd), NodeGroup(i, 2), n) for n, fd in enumerate(fds)), ()
+                    tuple(SharedRegion(os.dup(fd), NodeGroup(i, 2), n) for n, fd in enumerate(fds)),
+                    (),
                 ),
                 is_replica=is_replica,
             )
@@ -334,7 +335,7 @@ def test_each_unit_is_one_rank_s_and_shares_are_even_from_2_to_256_ranks(world_s
 
 def test_memory_that_is_not_there_is_an_error_and_no_signal():
     fd = os.memfd_create("test")
-    region = Region(fd, NodeGroup(0, 1))
+    region = SharedRegion(fd, NodeGroup(0, 1))
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left"))
     with full, pytest.raises(OSError, match="No space"):
         region.views(SharedLayout({"a": torch.ones(8)}), {"a": torch.ones(8)})

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.examples import one_in
 from tests.support.forked import TRAINING
-from trainvitals.io.journal import JournalReader, discover
+from trainvitals.io.journal import JournalReader, find_journals
 from trainvitals.io.private import private_base
 from trainvitals.records import RunEnded, decode_events
 
@@ -44,7 +44,7 @@ def run(tmp_path, script, **keywords):
         **keywords,
     )
     ended = []
-    for ref in discover(private_base(environ)):
+    for ref in find_journals(private_base(environ)):
         reader = JournalReader(ref.directory)
         for batch in reader.read(max_rows=100_000):
             schema = batch.header.stream_schema

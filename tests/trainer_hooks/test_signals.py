@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_hooks import SignalSettings
 from trainer_hooks.data.loader import Batches
-from trainer_hooks.exchange.emit import RootColumns
-from trainer_hooks.exchange.reduce_vector import Derived
-from trainer_hooks.lifecycle.data_position import HandedOut
+from trainer_hooks.exchange.emit import Rank0Columns
+from trainer_hooks.exchange.reduce_vector import VerdictFigures
+from trainer_hooks.lifecycle.data_position import YieldedBatches
 from trainer_hooks.measures import host
 from trainer_hooks.measures.host import StepClock, Utilization
-from trainer_hooks.measures.sampled import Samples
+from trainer_hooks.measures.sampled import SampledSignals
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
 from trainvitals.testing.clock import ManualClock
@@ -118,7 +118,7 @@ def test_utilization_is_of_six_flops_a_parameter_unless_told_or_counted(gpu):
         told * tokens / seconds / (2 * peak)
     )
     counted = Utilization(10**8, 2, gpu)
-    counted.counted(5e12, 4096)  # on each of two ranks
+    counted.use_counted_flops(5e12, 4096)  # on each of two ranks
     assert counted.ratio(tokens, seconds) == pytest.approx(
         1e13 / 4096 * tokens / seconds / (2 * peak)
     )
@@ -127,7 +127,7 @@ def test_utilization_is_of_six_flops_a_parameter_unless_told_or_counted(gpu):
 def test_flops_counted_without_tokens_are_those_of_every_step(gpu):
     utilization = Utilization(10**8, 2, gpu)
     assert utilization.ratio(None, 0.5) is None
-    utilization.counted(5e12, None)
+    utilization.use_counted_flops(5e12, None)
     assert utilization.ratio(None, 0.5) == pytest.approx(1e13 / 0.5 / (2 * 312e12))
 
 
@@ -141,7 +141,7 @@ def test_utilization_is_unknown_on_an_unknown_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X1")
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         utilization = Utilization(10**8, 1, device)
-        utilization.counted(1e12, 100)
+        utilization.use_counted_flops(1e12, 100)
         assert utilization.ratio(100, 1.0) is None
 
 
@@ -164,10 +164,10 @@ class Host:
 
 
 def columns(*, scale=math.nan, loss=2.0, losses=(2.0,), tokens=None, overflow=False, on=None):
-    on = on or RootColumns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
+    on = on or Rank0Columns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
     record = StepRecord(step=0, attempt=1, loss=loss, overflow=overflow)
-    derived = Derived(0, 0.0, 0.0, scale)
-    return on.of(Host(), record, derived, list(losses), Samples(), tokens)
+    derived = VerdictFigures(0, 0.0, 0.0, scale)
+    return on.of(Host(), record, derived, list(losses), SampledSignals(), tokens)
 
 
 def test_perplexity_is_there_where_tokens_are_known_and_never_overflows():
@@ -185,7 +185,7 @@ def test_the_spread_is_of_ranks_that_all_have_a_finite_loss():
 
 
 def test_overflows_are_counted_and_are_a_share_of_the_last_hundred_steps():
-    on = RootColumns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
+    on = Rank0Columns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
     for step in range(150):
         row = columns(scale=1024.0, overflow=step % 10 == 0, on=on)
     assert (row["overflow_steps"], row["overflow_ratio"], row["loss_scale"]) == (15, 0.1, 1024.0)
@@ -201,7 +201,7 @@ class Stream(IterableDataset):
 
 
 def handed_out(loader, epochs=1):
-    out = HandedOut()
+    out = YieldedBatches()
     batches = Batches(
         loader, epochs=epochs, clock=ManualClock(), waited=lambda _: None, handed_out=out.add
     )

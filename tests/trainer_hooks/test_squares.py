@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from trainer_hooks.tensors.gradients import BLOCK, SMALL, Squares
+from trainer_hooks.tensors.gradients import BLOCK, SMALL, GradientSquares
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, SMALL, SMALL + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5, 1 << 20)
 
 
 def squares_of(*grads):
-    return Squares().of(list(grads), CPU)
+    return GradientSquares().of(list(grads), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -55,6 +55,6 @@ def test_views_that_are_not_contiguous_are_squared_whole():
 
 
 def test_shapes_may_change_from_step_to_step():
-    squares = Squares()
+    squares = GradientSquares()
     for size in (SMALL + 1, 3, 2 * BLOCK + 1, 3):
         assert math.isclose(size, float(squares.of([torch.ones(size)], CPU)), rel_tol=1e-12)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.trainer_hooks.torchrun import wait_for_agents
-from trainer_hooks.agent_starter import LIVED_NS, LOOK_EVERY_NS, NodeAgent, wait_before
+from trainer_hooks.agent_starter import LIVED_NS, LOOK_EVERY_NS, NodeAgent, agent_restart_delay_ns
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.spool import read_batches
 from trainvitals.records import Note, RunEnded, decode_events
@@ -87,9 +87,9 @@ KILLED, FAILED, STOPPED, TERMINATED = "kill -9 $$", "exit 3", "exit 0", "kill -1
 
 @pytest.mark.parametrize("losses", range(1, 9))
 def test_at_most_three_starts_lie_in_any_ten_minutes(losses):
-    next_four = [wait_before(later) for later in range(losses, losses + 4)]
+    next_four = [agent_restart_delay_ns(later) for later in range(losses, losses + 4)]
     assert sum(next_four[1:]) >= 600 * SECOND
-    assert wait_before(1) == 0
+    assert agent_restart_delay_ns(1) == 0
 
 
 def test_a_killed_agent_is_started_again_and_it_is_said(caplog):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.trainer_hooks.training import FROM_ZEROS, OPTIMIZERS, Training
-from trainer_hooks.recovery.state import Spec, TrainingState
+from trainer_hooks.recovery.state import TensorSpec, TrainingState
 from trainer_hooks.tensors.optimizer_state import nonfinite_count, starts_from_zeros
 from trainvitals.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def kept(training):
 
 def put_back(training, saved):
     tensors, host = saved
-    training.state.conform({k: Spec.of(t) for k, t in tensors.items()}, host)
+    training.state.conform({k: TensorSpec.of(t) for k, t in tensors.items()}, host)
     training.state.write(tensors)
     training.state.load_host_state(host)
 

@@ -11,7 +11,7 @@ from tests.support.watched import Loop, Own, assert_same, own_place, send_comman
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features import user_alerts
 from trainer_hooks.features.user_alerts import MISSING_AFTER, RankAlerts, UserAlertsFeature
-from trainer_hooks.lifecycle.loop import Loop as WatchedLoop
+from trainer_hooks.lifecycle.loop import MonitorBase as WatchedLoop
 from trainer_hooks.noop import NullMonitor
 from trainvitals.detect.user_alerts import RENEW_STEPS, Rule
 from trainvitals.errors import ConfigError, UsageError
@@ -210,8 +210,8 @@ def test_a_series_that_never_comes_is_told_once(rules):
     rules('name = "hacked"\nwhen = "rewrad > 0.9"', 'name = "fine"\nwhen = "loss > 1e9"')
     with alone() as (alerts, said):
         for step in range(3 * MISSING_AFTER):
-            alerts.saw_scalar("reward", 0.1, step=step, attempt=1)
-            alerts.saw_row(step, 1, alerts.row(loss=1.0))
+            alerts.observe_scalar("reward", 0.1, step=step, attempt=1)
+            alerts.observe_row(step, 1, alerts.row(loss=1.0))
         (note,) = said
         assert isinstance(note, Note)
         assert ("rule_without_series", "info") == (note.code, note.severity)
@@ -256,7 +256,7 @@ def test_in_a_job_of_several_ranks_each_names_itself_but_not_for_what_all_share(
             world_size=2,
         )
         of_rank_1.begin(1, 0)
-        of_rank_1.saw_row(3, 1, alerts.row(loss=1.0, rank_loss=2.0))
+        of_rank_1.observe_row(3, 1, alerts.row(loss=1.0, rank_loss=2.0))
         of_rank_1.call("said", 1.0, level="page", value=None, message="", step=3, attempt=1)
     assert {"shared": -1, "its own": 1, "said": 1} == {f.cause: f.rank for f in own(said)}
 
@@ -312,12 +312,12 @@ def test_numbers_of_a_device_are_looked_at_once_they_are_there_and_never_waited_
         for step, holds in ((4, True), (5, True), (6, False)):
             hot(alerts, step, holds)
         for step in (4, 5, 6):
-            alerts.saw_row(step, 1, alerts.row(loss=1.0))
+            alerts.observe_row(step, 1, alerts.row(loss=1.0))
         assert [] == said
         event.has_happened = True
-        alerts.saw_row(7, 1, alerts.row(loss=1.0))
+        alerts.observe_row(7, 1, alerts.row(loss=1.0))
         assert [("hot", 4)] == alerts_in(said)
-        alerts.saw_row(4 + RENEW_STEPS, 1, alerts.row(loss=1.0))
+        alerts.observe_row(4 + RENEW_STEPS, 1, alerts.row(loss=1.0))
         assert [("hot", 4)] == alerts_in(said), "it has ended, so it is not renewed"
 
 
@@ -326,7 +326,7 @@ def test_what_was_on_its_way_as_the_run_went_back_is_of_the_branch_that_was_left
         hot(alerts, 4)
         alerts.begin(2, 2)
         event.has_happened = True
-        alerts.saw_row(2, 2, alerts.row(loss=1.0))
+        alerts.observe_row(2, 2, alerts.row(loss=1.0))
         assert [] == said
 
 

@@ -10,9 +10,9 @@ import trainer_hooks
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.packs import NO_ROW, ROW, summed
 from trainer_hooks.exchange.reduce_vector import (
-    Derived,
     Rank0Values,
-    Reduced,
+    ReducedNumbers,
+    VerdictFigures,
     clip_divisor,
     culprits,
     judge_on_device,
@@ -60,20 +60,20 @@ def test_one_rank_with_a_nonfinite_loss_makes_the_step_bad_for_all(value):
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_one_rank_with_nonfinite_gradients_makes_the_step_bad_and_is_named(value):
     layout, pack = summed({}, {"squares": (1.0, value)}, {}, {})
-    reduced = Reduced(layout, pack.tolist())
+    reduced = ReducedNumbers(layout, pack.tolist())
     assert int(judge_on_device(layout, pack, NO_ROW).bits) == BAD_GRADIENTS
     assert culprits(reduced, reduced.losses()) == (1,)
 
 
 def test_nobody_is_named_where_all_ranks_hold_the_same_bad_gradients():
     layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0)})
-    reduced = Reduced(layout, pack.tolist())
+    reduced = ReducedNumbers(layout, pack.tolist())
     assert culprits(reduced, reduced.losses()) == ()
 
 
 def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
     layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0), "loss": NAN})
-    reduced = Reduced(layout, pack.tolist())
+    reduced = ReducedNumbers(layout, pack.tolist())
     assert culprits(reduced, reduced.losses()) == (1,)
 
 
@@ -139,8 +139,8 @@ def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_th
 
 def test_missing_is_not_zero():
     layout, pack = summed({"loss": None}, {"loss": None})
-    reduced = Reduced(layout, pack.tolist())
-    derived = Derived.of(
+    reduced = ReducedNumbers(layout, pack.tolist())
+    derived = VerdictFigures.of(
         [*torch.cat(judge_on_device(layout, pack, NO_ROW).derived()).tolist(), NAN]
     )
     record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)

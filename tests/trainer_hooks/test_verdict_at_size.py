@@ -9,18 +9,18 @@ import torch
 from tests.support.examples import one_in
 from tests.trainer_hooks.packs import FIELDS, contribution
 from trainer_hooks.exchange.reduce_vector import (
-    Derived,
-    PackLayout,
     Rank0Values,
-    Reduced,
+    ReducedNumbers,
     ReduceVector,
+    ReduceVectorLayout,
+    VerdictFigures,
     culprits,
     dissenters,
     judge_on_device,
     step_record,
 )
 from trainer_hooks.ranks import Ranks
-from trainvitals.detect.replicas import Vote, vote
+from trainvitals.detect.replicas import FingerprintVote, vote_on_fingerprints
 from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, RANK_FAILED
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ SIZES = one_in(2, (1500, 4096, 2048, 16384))
 
 def pack_of(rank, world_size, *, squares=(1.0, 3.0), loss=2.0, **given):
     """Return (layout, pack) that one rank of so many brings."""
-    layout = PackLayout.of(2, Ranks(rank, world_size, 0, None), fields=FIELDS)
+    layout = ReduceVectorLayout.of(2, Ranks(rank, world_size, 0, None), fields=FIELDS)
     packer = ReduceVector(layout, CPU)
     packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / world_size)
     fields = {"weight": 1.0, "num_gradients": 2, "digest": DIGEST, "probe_ready": True}
@@ -67,12 +67,12 @@ def reduced_with(world_size, bad):
         layout, pack = pack_of(rank, world_size, **given)
         total += pack
     layout = layout or pack_of(0, world_size)[0]
-    return layout, total, Reduced(layout, total.tolist())
+    return layout, total, ReducedNumbers(layout, total.tolist())
 
 
 def record_with(world_size, bad):
     layout, pack, reduced = reduced_with(world_size, bad)
-    derived = Derived.of(
+    derived = VerdictFigures.of(
         [*torch.cat(judge_on_device(layout, pack, NO_ROW).derived()).tolist(), NAN]
     )
     record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)
@@ -177,13 +177,16 @@ def test_a_count_of_what_is_wrong_names_its_rank_and_is_counted_once_a_rank(worl
 @pytest.mark.parametrize("world_size", SIZES)
 def test_one_replica_that_differs_is_named_whoever_it_is(world_size):
     everyone = [range(world_size)]
-    assert vote(reduced_with(world_size, {})[2].by_rank("replicas"), everyone) == Vote()
+    assert (
+        vote_on_fingerprints(reduced_with(world_size, {})[2].by_rank("replicas"), everyone)
+        == FingerprintVote()
+    )
     for rank in ranks_of(world_size):
         for word in (WORD - 1, one(WORD - 1)):
             words = reduced_with(world_size, {rank: {"replicas": word}})[2].by_rank("replicas")
-            assert vote(words, everyone).rank == rank
+            assert vote_on_fingerprints(words, everyone).rank == rank
         silent = reduced_with(world_size, {rank: {"replicas": None}})[2].by_rank("replicas")
-        assert vote(silent, everyone) == Vote()
+        assert vote_on_fingerprints(silent, everyone) == FingerprintVote()
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -208,7 +211,7 @@ def test_flags_are_counted_by_rank(world_size):
 
 def test_of_a_hundred_thousand_ranks_too_each_has_a_bit():
     world_size = 100_000
-    layout = PackLayout.of(2, Ranks(world_size - 1, world_size, 0, None), fields=FIELDS)
+    layout = ReduceVectorLayout.of(2, Ranks(world_size - 1, world_size, 0, None), fields=FIELDS)
     sizes = {layout.first_of(i + 1) - layout.first_of(i) for i in range(layout.num_slots)}
     assert max(sizes) <= 48
     assert layout.first_of(layout.num_slots) == world_size
@@ -216,7 +219,7 @@ def test_of_a_hundred_thousand_ranks_too_each_has_a_bit():
     total = torch.zeros(layout.size, dtype=torch.float64)
     for rank in given:
         total += pack_of(rank, world_size, **given[rank])[1]
-    assert Reduced(layout, total.tolist()).ranks_where("failed") == tuple(given)
+    assert ReducedNumbers(layout, total.tolist()).ranks_where("failed") == tuple(given)
 
 
 @pytest.mark.parametrize("world_size", [2, 64, 1024])

@@ -8,9 +8,9 @@ import torch
 
 from tests.trainer_hooks.packs import NO_ROW, filled, summed
 from trainer_hooks.exchange.reduce_vector import (
-    Derived,
     Rank0Values,
-    Reduced,
+    ReducedNumbers,
+    VerdictFigures,
     judge_on_device,
     judge_on_host,
     step_record,
@@ -69,9 +69,9 @@ def test_the_rule_in_plain_numbers_says_what_the_device_says(mode, seed):
         ranks, root = [a_rank(rng) for _ in range(rng.choice((1, 1, 2, 3)))], a_root(rng)
         layout, pack = summed(*ranks, root=root)
         verdict = judge_on_device(layout, pack, row)
-        derived = Derived.of([*torch.cat(verdict.derived()).tolist(), math.nan])
+        derived = VerdictFigures.of([*torch.cat(verdict.derived()).tolist(), math.nan])
         expected = step_record(
-            Reduced(layout, pack.tolist()),
+            ReducedNumbers(layout, pack.tolist()),
             derived,
             step=step,
             attempt=1,
@@ -123,5 +123,5 @@ def test_the_host_fills_and_judges_the_vector_of_one_rank_bit_for_bit_as_a_devic
 @pytest.mark.parametrize("mode", ["observe", "guard", "heal"])
 @pytest.mark.parametrize("bits", [0, BAD_LOSS, BAD_GRADIENTS, WITHHELD, OVERFLOW])
 def test_an_update_is_blocked_by_a_fault_in_modes_that_act_and_by_the_scaler_in_all(mode, bits):
-    derived = Derived(bits=bits, loss=1.0, grad_norm=1.0, loss_scale=math.nan)
+    derived = VerdictFigures(bits=bits, loss=1.0, grad_norm=1.0, loss_scale=math.nan)
     assert derived.blocked(mode) == (bits == OVERFLOW or (bits != 0 and mode != "observe"))

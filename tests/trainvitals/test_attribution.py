@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainvitals.detect.attribution import MOST_ONSETS, Onset, OnsetTracker, origin
+from trainvitals.detect.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 
 LAYERS = ("h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "head")
@@ -76,7 +76,7 @@ def seen(damage, *, bad=BAD, last=BAD + 20, every=1) -> OnsetTracker:
 
 
 def named(tracker: OnsetTracker, step: int = BAD + 5, **options) -> tuple | None:
-    onset = origin(tracker.onsets, attempt=1, step=step, **options)
+    onset = find_origin_onset(tracker.onsets, attempt=1, step=step, **options)
     return None if onset is None else (onset.step, onset.subject, onset.where, onset.series)
 
 
@@ -358,10 +358,10 @@ def test_it_goes_on_judging_after_a_rollback():
     for number in range(BAD - 50, BAD + 60):
         step = healthy(number, attempt=2)
         tracker.update(change(step, ranks={("rank_loss", 3): 7.0}) if number == BAD + 50 else step)
-    onset = origin(tracker.onsets, attempt=2, step=BAD + 55)
+    onset = find_origin_onset(tracker.onsets, attempt=2, step=BAD + 55)
     assert onset is not None
     assert (BAD + 50, "rank:3") == (onset.step, onset.where)
-    assert "rank:2" == origin(tracker.onsets, attempt=1, step=BAD + 15).where
+    assert "rank:2" == find_origin_onset(tracker.onsets, attempt=1, step=BAD + 15).where
 
 
 def test_onsets_are_bounded_and_outlive_a_restart():

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from trainvitals import catalog
-from trainvitals.catalog import CATALOG, spec, steps_schema
+from trainvitals.catalog import CATALOG, find_metric, steps_schema
 
 SUFFIX_OF_UNIT = {
     "seconds": ("_seconds", "_seconds_total"),
@@ -56,14 +56,14 @@ def test_no_metric_has_a_label_without_a_bound():
 
 def test_a_metric_is_found_by_its_name_and_by_its_column():
     for metric in CATALOG:
-        assert metric is spec(metric.name)
+        assert metric is find_metric(metric.name)
         if metric.stream:
-            assert metric is spec(f"{metric.stream}.{metric.column}")
+            assert metric is find_metric(f"{metric.stream}.{metric.column}")
 
 
 def test_an_unknown_name_is_a_key_error():
     with pytest.raises(KeyError, match=r"steps\.nothing"):
-        spec("steps.nothing")
+        find_metric("steps.nothing")
 
 
 def test_every_stream_begins_with_the_same_columns():

@@ -17,7 +17,7 @@ from tests.e2e import long_run
 from tests.support.served import Served, served_in
 from tests.support.story import story
 from trainvitals import client as client_module
-from trainvitals.arrays import Table, cells, drawn
+from trainvitals.arrays import Table, decode_cells_reply, decode_series_reply
 from trainvitals.client import Client
 from trainvitals.errors import MissingDependencyError, UnauthorizedError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -240,7 +240,9 @@ class TestArrays:
             value=(0.5, None, None, None),
             nonfinite=marks,
         )
-        np.testing.assert_array_equal([0.5, -np.inf, np.inf, np.nan], drawn(reply).value)
+        np.testing.assert_array_equal(
+            [0.5, -np.inf, np.inf, np.nan], decode_series_reply(reply).value
+        )
 
     def test_a_table_has_the_types_its_values_have(self):
         data = (
@@ -271,7 +273,7 @@ class TestArrays:
             nonfinite_rolled_back=((1, 2),),
             rolled_back=(15, 20),
         )
-        found = cells(reply)
+        found = decode_cells_reply(reply)
         assert ((2, 3), (15, 20)) == (found.value.shape, found.rolled_back)
         marks = (found.is_nonfinite, found.is_nonfinite_rolled_back)
         assert [[[0, 1], [1, 2]], [[1, 2]]] == [np.argwhere(mask).tolist() for mask in marks]
@@ -279,7 +281,7 @@ class TestArrays:
         empty = CellsReply(
             run_id=RUN, metric="a.b", unit="", rows=(), num_rows=0, step=(), value=(), nonfinite=()
         )
-        assert (0, 0) == cells(empty).value.shape
+        assert (0, 0) == decode_cells_reply(empty).value.shape
 
 
 def test_the_guide_gives_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

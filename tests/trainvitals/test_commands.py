@@ -110,7 +110,7 @@ def test_a_proposal_takes_from_a_command_what_decides() -> None:
         issued_unix_ns=1, expires_unix_ns=2, checkpoint_id="s100",
     )  # fmt: skip
     expected = Proposal(number=9, action="rollback", argument=-1.0, checkpoint_id="s100")
-    assert expected == Proposal.of(command)
+    assert expected == Proposal.from_command(command)
 
 
 # ------------------------------------------------------------- what changes the steps to come

@@ -13,7 +13,7 @@ from trainvitals.detect.hang import (
     HangConfig,
     HangFollower,
     WaitHistory,
-    decide,
+    judge_hang,
     may_end,
 )
 from trainvitals.records import RankActivity
@@ -35,7 +35,9 @@ def usual(seconds: float = 0.5) -> WaitHistory:
 
 
 def verdict(*ranks: RankActivity, history: WaitHistory | None = None, world: int = 0):
-    return decide(ranks, (history or usual()).limits(HangConfig()), world_size=world or len(ranks))
+    return judge_hang(
+        ranks, (history or usual()).limits(HangConfig()), world_size=world or len(ranks)
+    )
 
 
 def test_the_rank_that_has_begun_fewer_collectives_is_the_one_waited_for():
@@ -87,7 +89,7 @@ def test_one_that_computes_pages_after_minutes_and_never_where_it_was_announced(
     assert verdict(*later).pages
     assert math.inf == verdict(later[0], replace(later[1], is_announced=True)).limit
     history = usual()
-    history.ended(60.0)  # an evaluation was waited for that long before
+    history.add_ended_wait(60.0)  # an evaluation was waited for that long before
     assert 300.0 == verdict(*later, history=history).limit
 
 
@@ -213,7 +215,7 @@ def test_without_numbers_the_steps_tell():
     )
 )
 def test_whatever_is_seen_a_page_names_somebody_who_does_not_move(ranks):
-    told = decide(ranks, usual().limits(HangConfig()), world_size=len(ranks))
+    told = judge_hang(ranks, usual().limits(HangConfig()), world_size=len(ranks))
     if told is not None and told.pages:
         assert told.seconds >= HangConfig().page_seconds
         stuck = [rank for rank in ranks if rank.rank in told.culprits]
@@ -269,5 +271,5 @@ def test_a_job_that_pages_is_ended_only_where_its_culprit_is_at_no_work(fields, 
     waits = RankActivity(rank=0, sequences={"0": 9}, is_active=True, **still)
     given = {"is_active": False, "sequences": {"0": 8}} | still | fields
     ranks = [waits, RankActivity(rank=1, **given)]
-    verdict = decide(ranks, usual().limits(HangConfig()), world_size=2)
+    verdict = judge_hang(ranks, usual().limits(HangConfig()), world_size=2)
     assert is_over == (verdict is not None and may_end(verdict, ranks))

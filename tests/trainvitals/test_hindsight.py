@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainvitals.hindsight import outcome, tally
+from trainvitals.hindsight import judge_decision_in_hindsight, summarize_outcomes
 from trainvitals.records import Decision
 
 
@@ -26,44 +26,46 @@ def course(steps=400, *, bump=0.0, decay=0.0, at=100):
 
 def test_a_spike_that_left_nothing_behind_need_not_have_been_skipped():
     losses = {**course(), 100: 9.0}
-    assert "unneeded" == outcome(would(), losses)
+    assert "unneeded" == judge_decision_in_hindsight(would(), losses)
 
 
 def test_one_that_the_loss_did_not_come_back_from_should_have_been():
-    assert "needed" == outcome(would(), course(bump=1.0))
-    assert "needed" == outcome(would(), course(bump=1.0, decay=0.02))
+    assert "needed" == judge_decision_in_hindsight(would(), course(bump=1.0))
+    assert "needed" == judge_decision_in_hindsight(would(), course(bump=1.0, decay=0.02))
 
 
 def test_a_non_finite_update_should_always_have_been_skipped():
-    assert "needed" == outcome(would(cause="nonfinite_gradient"), course())
+    assert "needed" == judge_decision_in_hindsight(would(cause="nonfinite_gradient"), course())
 
 
 def test_a_loss_that_is_not_finite_afterwards_is_harm():
     losses = course() | dict.fromkeys(range(101, 400), math.nan)
-    assert "needed" == outcome(would(), losses)
+    assert "needed" == judge_decision_in_hindsight(would(), losses)
 
 
 @pytest.mark.parametrize("action", ["rollback", "halt"])
 def test_a_course_of_steps_has_longer_to_recover_by_itself(action):
-    assert "unneeded" == outcome(would(action), course(bump=3.0, decay=0.05))
-    assert "needed" == outcome(would(action), course(bump=3.0, decay=0.001))
+    assert "unneeded" == judge_decision_in_hindsight(would(action), course(bump=3.0, decay=0.05))
+    assert "needed" == judge_decision_in_hindsight(would(action), course(bump=3.0, decay=0.001))
 
 
 def test_before_the_steps_after_it_are_known_nothing_is_said():
-    assert "open" == outcome(would(), course(104))
-    assert "open" == outcome(would("rollback"), course(250))
-    assert "open" == outcome(would(step=3), course())
-    assert "open" == outcome(would(), {})
+    assert "open" == judge_decision_in_hindsight(would(), course(104))
+    assert "open" == judge_decision_in_hindsight(would("rollback"), course(250))
+    assert "open" == judge_decision_in_hindsight(would(step=3), course())
+    assert "open" == judge_decision_in_hindsight(would(), {})
 
 
 def test_what_was_carried_out_or_changes_nothing_is_no_shadow():
-    assert None is outcome(would(acted=True), course())
-    assert None is outcome(would("accept_level"), course())
+    assert None is judge_decision_in_hindsight(would(acted=True), course())
+    assert None is judge_decision_in_hindsight(would("accept_level"), course())
 
 
 def test_the_tally_is_in_words():
-    assert "" == tally([None, None])
-    assert "2 of 3 would have been needed, 1 was not" == tally(
+    assert "" == summarize_outcomes([None, None])
+    assert "2 of 3 would have been needed, 1 was not" == summarize_outcomes(
         ["needed", "needed", "unneeded", None]
     )
-    assert "0 of 0 would have been needed, 0 were not; 2 are undecided" == tally(["open", "open"])
+    assert "0 of 0 would have been needed, 0 were not; 2 are undecided" == summarize_outcomes(
+        ["open", "open"]
+    )

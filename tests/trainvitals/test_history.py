@@ -13,9 +13,9 @@ from trainvitals.detect import LossKind
 from trainvitals.judged_log import (
     JudgedStep,
     LoggedStep,
-    cadence_of,
-    document,
+    export_judged_steps,
     judge_history,
+    measure_log_cadence,
 )
 from trainvitals.policy import Judge, JudgeConfig, Mode
 from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
@@ -211,7 +211,7 @@ def test_another_run_that_was_appended_begins_anew() -> None:
 def test_one_late_record_is_no_restart() -> None:
     steps = log("loss 2x100")
     steps[50], steps[51] = steps[51]._replace(row=50), steps[50]._replace(row=51)
-    cadence = cadence_of(steps)
+    cadence = measure_log_cadence(steps)
     assert (frozenset(), 1) == (cadence.restarts, cadence.num_out_of_order)
     assert 1 == list(judge_history(steps))[-1].record.attempt
 
@@ -224,8 +224,8 @@ def test_a_resume_after_a_halt_is_a_persons_and_the_ladder_acts_again() -> None:
 
 def test_a_coarse_log_counts_records_and_names_the_logs_own_steps() -> None:
     every, coarse = log(STORM), log(STORM, first=5, every=10)
-    assert cadence_of(coarse).counts_records
-    assert (10,) == cadence_of(coarse).gaps
+    assert measure_log_cadence(coarse).counts_records
+    assert (10,) == measure_log_cadence(coarse).gaps
     fine, thin = list(judge_history(every)), list(judge_history(coarse))
     assert actions(fine) == actions(thin)
     assert [5 + 10 * d.step for d in decisions(fine)] == [d.step for d in decisions(thin)]
@@ -237,18 +237,18 @@ def test_a_coarse_log_counts_records_and_names_the_logs_own_steps() -> None:
 
 def test_a_gap_in_a_log_of_every_step_does_not_make_it_coarse() -> None:
     steps = joined(log("loss 2x50"), log("loss 2x50", first=500))
-    assert not cadence_of(steps).counts_records
+    assert not measure_log_cadence(steps).counts_records
 
 
 def test_repeated_steps_are_counted_and_judged() -> None:
     steps = [LoggedStep(row, row // 2, 2.0) for row in range(40)]
-    assert 20 == cadence_of(steps).num_repeated
+    assert 20 == measure_log_cadence(steps).num_repeated
     assert 40 == len(list(judge_history(steps)))
 
 
 def test_a_document_has_the_rows_of_the_log() -> None:
     steps = [step._replace(row=step.row * 2 + 1) for step in log("loss 2x30 nan 2x5")]
-    body = document(judge_history(steps))
+    body = export_judged_steps(judge_history(steps))
     assert [61] == [f["row"] for f in body["findings"]]
     assert {"row", "step", "kind", "level", "reason"} == set(body["findings"][0])
     assert [(61, "skip_step")] == [(d["row"], d["action"]) for d in body["decisions"]]
@@ -267,7 +267,7 @@ def test_whatever_a_log_holds_every_record_is_judged_and_can_be_written(
     said = list(judge_history(steps, mode=mode))
     assert [step.row for step in steps] == [judged.row for judged in said]
     assert [step.step for step in steps] == [judged.record.step for judged in said]
-    msgspec.json.encode(document(said))
+    msgspec.json.encode(export_judged_steps(said))
 
 
 def test_a_log_that_goes_back_again_and_again_keeps_a_bounded_memory() -> None:

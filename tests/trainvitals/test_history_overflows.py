@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainvitals.judged_log import LoggedStep, judge_history, overflows_of
+from trainvitals.judged_log import LoggedStep, find_overflow_records, judge_history
 from trainvitals.testing.merged import merged_series
 
 NAN, INF = math.nan, math.inf
@@ -22,7 +22,7 @@ def log(text: str) -> list[LoggedStep]:
 
 
 def places(text: str) -> list[int]:
-    return sorted(overflows_of(log(text)))
+    return sorted(find_overflow_records(log(text)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.collector.rows import Writer
-from trainer_hooks.lifecycle.attributes import flat
+from trainer_hooks.lifecycle.attributes import flatten_config
 from trainvitals.records import (
     ChangeExpected,
     Note,
@@ -93,17 +93,17 @@ SHAPES = {
 @pytest.mark.parametrize("name", SECRET_NAMES.split())
 def test_a_name_of_a_secret_is_known(name: str):
     assert is_secret_name(name)
-    assert {name: REDACTED} == flat({name: "hush-hush"})
+    assert {name: REDACTED} == flatten_config({name: "hush-hush"})
 
 
 @pytest.mark.parametrize("name", TRAINING_NAMES.split())
 def test_a_name_of_trainings_is_none(name: str):
     assert not is_secret_name(name)
-    assert {name: "bert-base-uncased"} == flat({name: "bert-base-uncased"})
+    assert {name: "bert-base-uncased"} == flatten_config({name: "bert-base-uncased"})
 
 
 def test_real_configurations_stay_as_they_are():
-    assert REAL_VALUES == flat(REAL_VALUES)
+    assert REAL_VALUES == flatten_config(REAL_VALUES)
     assert REAL_VALUES == redact(REAL_VALUES)
 
 
@@ -113,7 +113,7 @@ def test_a_secret_is_known_by_its_shape_wherever_it_stands(kind: str):
     core = secret.removeprefix("Bearer ").removeprefix("Authorization: Basic ")
     around = f"postgresql://{secret}@host/db" if kind == "URL" else f"see {secret}"
     for value in (around, [around], {"x": [around]}, (around,), {around}):
-        kept = flat({"x": value})
+        kept = flatten_config({"x": value})
         assert core not in str(kept).encode().decode("unicode_escape"), kept
         assert core not in str(redact(value)), value
         assert REDACTED in str(kept)
@@ -176,7 +176,7 @@ def test_inside_every_container_a_secret_is_found():
         "passwords": ["hush"],
         "pin": {"password": 12345678},
     }
-    kept = flat(config)
+    kept = flatten_config(config)
     assert "hush" not in str(kept)
     assert "12345678" not in str(kept)
     assert (0.1, 0.1, "org/model") == (kept["arguments.lr"], kept["omega.lr"], kept["hub.name"])

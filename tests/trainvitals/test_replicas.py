@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainvitals.policy_run import Run
-from trainvitals.detect.replicas import Vote, further, vote
+from trainvitals.detect.replicas import FingerprintVote, find_farthest_rank, vote_on_fingerprints
 from trainvitals.policy import CheckpointRef
 
 ALL_OF_4 = [range(4)]
@@ -13,22 +13,22 @@ PAIRS = [(0, 2), (1, 3)]
 @pytest.mark.parametrize(
     ("words", "groups", "expected", "rank"),
     [
-        ((5, 5, 5, 5), ALL_OF_4, Vote(), -1),
-        ((5, 5, 6, 5), ALL_OF_4, Vote((2,), (2,)), 2),
-        ((6, 5, 5, 5), ALL_OF_4, Vote((0,), (0,)), 0),
-        ((5, 6, 7, 5), ALL_OF_4, Vote((1, 2), (0, 1, 2, 3)), -1),
-        ((5, 6, 6, 5), ALL_OF_4, Vote((1, 2), (0, 1, 2, 3)), -1),
-        ((5, 6, 0, 0), ALL_OF_4, Vote((1,), (0, 1)), -1),
-        ((5, 6, 5, 6), PAIRS, Vote(), -1),
-        ((5, 6, 5, 7), PAIRS, Vote((3,), (1, 3)), -1),
-        ((0, 0, 0, 0), ALL_OF_4, Vote(), -1),
-        ((b"a", b"a", b"b", None), ALL_OF_4, Vote((2,), (2,)), 2),
+        ((5, 5, 5, 5), ALL_OF_4, FingerprintVote(), -1),
+        ((5, 5, 6, 5), ALL_OF_4, FingerprintVote((2,), (2,)), 2),
+        ((6, 5, 5, 5), ALL_OF_4, FingerprintVote((0,), (0,)), 0),
+        ((5, 6, 7, 5), ALL_OF_4, FingerprintVote((1, 2), (0, 1, 2, 3)), -1),
+        ((5, 6, 6, 5), ALL_OF_4, FingerprintVote((1, 2), (0, 1, 2, 3)), -1),
+        ((5, 6, 0, 0), ALL_OF_4, FingerprintVote((1,), (0, 1)), -1),
+        ((5, 6, 5, 6), PAIRS, FingerprintVote(), -1),
+        ((5, 6, 5, 7), PAIRS, FingerprintVote((3,), (1, 3)), -1),
+        ((0, 0, 0, 0), ALL_OF_4, FingerprintVote(), -1),
+        ((b"a", b"a", b"b", None), ALL_OF_4, FingerprintVote((2,), (2,)), 2),
     ],
 )
 def test_the_minority_is_wrong_and_without_a_majority_nobody_is_named(
     words, groups, expected, rank
 ):
-    found = vote(words, groups)
+    found = vote_on_fingerprints(words, groups)
     assert (expected, rank) == (found, found.rank)
 
 
@@ -44,7 +44,7 @@ def test_the_minority_is_wrong_and_without_a_majority_nobody_is_named(
     ],
 )
 def test_of_two_the_one_clearly_further_from_the_replay_is_wrong(distances, rank):
-    assert rank == further(distances)
+    assert rank == find_farthest_rank(distances)
 
 
 def test_replicas_that_differ_go_back_and_all_batches_are_trained_again() -> None:

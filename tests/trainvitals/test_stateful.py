@@ -10,7 +10,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.outliers import RobustWindow
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.policy import Judge
-from trainvitals.stateful import Stateful, StatefulRow, hexadecimal, row, table
+from trainvitals.stateful import Stateful, StatefulRow, state_hexadecimal, state_row, state_table
 
 
 class Part(StatefulRow):
@@ -23,10 +23,10 @@ class Part(StatefulRow):
 class Whole(Stateful):
     STATE = (
         "_newest", "_window", "_groups", "_seen", "_pair", "_part", "_best",
-        row("flags", "_is_on", "_is_off"),
-        table("_parts", lambda _: Part()),
-        table("_counts", num_keys=2),
-        hexadecimal("_bits"),
+        state_row("flags", "_is_on", "_is_off"),
+        state_table("_parts", lambda _: Part()),
+        state_table("_counts", num_keys=2),
+        state_hexadecimal("_bits"),
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -292,7 +292,7 @@ def test_the_onset_is_where_it_began_to_hold():
 def test_a_branch_that_was_left_is_forgotten():
     alerts = UserAlerts()
     assert alerts.record_breach(finding(step=40), holds=True) is not None
-    alerts.went_back(30)
+    alerts.roll_back(30)
     assert [] == list(alerts.due(200))
     assert alerts.record_breach(finding(step=41), holds=True) is not None
 

@@ -22,7 +22,7 @@ from trainvitals.wire import (
     batch_size,
     decode_batch,
     encode_batch,
-    frame,
+    frame_batch,
     is_of_events,
     split_batches,
 )
@@ -38,7 +38,7 @@ def a_header(num_rows: int = 1, **changes: object) -> BatchHeader:
 
 def by_hand(head: object, body: bytes = b"", **numbers: int) -> bytes:
     raw = head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
-    return frame(a_header(**numbers), raw, body)
+    return frame_batch(a_header(**numbers), raw, body)
 
 
 def said(header: BatchHeader) -> dict[str, object]:
@@ -244,7 +244,7 @@ def test_a_batch_that_contradicts_itself_is_refused_both_ways(changes: dict[str,
     with pytest.raises(FormatError):
         encode_batch(header, rows)
     with pytest.raises(FormatError):
-        decode_batch(frame(header, msgspec.msgpack.encode(said(header)), rows))
+        decode_batch(frame_batch(header, msgspec.msgpack.encode(said(header)), rows))
 
 
 def test_a_batch_that_claims_too_much_is_refused_before_it_is_read() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer_hooks.exchange.emit import Emitter
-from trainer_hooks.exchange.reduce_vector import Reduced
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import Meta, Snapshot, SnapshotRing
 from trainvitals.early_stopping import EarlyStopping, Stopper
@@ -43,7 +43,7 @@ class Given(NamedTuple):
     value: float
 
 
-class Evaluations:
+class RankEarlyStopping:
     """One rank's part of early stopping; the decision is the same on all ranks."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Evaluations:
         """
         metric = self._settings.metric
         if metric not in values:
-            self._came_without(step, attempt)
+            self._warn_missing_metric(step, attempt)
             return
         self._calls_without, self._last_evaluated = None, (step, attempt)
         if self._ring is not None:
@@ -98,7 +98,7 @@ class Evaluations:
         if self._is_rank0:
             self._submitted = Given(step, attempt, float(values[metric]))
 
-    def _came_without(self, step: int, attempt: int) -> None:
+    def _warn_missing_metric(self, step: int, attempt: int) -> None:
         """Warn once if the metric never arrives: with a wrong name, the run would never stop."""
         if self._calls_without is None:
             return
@@ -108,7 +108,7 @@ class Evaluations:
                 f"early stopping waits for {self._settings.metric!r}, which was in none of "
                 f"{self._calls_without} calls of monitor.evaluate()"
             )
-            self._say_once("early_stopping_waits", text, step, attempt)
+            self._warn_once("early_stopping_waits", text, step, attempt)
 
     def _take_copy(
         self, ring: SnapshotRing, step: int, attempt: int, meta: Callable[[], Meta]
@@ -127,7 +127,7 @@ class Evaluations:
             kind = type(error).__name__
             self._missed = error.text if isinstance(error, VitalsError) else f"{kind}: {error}"
 
-    def root_value(self, step: int, attempt: int) -> float | None:
+    def rank0_metric(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0 sends with ``step``; None if there is none."""
         evaluation = self._submitted
         return (
@@ -136,14 +136,14 @@ class Evaluations:
             else None
         )
 
-    def holds(self, step: int, attempt: int) -> bool:
+    def has_state_copy(self, step: int, attempt: int) -> bool:
         """Return whether this rank has a copy of the state evaluated before ``step``."""
         copy = self._copy
         return copy is not None and (copy.step, copy.attempt) == (step, attempt)
 
     # ------------------------------------------------------------------------- reduced numbers
 
-    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
+    def apply_reduced_metric(self, reduced: ReducedNumbers, *, step: int, attempt: int) -> None:
         """Apply the reduced numbers of ``step``, which belongs to the current attempt."""
         holders = int(reduced.total("holds_evaluated"))
         value = reduced.root["evaluation"] if reduced.root["evaluated"] else None
@@ -158,8 +158,8 @@ class Evaluations:
                 f"{holders} of {self._ranks.world_size} ranks evaluated {metric} before step "
                 f"{step}, and not rank 0, whose value counts"
             )
-            self._say_once("evaluated_without_rank_0", text, step, attempt)
-            self._settle(step, attempt, None)
+            self._warn_once("evaluated_without_rank_0", text, step, attempt)
+            self._settle_state_copy(step, attempt, None)
             return
         stopped = self._stopper.should_stop
         improved = self._stopper.update(value, step=step)
@@ -167,16 +167,16 @@ class Evaluations:
             text = f"{metric} is {value} at step {step}: no improvement"
             self._emit_note("early_stopping_not_finite", text, step, attempt, "warning")
         complete = holders == self._ranks.world_size
-        self._settle(step, attempt, value if improved and complete else None)
+        self._settle_state_copy(step, attempt, value if improved and complete else None)
         if improved and not complete and self._ring is not None:
             self._note_best_missing(value, holders, step, attempt)
         if self._stopper.should_stop and not stopped:
             self._emit_note("early_stopping", self._stopper.why(value, step=step), step, attempt)
 
-    def _settle(self, step: int, attempt: int, best: float | None) -> None:
+    def _settle_state_copy(self, step: int, attempt: int, best: float | None) -> None:
         """Start writing the copied state if it is the best so far; otherwise free its slot."""
         copy = self._copy
-        if copy is None or not self.holds(step, attempt):
+        if copy is None or not self.has_state_copy(step, attempt):
             return
         self._copy = None
         if best is not None and self._store is not None:
@@ -194,7 +194,7 @@ class Evaluations:
                 f"{best}: {holders} of {self._ranks.world_size} ranks have a copy of it; call "
                 "monitor.evaluate() on all ranks"
             )
-            self._say_once("best_not_on_all_ranks", text, step, attempt)
+            self._warn_once("best_not_on_all_ranks", text, step, attempt)
 
     # ------------------------------------------------------------------------------- its state
 
@@ -227,18 +227,18 @@ class Evaluations:
             CheckpointCorruptError: it is damaged; nothing was changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.agreement import Agreement
+        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:
             raise no_best_state_error("this run keeps no best state")
         store.wait(None)  # a save uses the same process group
-        if self._last_evaluated == (step, attempt) and not self.holds(step, attempt):
+        if self._last_evaluated == (step, attempt) and not self.has_state_copy(step, attempt):
             self._take_copy(
                 ring, step, attempt, meta
             )  # the slot is free by now, and no step was made since
         rank_values = self._ranks.gather(
-            (self.root_value(step, attempt), self.holds(step, attempt))
+            (self.rank0_metric(step, attempt), self.has_state_copy(step, attempt))
         )
         holders = sum(holds for _, holds in rank_values)
         if rank_values[0][0] is not None or holders:
@@ -246,7 +246,7 @@ class Evaluations:
             store.wait(None)
         self._submitted = None
         marks: list[tuple[str, BestMark] | None] = []
-        Agreement(self._ranks).on_root(lambda: marks.append(store.folder.best()))
+        RankAgreement(self._ranks).on_root(lambda: marks.append(store.folder.best()))
         best = self._ranks.broadcast(marks[0] if marks else None)
         metric = self._settings.metric
         if best is None or best[1].metric != metric:
@@ -274,7 +274,7 @@ class Evaluations:
     def _is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
-    def _say_once(self, code: str, text: str, step: int, attempt: int) -> None:
+    def _warn_once(self, code: str, text: str, step: int, attempt: int) -> None:
         if code not in self._said:
             self._said.add(code)
             self._emit_note(code, text, step, attempt, "warning")

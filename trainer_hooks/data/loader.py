@@ -13,17 +13,17 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_hooks.data.order import (
-    Draws,
     Opening,
-    capture_opening,
+    RecordingSampler,
+    capture_epoch_rng,
     comes_in_order,
     generator_states,
-    is_plain,
+    is_checkpointable,
     is_seekable,
     restore_generator_states,
     sampler_epoch,
+    sampler_seed_and_epoch,
     sampler_with_state,
-    shared_by,
 )
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.stateful import HasStateDict
@@ -207,9 +207,9 @@ class Batches:
         return self._length, self._epochs
 
     @property
-    def shared_by(self) -> tuple[int, int]:
+    def sampler_seed_and_epoch(self) -> tuple[int, int]:
         """Seed and epoch of a ``DistributedSampler``; (-1, -1) for other samplers."""
-        return shared_by(self._loader)
+        return sampler_seed_and_epoch(self._loader)
 
     def move_to(self, target: BatchIndex) -> BatchIndex:
         """Continue at ``target``, at or behind the current position; carry into the next epoch."""
@@ -300,14 +300,14 @@ class Batches:
             "opening": None,
             "own": generator_states(self._loader),
             "windows": [list(msgspec.structs.astuple(window)) for window in self.windows],
-            "sampler": self._sampler_state if is_plain(self._sampler_state) else None,
+            "sampler": self._sampler_state if is_checkpointable(self._sampler_state) else None,
             "loader": None,
         }
         loader = self._loader
         if isinstance(loader, HasStateDict) and not is_seekable(loader):
             with self._faults.fail_open("data.state_dict"):
                 loader_state = deepcopy(loader.state_dict())
-                state["loader"] = loader_state if is_plain(loader_state) else None
+                state["loader"] = loader_state if is_checkpointable(loader_state) else None
         return state
 
     # ---------------------------------------------------------------------------------- iterating
@@ -386,13 +386,13 @@ class Batches:
         elif state is not None:
             self._opening = state["opening"]
             return self._reopen(state)
-        self._opening = capture_opening(self._loader)
+        self._opening = capture_epoch_rng(self._loader)
         if begins := self._keeps_initial_state and self._initial_state is None:
             self._initial_state = self._build_data_state(epoch, self._next.batch) | {
                 "first": self._opening
             }
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
-            draws = Draws(self._loader, lambda index: self._is_skipped(epoch, index))
+            draws = RecordingSampler(self._loader, lambda index: self._is_skipped(epoch, index))
             return self._pair_with_draws(draws.open(self._loader), draws)
         iterator = iter(self._loader)
         if state is not None:
@@ -408,7 +408,9 @@ class Batches:
             self._num_seen += 1
             yield self._num_seen - 1, None, batch
 
-    def _pair_with_draws(self, iterator: Iterator[Any], draws: Draws) -> Iterator[_Found]:
+    def _pair_with_draws(
+        self, iterator: Iterator[Any], draws: RecordingSampler
+    ) -> Iterator[_Found]:
         """Pair each loaded batch with the sample indices drawn for it."""
         in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
@@ -445,7 +447,7 @@ class Batches:
         epoch = self._next.epoch
         source: Iterator[_Found]
         if isinstance(loader, DataLoader) and is_seekable(loader):
-            draws = Draws(loader, lambda index: self._is_skipped(epoch, index))
+            draws = RecordingSampler(loader, lambda index: self._is_skipped(epoch, index))
             sampler = state["sampler"] if start == state["batch"] else None
             iterator = draws.reopen(loader, state["opening"], start, sampler)
             source = self._pair_with_draws(iterator, draws)

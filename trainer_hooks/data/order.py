@@ -33,12 +33,12 @@ def is_seekable(loader: object) -> bool:
     )
 
 
-def is_plain(value: object) -> bool:
+def is_checkpointable(value: object) -> bool:
     """Return whether a checkpoint can store the value; its reader only loads plain types."""
     if isinstance(value, dict):
-        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+        return all(map(is_checkpointable, value)) and all(map(is_checkpointable, value.values()))
     if type(value) in (list, tuple, set):
-        return all(map(is_plain, value))  # type: ignore[call-overload]
+        return all(map(is_checkpointable, value))  # type: ignore[call-overload]
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
 
 
@@ -55,7 +55,7 @@ def sampler_epoch(loader: object) -> int | None:
     return next((epoch for epoch in epochs if type(epoch) is int), None)
 
 
-def shared_by(loader: object) -> tuple[int, int]:
+def sampler_seed_and_epoch(loader: object) -> tuple[int, int]:
     """Return the seed and epoch with which a ``DistributedSampler`` splits the data among ranks.
 
     They must be equal on all ranks; otherwise some samples are trained twice, and others never.
@@ -73,7 +73,7 @@ def comes_in_order(loader: DataLoader[Any]) -> bool:
     return loader.in_order or not loader.num_workers
 
 
-def capture_opening(loader: Iterable[Any]) -> Opening:
+def capture_epoch_rng(loader: Iterable[Any]) -> Opening:
     """Return the random state from which the next epoch draws; call before ``iter(loader)``."""
     rng = capture_rng()
     rng.pop("cuda", None)  # samplers draw on the CPU
@@ -116,7 +116,7 @@ class PlannedBatch(NamedTuple):
     """State of the sampler after it drew this batch; None if the sampler has no ``state_dict``."""
 
 
-class Draws:
+class RecordingSampler:
     """Replaces a loader's sampler while its iterator is created; skips and records batches.
 
     ``planned`` holds batches that were drawn and are not loaded yet: as many as the loader
@@ -197,7 +197,7 @@ class Draws:
         assert isinstance(self._sampler, Sized), "asked of a loader with a length only"
         return len(self._sampler)
 
-    def __iter__(self) -> Draws:
+    def __iter__(self) -> RecordingSampler:
         if not self._reopened:  # torch calls iter() twice if there are workers
             self._source = iter(self._sampler)
         return self

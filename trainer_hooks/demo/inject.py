@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainvitals.testing.faults import FaultPlan
 
 
-class Injector:
+class FaultInjector:
     """Faults of the plan for one rank.
 
     A fault at a step happens once: after a rollback the step is trained again, and a bit flip does

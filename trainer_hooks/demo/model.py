@@ -9,7 +9,7 @@ from torch.nn import functional
 VOCABULARY = 256
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -37,7 +37,7 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import trainer_hooks
 from trainer_hooks.demo.data import Windows, standard_library_bytes
-from trainer_hooks.demo.inject import Injector
+from trainer_hooks.demo.inject import FaultInjector
 from trainer_hooks.demo.model import ByteGPT
 from trainvitals.testing.faults import FaultPlan
 
@@ -53,7 +53,7 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=PEAK_RATE, weight_decay=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=options.steps))
-    faults = Injector(FaultPlan.from_json(os.environ.get("VITALS_DEMO_FAULTS", "")), rank)
+    faults = FaultInjector(FaultPlan.from_json(os.environ.get("VITALS_DEMO_FAULTS", "")), rank)
 
     monitor = trainer_hooks.watch(  # Vitals: line 1
         ddp, optimizer, scheduler, run=options.name, mode=options.mode, checkpoints=True,

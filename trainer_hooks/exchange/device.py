@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from trainer_hooks.exchange.reduce_vector import (
     CORE_FIELDS,
     NUM_FIGURES,
-    PackLayout,
     ReduceVector,
+    ReduceVectorLayout,
     VectorFields,
 )
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
+from trainer_hooks.guard.averages import GuardedAverages, refuse_averages, registered_averages
 from trainer_hooks.guard.hook_memory import registered_hook_memory, unregistered_hook_warnings
 from trainer_hooks.guard.misuse import (
     GIVEN_SCALERS,
@@ -27,17 +27,17 @@ from trainer_hooks.guard.misuse import (
     parameters_left_out,
 )
 from trainer_hooks.guard.optimizers import (
-    AfterLoad,
     BufferShadow,
     LoopOptimizers,
+    ModelLoadHook,
     OptimizerGroup,
     OptimizerGuard,
-    Shadows,
+    StepShadows,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
-from trainer_hooks.measures.sampled import Sampler
-from trainer_hooks.measures.sections import Sections, modules_to_hook
+from trainer_hooks.measures.sampled import SignalSampler
+from trainer_hooks.measures.sections import SectionTimer, modules_to_hook
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
@@ -47,7 +47,7 @@ from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
 
-class Engine(Protocol):
+class UpdateEngine(Protocol):
     """Maker of the updates: the loop's own optimizers, or a framework's engine.
 
     An engine keeps its gradients elsewhere, steps or skips by itself, and has no ``guards``.
@@ -72,7 +72,7 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Device:
+class DeviceParts:
     """The parts on the device, and the training that they act on."""
 
     optimizers: tuple[Optimizer, ...]
@@ -80,10 +80,10 @@ class Device:
     scaler: torch.amp.GradScaler | None
     norms: GradNorms
     packer: ReduceVector
-    engine: Engine
-    shadow: Shadows
-    after_load: AfterLoad
-    averages: Averages | None
+    engine: UpdateEngine
+    shadow: StepShadows
+    after_load: ModelLoadHook
+    averages: GuardedAverages | None
     """None if no average of the weights was registered."""
     joinables: tuple[Any, ...]
     extra: dict[str, HasStateDict]
@@ -91,9 +91,9 @@ class Device:
     warnings: list[tuple[str, str]]
     """Likely mistakes in the arguments, each as the code and text of a note."""
     readback: AsyncCopy[HostMeasurements]
-    sampler: Sampler | None
+    sampler: SignalSampler | None
     """None if no signal is enabled."""
-    sections: Sections | None
+    sections: SectionTimer | None
     """None if forward, backward and waits cannot be distinguished, and in a single process."""
     memory: MemoryEstimate
     turns: tuple[OptimizerGroup, ...]
@@ -129,7 +129,7 @@ class Device:
             self.sections.release()
 
 
-def build_device(
+def build_device_parts(
     model: nn.Module,
     optimizers: tuple[Optimizer, ...],
     schedulers: tuple[Any, ...],
@@ -138,28 +138,28 @@ def build_device(
     faults: FaultCounter,
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
-    engine: Engine | None = None,
+    engine: UpdateEngine | None = None,
     names: Sequence[str] = (),
     fields: VectorFields = CORE_FIELDS,
-) -> Device:
+) -> DeviceParts:
     """Create everything that works on the device. Collective: the ranks compare their parts."""
     state = state or {}
     steps_by_itself = engine is not None
     engine = _guard_optimizers(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
-    sampler = _sampler(signals, model, norms, ranks, faults, optimizers)
+    sampler = _build_signal_sampler(signals, model, norms, ranks, faults, optimizers)
     sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
-    layout = PackLayout.of(len(norms.names), ranks, sampled, fields)
+    layout = ReduceVectorLayout.of(len(norms.names), ranks, sampled, fields)
     memories = registered_hook_memory(model, state)
-    shadow = Shadows(BufferShadow(model), *memories.values())
+    shadow = StepShadows(BufferShadow(model), *memories.values())
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
-    return Device(
+        optimizer.add_param_group = _refuse_added_group  # type: ignore[method-assign]
+    return DeviceParts(
         optimizers=optimizers,
         schedulers=schedulers,
         scaler=scaler,
@@ -167,8 +167,8 @@ def build_device(
         packer=ReduceVector(layout, norms.device),
         engine=engine,
         shadow=shadow,
-        after_load=AfterLoad(model, shadow),
-        averages=averages_in(state, optimizers),
+        after_load=ModelLoadHook(model, shadow),
+        averages=registered_averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
         warnings=_find_likely_mistakes(
@@ -176,7 +176,9 @@ def build_device(
         ),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
-        sections=None if steps_by_itself else _sections(model, ranks, norms.device, faults),
+        sections=None
+        if steps_by_itself
+        else _build_section_timer(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
         turns=_optimizer_turns(optimizers, engine.guards, names),
     )
@@ -206,8 +208,8 @@ def _guard_optimizers(
     ranks: Ranks,
     state: Mapping[str, Any],
     signals: SignalSettings | None,
-    engine: Engine | None,
-) -> Engine:
+    engine: UpdateEngine | None,
+) -> UpdateEngine:
     """Refuse a setup that cannot be guarded, and guard the optimizers. Collective."""
     engines = [] if engine is None else [engine]
 
@@ -248,33 +250,34 @@ def _find_likely_mistakes(
     ]
 
 
-def _sections(
+def _build_section_timer(
     model: nn.Module, ranks: Ranks, device: torch.device, faults: FaultCounter
-) -> Sections | None:
+) -> SectionTimer | None:
     """Return the timer of forward and backward; None if ranks do not wait in them."""
     if ranks.world_size > 1:
         with faults.fail_open("sections"):
             wrappers = modules_to_hook(model)
-            return Sections(wrappers, device, faults) if wrappers else None
+            return SectionTimer(wrappers, device, faults) if wrappers else None
     return None
 
 
-def _sampler(
+def _build_signal_sampler(
     settings: SignalSettings | None,
     model: nn.Module,
     norms: GradNorms,
     ranks: Ranks,
     faults: FaultCounter,
     optimizers: Sequence[Optimizer],
-) -> Sampler | None:
+) -> SignalSampler | None:
     """Return the sampler of the enabled signals; on all ranks, or on none."""
     hint = "give the same watch(signals=...) on all ranks"
     check_same("signals", ranks.gather(settings or SignalSettings()), hint)
     if settings is None or not settings.measures:
         return None
-    samplers: list[Sampler] = []
+    samplers: list[SignalSampler] = []
     on_every_rank(
-        ranks, lambda: samplers.append(Sampler(settings, model, norms, ranks, faults, optimizers))
+        ranks,
+        lambda: samplers.append(SignalSampler(settings, model, norms, ranks, faults, optimizers)),
     )
     return samplers[0]
 
@@ -290,14 +293,16 @@ def _refuse_signals(signals: object) -> None:
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that an open monitor guards already."""
-    if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
+    if any(
+        vars(optimizer).get("add_param_group") is _refuse_added_group for optimizer in optimizers
+    ):
         raise UsageError(
             "the optimizer is already guarded: its step would be judged twice",
             hint="close() the earlier monitor first: monitor.close(), or leave its `with`",
         )
 
 
-def _refuse_group(param_group: dict[str, Any]) -> None:
+def _refuse_added_group(param_group: dict[str, Any]) -> None:
     """Replace ``add_param_group``: its parameters would be neither measured nor guarded."""
     raise UsageError(
         "a parameter group was added after watch()",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
 
-from trainer_hooks.exchange.reduce_vector import Derived, Reduced
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers, VerdictFigures
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
-from trainer_hooks.measures.sampled import Sampler, Samples
+from trainer_hooks.measures.sampled import SampledSignals, SignalSampler
 from trainer_hooks.tensors.gradients import ALL
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
@@ -160,10 +160,10 @@ def _fail_open_write(
 class JournalObserver(Protocol):
     """Sees what a rank writes: custom alerts judge it. Its methods fail open."""
 
-    def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
+    def observe_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
         """Use a step's row, in the order of ``Emitter.columns``."""
 
-    def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
+    def observe_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Process a scalar that the loop recorded."""
 
 
@@ -178,7 +178,7 @@ class Emitter:
         faults: FaultCounter,
         is_rank0: bool,
         num_groups: int,
-        layers: Layers,
+        layers: LayerAggregator,
     ) -> None:
         self._journal = journal
         self._clock = clock
@@ -218,7 +218,7 @@ class Emitter:
         """Directory of the journal; None without a journal."""
         return None if self._journal is None else self._journal.directory
 
-    def put_off(self, call: Callable[[], None]) -> bool:
+    def defer_call(self, call: Callable[[], None]) -> bool:
         """Make ``call`` after the main thread's current write; return False if there is none."""
         if self._depth:
             self._put_off = call
@@ -282,7 +282,7 @@ class Emitter:
                 self.event(names, step=step, attempt=attempt)
             stream.append([*head, self._scalar_ids[name], number])
             if self.observer is not None:
-                self.observer.saw_scalar(name, number, step=step, attempt=attempt)
+                self.observer.observe_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
         """Return a user's scalar as a number; count and report an invalid one."""
@@ -316,7 +316,7 @@ class Emitter:
             row = self._row.of(measured, record, extra)
             stream.append(row)
             if self.observer is not None:
-                self.observer.saw_row(measured.step, measured.attempt, row)
+                self.observer.observe_row(measured.step, measured.attempt, row)
         except Exception as error:  # noqa: BLE001 - as in _writes
             self._faults.count("journal.step", error)
         finally:
@@ -328,8 +328,8 @@ class Emitter:
     def layers(
         self,
         measured: HostMeasurements,
-        reduced: Reduced,
-        samples: Samples | None,
+        reduced: ReducedNumbers,
+        samples: SampledSignals | None,
         *,
         has_finding: bool,
     ) -> None:
@@ -384,7 +384,7 @@ class TokenCount:
     trained: int = 0
     """Tokens used in updates of the current attempt."""
 
-    def go_back(self, to: TokenCount) -> None:
+    def restore_counts(self, to: TokenCount) -> None:
         """Restore the counts of a restored state."""
         self.trained, self.seen = to.trained, max(self.seen, to.seen)
 
@@ -400,7 +400,7 @@ class StepLog:
     """
 
     def __init__(
-        self, emitter: Emitter, columns: RootColumns, faults: FaultCounter, *, is_rank0: bool
+        self, emitter: Emitter, columns: Rank0Columns, faults: FaultCounter, *, is_rank0: bool
     ) -> None:
         self._emitter = emitter
         self._columns = columns
@@ -412,9 +412,9 @@ class StepLog:
         self,
         measured: HostMeasurements,
         record: StepRecord,
-        reduced: Reduced,
-        derived: Derived,
-        samples: Samples | None,
+        reduced: ReducedNumbers,
+        derived: VerdictFigures,
+        samples: SampledSignals | None,
         judgement: Judgement,
         name: str = "",
         columns: Mapping[str, Value] = MappingProxyType({}),
@@ -497,7 +497,7 @@ def _optimizer_scalars(record: StepRecord, name: str) -> dict[str, float]:
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
 
-def _tokens_from_weights(measured: HostMeasurements, reduced: Reduced) -> int | None:
+def _tokens_from_weights(measured: HostMeasurements, reduced: ReducedNumbers) -> int | None:
     """Return the step's tokens from the loss weights; None without weights."""
     total = reduced.total("weight")
     return int(total) if measured.weighted and math.isfinite(total) else None
@@ -506,7 +506,7 @@ def _tokens_from_weights(measured: HostMeasurements, reduced: Reduced) -> int | 
 # ----------------------------------------------------------------------- rows of layers
 
 
-class Layers:
+class LayerAggregator:
     """Adds up squares by layer, a parameter's name without its last part; modules may be added."""
 
     def __init__(
@@ -527,7 +527,7 @@ class Layers:
             sums[owner] = (sums[owner] or 0.0) + square
         return [None if s is None else math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
-    def _worst(self, changes: Sequence[float] | None) -> list[float] | None:
+    def _largest_changes(self, changes: Sequence[float] | None) -> list[float] | None:
         """Return the largest change of any parameter, for each layer with parameters."""
         if changes is None:
             return None
@@ -539,7 +539,7 @@ class Layers:
     def rows(
         self,
         grad_squares: Sequence[float] | None,
-        samples: Samples | None,
+        samples: SampledSignals | None,
         *,
         turn: int = 0,
         before: int = 0,
@@ -550,13 +550,13 @@ class Layers:
         parameters of one have gradients in the step (``turn``), and only those of the previous one
         (``before``) have an update.
         """
-        samples = samples or Samples()
+        samples = samples or SampledSignals()
         squares = (grad_squares, samples.weight_squares, samples.update_squares)
         parts = (self._parts[turn], ALL, self._parts[before])
         by_layer = [
             None if s is None else self.norms(s, of) for s, of in zip(squares, parts, strict=True)
         ]
-        writes = [self._worst(w) for w in (samples.weight_writes, samples.moment_writes)]
+        writes = [self._largest_changes(w) for w in (samples.weight_writes, samples.moment_writes)]
         damaged_layers = set(map(_layer_of, samples.nonfinite_parameters))
         for layer, name in enumerate(self.names):
             has_parameters = layer < self._num_layers
@@ -582,10 +582,12 @@ _LARGEST_LOSS = 700.0
 """Largest loss for which e^loss fits in a float64."""
 
 
-class RootColumns:
+class Rank0Columns:
     """Keeps values that span several steps: overflows, utilization, the noise scale."""
 
-    def __init__(self, utilization: Utilization, sampler: Sampler | None, world_size: int) -> None:
+    def __init__(
+        self, utilization: Utilization, sampler: SignalSampler | None, world_size: int
+    ) -> None:
         self._utilization = utilization
         self._overflows = 0
         self._recent: deque[bool] = deque(maxlen=_OVERFLOW_WINDOW)
@@ -599,14 +601,14 @@ class RootColumns:
         self,
         measured: HostMeasurements,
         record: StepRecord,
-        derived: Derived,
+        derived: VerdictFigures,
         losses: list[float | None],
-        samples: Samples | None,
+        samples: SampledSignals | None,
         tokens: int | None,
     ) -> dict[str, Value]:
         """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
-            self._utilization.counted(measured.flops, tokens)
+            self._utilization.use_counted_flops(measured.flops, tokens)
         seconds = measured.duration_seconds
         columns: dict[str, Value] = {
             "verdict": derived.verdict_column(record),
@@ -667,7 +669,7 @@ def _spread(losses: list[float | None]) -> float | None:
     return max(finite) - min(finite) if len(finite) == len(losses) else None
 
 
-def _weight_update_columns(samples: Samples) -> dict[str, Value]:
+def _weight_update_columns(samples: SampledSignals) -> dict[str, Value]:
     """Return a step's columns about the norms of weights and their update."""
     assert samples.weight_squares is not None, "asked for where it was measured"
     weight = _norm_from_squares(samples.weight_squares)

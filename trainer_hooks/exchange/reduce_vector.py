@@ -123,7 +123,7 @@ CORE_FIELDS = VectorFields()
 
 
 @dataclass(frozen=True, slots=True)
-class PackLayout:
+class ReduceVectorLayout:
     """Position of each number; equal on all ranks by construction."""
 
     num_params: int
@@ -168,7 +168,7 @@ class PackLayout:
         ranks: Ranks,
         num_sampled: int = 0,
         fields: VectorFields = CORE_FIELDS,
-    ) -> PackLayout:
+    ) -> ReduceVectorLayout:
         """Return the layout for this job and this rank's slot in it."""
         rank, world_size = ranks.rank, ranks.world_size
         slots = min(world_size, max(MAX_SLOTS, -(-world_size // MAX_SHARED)))
@@ -238,7 +238,7 @@ class Rank0Values(msgspec.Struct, frozen=True):
 class ReduceVector:
     """Fills this rank's persistent vector."""
 
-    def __init__(self, layout: PackLayout, device: torch.device) -> None:
+    def __init__(self, layout: ReduceVectorLayout, device: torch.device) -> None:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
         self.squares = self.pack[: layout.num_params]
@@ -395,10 +395,10 @@ def _real_part(value: Tensor | float) -> float:
     return (value.item() if isinstance(value, Tensor) else value).real
 
 
-class Reduced:
+class ReducedNumbers:
     """The summed vector on the host: plain numbers that are equal on every rank."""
 
-    def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
+    def __init__(self, layout: ReduceVectorLayout, numbers: list[float]) -> None:
         fields, self.layout = layout.fields, layout
         self.squares = numbers[: layout.num_params]
         self.root = dict(zip(fields.rank0, numbers[layout.root : layout.ranks], strict=True))
@@ -417,7 +417,7 @@ class Reduced:
         """Return the sum of a field of the reduce vector over all ranks."""
         return sum(self._sums[field])
 
-    def of_slot(self, field: str) -> float:
+    def slot_sum(self, field: str) -> float:
         """Return the sum of the field over this rank's slot: its own up to MAX_SLOTS ranks."""
         return self._sums[field][self.layout.slot]
 
@@ -514,7 +514,9 @@ class Verdict(NamedTuple):
 _FLAGS = tuple(torch.tensor(flag, dtype=torch.float64, device="cpu") for flag in (0.0, 1.0))
 
 
-def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row: float) -> Verdict:
+def judge_on_host(
+    layout: ReduceVectorLayout, numbers: Sequence[float], norm: float, row: float
+) -> Verdict:
     """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
 
     Operations on tensors of a few numbers would take longer than the update of a small
@@ -552,7 +554,7 @@ def judge_on_host(layout: PackLayout, numbers: Sequence[float], norm: float, row
     return Verdict(bad, float(bits), loss, norm, overflowed, row, failed)
 
 
-def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
+def judge_on_device(layout: ReduceVectorLayout, pack: Tensor, row: Tensor) -> Verdict:
     """Return the verdict on the reduced vector. Pure; no value reaches the host.
 
     A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
@@ -578,7 +580,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, row: Tensor) -> Verdict:
     loss, norm = weighted_loss / weight, square.sqrt()
     values = torch.stack((loss, norm))
     there = sums[1:] != 0.0  # a loss, an overflow, a failure
-    constant = _constants(pack.device)
+    constant = _verdict_constants(pack.device)
     counts = there[:2] ^ constant.flip
     finite = torch.add(values, values, alpha=0)  # or NaN: Inf times 0 is
     nonfinite = (finite != finite) & counts
@@ -601,7 +603,7 @@ class _Constants(NamedTuple):
 
 
 @functools.cache
-def _constants(device: torch.device) -> _Constants:
+def _verdict_constants(device: torch.device) -> _Constants:
     """Return the constants of the verdict; cached, so only the first step waits for the copy."""
     asked = (_STOPS, OVERFLOW, _UNCLEAR, WITHHELD)
     sums = [[float(fact) for fact in _FACTS]]
@@ -643,10 +645,10 @@ def auto_clip_divisor(norm: Tensor, limit: Tensor) -> Tensor:
 
 
 NUM_FIGURES = 4
-"""Values behind the vector from which ``Derived`` is made."""
+"""Values behind the vector from which ``VerdictFigures`` is made."""
 
 
-class Derived(msgspec.Struct, frozen=True):
+class VerdictFigures(msgspec.Struct, frozen=True):
     """Values computed on the device, read back with the vector."""
 
     bits: int
@@ -655,7 +657,7 @@ class Derived(msgspec.Struct, frozen=True):
     loss_scale: float
 
     @classmethod
-    def of(cls, numbers: list[float]) -> Derived:
+    def of(cls, numbers: list[float]) -> VerdictFigures:
         """Build the object from the values behind the vector, in the order of ``derived``."""
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
@@ -683,7 +685,7 @@ class Derived(msgspec.Struct, frozen=True):
         )
 
 
-def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
+def culprits(reduced: ReducedNumbers, losses: list[float | None]) -> tuple[int, ...]:
     """Return the ranks that made the step non-finite, as far as the numbers show.
 
     A NaN loss on one rank makes every rank's gradients NaN through DDP's all-reduce, so losses are
@@ -698,7 +700,7 @@ def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
     return () if everyone and reduced.layout.world_size > 1 else by_squares
 
 
-def _largest(losses: list[float | None]) -> tuple[float | None, int]:
+def _largest_loss(losses: list[float | None]) -> tuple[float | None, int]:
     """Return the largest loss and its rank; a NaN counts as larger than everything."""
     if len(losses) == 1 and losses[0] is not None:
         return losses[0], 0
@@ -709,8 +711,8 @@ def _largest(losses: list[float | None]) -> tuple[float | None, int]:
 
 
 def step_record(
-    reduced: Reduced,
-    derived: Derived,
+    reduced: ReducedNumbers,
+    derived: VerdictFigures,
     *,
     step: int,
     attempt: int,
@@ -727,7 +729,7 @@ def step_record(
     non-finite.
     """
     losses = reduced.losses()
-    loss_max, loss_max_rank = _largest(losses)
+    loss_max, loss_max_rank = _largest_loss(losses)
     has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
     in_state = reduced.ranks_where("nonfinite_state")
@@ -762,7 +764,7 @@ def step_record(
     )
 
 
-def dissenters(reduced: Reduced) -> tuple[int, ...]:
+def dissenters(reduced: ReducedNumbers) -> tuple[int, ...]:
     """Return the ranks whose digest of their last verdict is in the minority; () if all agree.
 
     With two equal halves, the half with rank 0 counts as correct.

@@ -149,7 +149,7 @@ class CommandsFeature(StepFeature):
         sigterm = run.features[SigtermFeature]
         while self.is_paused:
             words = self._command_words(step) if run.ranks.rank == 0 else (0.0, 0.0, 0.0)
-            (number, code, argument), stops = paused_round(
+            (number, code, argument), stops = wait_paused_round(
                 run.ranks, words, sigterm.is_received, device
             )
             if stops:
@@ -166,7 +166,7 @@ class CommandsFeature(StepFeature):
                 )
 
 
-def paused_round(
+def wait_paused_round(
     ranks: Ranks, words: Words, sigterm_received: bool, device: torch.device
 ) -> tuple[Words, bool]:
     """Wait one round, then exchange rank 0's command and whether a rank received SIGTERM.

@@ -49,7 +49,7 @@ def read_earlier_losses(run_dir: RunDir) -> EarlierLosses | None:
     latest: list[_EarlierLoss] = []
     for spool in run_dir.spool_dirs().values():
         firsts += islice(_read_spooled_losses(spool, SpoolPosition()), _NUM_FIRST)
-        latest += deque(_read_spooled_losses(spool, _latest_files(spool)), _NUM_LATEST)
+        latest += deque(_read_spooled_losses(spool, _latest_spool_files(spool)), _NUM_LATEST)
     first = [of.loss for of in sorted(firsts)[:_NUM_FIRST]]
     latest = sorted(latest)[-_NUM_LATEST:]
     if len(first) < _NUM_FIRST or len(latest) < _NUM_LATEST:
@@ -81,7 +81,7 @@ def _read_spooled_losses(spool: Path, start: SpoolPosition) -> Iterator[_Earlier
                 yield _EarlierLoss(int(time_unix_ns), int(step), float(loss))
 
 
-def _latest_files(spool: Path) -> SpoolPosition:
+def _latest_spool_files(spool: Path) -> SpoolPosition:
     """Return the start of the spool's latest files."""
     start, num_bytes = SpoolPosition(), 0
     for number, path in reversed(spool_files(spool)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from trainer_hooks.callbacks.early_stopping import Evaluations
+from trainer_hooks.callbacks.early_stopping import RankEarlyStopping
 from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
@@ -25,7 +25,7 @@ class EarlyStoppingFeature(StepFeature):
     state_key = "stopping"
     is_resumable = True
 
-    def __init__(self, run: RunContext, evaluations: Evaluations) -> None:
+    def __init__(self, run: RunContext, evaluations: RankEarlyStopping) -> None:
         super().__init__(run)
         self.evaluations = evaluations
 
@@ -36,23 +36,23 @@ class EarlyStoppingFeature(StepFeature):
         if settings is None:
             return None
         ring, store = (None, None) if recovery is None else recovery.keepers()
-        evaluations = Evaluations(
+        evaluations = RankEarlyStopping(
             settings, ranks=run.ranks, emitter=run.emitter, ring=ring, store=store
         )
         return cls(run, evaluations)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the value that was given before this step, if any."""
-        value = self.evaluations.root_value(step.step, step.attempt)
+        value = self.evaluations.rank0_metric(step.step, step.attempt)
         return {} if value is None else {"evaluated": 1.0, "evaluation": value}
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return whether this rank holds a copy of the state that was evaluated."""
-        return {"holds_evaluated": float(self.evaluations.holds(step.step, step.attempt))}
+        return {"holds_evaluated": float(self.evaluations.has_state_copy(step.step, step.attempt))}
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Count the value, and keep the copies if all ranks hold one and it is the best."""
-        self.evaluations.returned(step.reduced, step=step.step, attempt=step.attempt)
+        self.evaluations.apply_reduced_metric(step.reduced, step=step.step, attempt=step.attempt)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the evaluations without improvement."""

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from trainer_hooks.exchange.reduce_vector import Slots
-from trainer_hooks.probe.probe import LossEvaluations, Probe
+from trainer_hooks.probe.probe import Probe, ValidationLosses
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement
@@ -29,7 +29,7 @@ class ProbeFeature(StepFeature):
     def __init__(self, run: RunContext, probe: Probe) -> None:
         super().__init__(run)
         self.probe = probe
-        self.loss_evaluations = LossEvaluations()
+        self.loss_evaluations = ValidationLosses()
 
     @classmethod
     def make(cls, run: RunContext) -> Self:
@@ -59,7 +59,7 @@ class ProbeFeature(StepFeature):
     def on_reduced(self, step: ReturnedStep) -> None:
         """Let the step be judged with the probe, if all ranks can run it."""
         if self.probe.has_loss:
-            self.probe.returned(step.reduced.total("probe_ready"))
+            self.probe.update_readiness(step.reduced.total("probe_ready"))
         step.probe = self.probe.evaluate if self.probe.is_on else None
         step.evaluation = step.reduced.root["evaluation_ratio"] or None
 

@@ -26,7 +26,7 @@ from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.errors import UsageError
 from trainvitals.io.private import ensure_private_dir
 from trainvitals.policy import Judgement, Proposal
-from trainvitals.records import Command, Note, Profiled
+from trainvitals.records import Command, Note, ProfileArgument
 from trainvitals.rows import Value
 
 MAX_BYTES = 64 << 20
@@ -136,7 +136,7 @@ class StepProfile:
                     hint="profile fewer steps",
                 )
             os.replace(partial, self._path)  # noqa: PTH105
-            delete_oldest(self._path)
+            delete_old_traces(self._path)
             self._done(
                 f"the profile is {self._path} ({size / 1e6:.1f} MB); open it with Perfetto or "
                 "chrome://tracing"
@@ -173,7 +173,7 @@ class _ForeignProfilerWatch:
             _PROFILER._prepare_profiler = self._theirs
 
 
-def delete_oldest(path: Path) -> None:
+def delete_old_traces(path: Path) -> None:
     """Keep only the latest traces of this rank."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
@@ -202,7 +202,7 @@ class Profiling:
     ) -> None:
         self._folder, self._ranks, self._faults, self._say = folder, ranks, faults, say
         self._lateness = lateness
-        self._order: tuple[int, Profiled] | None = None
+        self._order: tuple[int, ProfileArgument] | None = None
         self._profile: StepProfile | None = None
 
     @property
@@ -210,7 +210,7 @@ class Profiling:
         """Whether ``advance_profile`` has anything to do."""
         return self._order is not None or self._profile is not None
 
-    def order(self, first_step: int, profiled: Profiled) -> None:
+    def order(self, first_step: int, profiled: ProfileArgument) -> None:
         """Order a torch profile that starts at ``first_step``; on all ranks."""
         self._order = (first_step, profiled)
 
@@ -227,7 +227,9 @@ class Profiling:
         if self._order is None:
             return
         (first_step, profiled), self._order = self._order, None
-        profiled_ranks = (profiled.rank,) if profiled.rank >= 0 else self._choose(device)
+        profiled_ranks = (
+            (profiled.rank,) if profiled.rank >= 0 else self._choose_profiled_ranks(device)
+        )
         if self._ranks.rank not in profiled_ranks:
             return
         with self._faults.fail_open("profile"):
@@ -241,7 +243,7 @@ class Profiling:
                 failed=lambda error: self._faults.count("profile", error),
             )
 
-    def _choose(self, device: torch.device) -> tuple[int, ...]:
+    def _choose_profiled_ranks(self, device: torch.device) -> tuple[int, ...]:
         """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
         all_of_them = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)
         all_of_them[self._ranks.rank] = self._lateness.seconds
@@ -315,7 +317,7 @@ class Slowdowns:
             issued_by=AUTOMATIC_ISSUER,
             issued_unix_ns=0,
             expires_unix_ns=0,
-            argument=Profiled(AUTO_STEPS, by_itself=True).argument,
+            argument=ProfileArgument(AUTO_STEPS, by_itself=True).argument,
         )
         return self._order
 
@@ -340,7 +342,7 @@ class ProfilingFeature(StepFeature):
         super().__init__(run)
         self._lateness = Lateness()
         self._profiling = Profiling(
-            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._profiled
+            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._report_trace
         )
         self.slowdowns = slowdowns
         """Orders a profile if the run gets slower; on rank 0, if enabled."""
@@ -354,7 +356,7 @@ class ProfilingFeature(StepFeature):
             slowdowns = Slowdowns(run.run_dir.profiles_dir)
         return cls(run, slowdowns)
 
-    def _profiled(self, text: str) -> None:
+    def _report_trace(self, text: str) -> None:
         """Report the path of this rank's trace; called from a separate thread."""
         note = Note(code="profile_written", text=text)
         self._run.emitter.event(note, step=self._run.last_step, attempt=self._run.attempt)
@@ -385,7 +387,7 @@ class ProfilingFeature(StepFeature):
         """Order a profile from the next step on."""
         if command.action != "profile":
             return
-        profiled = Profiled.of(command.argument)
+        profiled = ProfileArgument.from_argument(command.argument)
         self._profiling.order(now_step + 1, profiled)
         if profiled.by_itself and self.slowdowns is not None:
             text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from trainer_hooks.exchange.reduce_vector import Slots
-from trainer_hooks.measures.sampled import Samples
+from trainer_hooks.measures.sampled import SampledSignals
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.context import RunContext
@@ -126,7 +126,7 @@ class SnapshotsFeature(StepFeature):
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add the names of non-finite tensors, and the reason of a missed snapshot."""
-        judgement = self._with_parameters(step, judgement)
+        judgement = self._add_nonfinite_parameters(step, judgement)
         if step.record.nonfinite_state or step.record.snapshots_missed:
             if self._state_check is not None:
                 self._state_check.every = self._state_check.AGAIN
@@ -134,7 +134,7 @@ class SnapshotsFeature(StepFeature):
             self._run.report_unprotected(judgement)
         return judgement
 
-    def _with_parameters(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
+    def _add_nonfinite_parameters(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add this rank's non-finite parameters to the rows of their layers, and to the reasons.
 
         Without rank 0, which writes the findings and those rows, one other rank notes its names.
@@ -151,7 +151,7 @@ class SnapshotsFeature(StepFeature):
                 text = f"rank {rank}: NaN or infinite: {_format_names(self._nonfinite_parameters)}"
                 run.note_of_rank("nonfinite_params", text, step=step.step)
         names = self._nonfinite_parameters
-        step.samples = (step.samples or Samples())._replace(nonfinite_parameters=names)
+        step.samples = (step.samples or SampledSignals())._replace(nonfinite_parameters=names)
         return (
             _add_names(judgement, "nonfinite_params", _format_names(names)) if names else judgement
         )
@@ -177,13 +177,13 @@ class SnapshotsFeature(StepFeature):
             names = self._nonfinite_names()
             self._shown_names = _format_names(names)
             text = f"rank {rank}: NaN or infinite: {self._shown_names}"
-            if not rolls_back and self._is_intended(names):
+            if not rolls_back and self._accept_intended_nonfinite(names):
                 self._shown_names += _IS_INTENDED
                 text += _IS_INTENDED
             run.note_of_rank("nonfinite_state", text, step=step.step)
         return _add_names(judgement, "nonfinite_state", self._shown_names)
 
-    def _is_intended(self, names: Sequence[str]) -> bool:
+    def _accept_intended_nonfinite(self, names: Sequence[str]) -> bool:
         """Continue snapshots if the model itself writes the values: no rollback fixed them."""
         if self._recovery is not None:
             with self._run.faults.fail_open("state_check"):

@@ -51,7 +51,7 @@ class _PendingAlertCall(NamedTuple):
     event: torch.cuda.Event
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         has_happened: bool = self.event.query()
         return has_happened
 
@@ -143,14 +143,14 @@ class RankAlerts:
         self._emit_finding(self._alerts.record_breach(finding, holds=not call.is_event))
 
     def _apply_arrived_calls(self) -> None:
-        while self._late and self._late[0].is_there:
+        while self._late and self._late[0].has_arrived:
             call, numbers, _ = self._late.popleft()
             holds, value = numbers.tolist()
             self._apply_alert_call(call, bool(holds), None if math.isnan(value) else value)
 
     # ---------------------------------------------------------------------- rows of the emitter
 
-    def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
+    def observe_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
         """Judge a step's row, in the order of the emitter's columns; renew active alerts."""
         with self._faults.fail_open("alerts"):
             if attempt != self._attempt:
@@ -165,7 +165,7 @@ class RankAlerts:
             if self._unseen:
                 self._look_for_series(step)
 
-    def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
+    def observe_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Evaluate the rules about a scalar that the loop recorded."""
         if self._unseen and len(self._scalar_names) < MISSING_AFTER:
             self._scalar_names.add(name)
@@ -233,7 +233,7 @@ class RankAlerts:
     def begin(self, attempt: int, step: int) -> None:
         """Continue as an attempt from ``step``: calls from a discarded attempt are void."""
         self._attempt = attempt
-        self._alerts.went_back(step)
+        self._alerts.roll_back(step)
 
     def close(self) -> None:
         """Process the numbers that have reached the host since the last step."""

@@ -22,7 +22,7 @@ from trainer_hooks.tensors.optimizer_state import true_elements
 from trainvitals.errors import UsageError
 
 
-class Averages:
+class GuardedAverages:
     """The registered averages: each follows the verdict of the step.
 
     During its update, an ``AveragedModel`` costs one more copy of the average and one pass over it;
@@ -36,7 +36,7 @@ class Averages:
             for optimizer in optimizers
         }
         self._updates = [
-            _GuardedUpdate(averaged, optimizers)
+            _GuardedAverage(averaged, optimizers)
             for averaged in state.values()
             if isinstance(averaged, AveragedModel)
         ]
@@ -57,7 +57,7 @@ class Averages:
         for ema in self._emas:
             ema.refuse_swapped()
 
-    def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
         """Apply a step's verdict, 0.0 or 1.0 on the device; call before its update.
 
         Args:
@@ -65,21 +65,21 @@ class Averages:
             optimizers: the optimizers that the step moves.
         """
         for update in self._updates:
-            update.judged(bad, optimizers)
+            update.apply_verdict(bad, optimizers)
         for i, ema in enumerate(self._emas):
             if any(self._names[id(optimizer)][i] for optimizer in optimizers):
                 ema.begin(bad)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def average_after_step(self, optimizer: Optimizer) -> None:
         """Average in an optimizer's parameters; call directly after its step, even if skipped."""
         for ema, names in zip(self._emas, self._names[id(optimizer)], strict=True):
             if names:
                 ema.follow(names)
 
-    def rolled_back(self) -> None:
+    def block_after_rollback(self) -> None:
         """Ignore updates by the loop until the next step: the averages have been restored."""
         for update in self._updates:
-            update.rolled_back()
+            update.block_after_rollback()
         for ema in self._emas:
             ema.forget()
 
@@ -91,10 +91,12 @@ class Averages:
             ema.is_watched = False
 
 
-def averages_in(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> Averages | None:
+def registered_averages(
+    state: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> GuardedAverages | None:
     """Return the registered averages; None if there are none."""
     is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
-    return Averages(state, optimizers) if is_any else None
+    return GuardedAverages(state, optimizers) if is_any else None
 
 
 def refuse_averages(
@@ -128,7 +130,7 @@ _ENGINE = 0
 """Key for the optimizers of a framework's engine, which are not accessible."""
 
 
-class _GuardedUpdate:
+class _GuardedAverage:
     """Replaces one average's ``update_parameters``."""
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
@@ -190,14 +192,14 @@ class _GuardedUpdate:
             self._late.push(bad.reshape(1), (counter, before))
             self._waits = True
 
-    def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
         """Correct the counter for the previous verdict, and store this one."""
         self._settle()
         for one in [*map(id, optimizers)] or [_ENGINE]:
             self._bad.pop(one, None)
             self._bad[one] = bad
 
-    def rolled_back(self) -> None:
+    def block_after_rollback(self) -> None:
         """Discard pending corrections, and block updates until the next verdict."""
         if self._late is not None:
             self._late.pop()

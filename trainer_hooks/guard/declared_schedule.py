@@ -17,9 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainer_hooks.guard.schedules import SchedulerEvery, count_of, described, optimizer_of
+from trainer_hooks.guard.schedules import (
+    SchedulerEvery,
+    describe_scheduler,
+    optimizer_of,
+    scheduler_step_count,
+)
 from trainer_hooks.measures.host import HostMeasurements
-from trainvitals.detect.schedule import Band, LRSchedule, ScheduleFollower
+from trainvitals.detect.schedule import LRSchedule, RateBand, ScheduleFollower
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import Finding
@@ -93,14 +98,15 @@ class DeclaredSchedule:
             if by_optimizer:
                 other = next(iter(by_optimizer.values()))
                 raise UsageError(
-                    f"schedule has {described(other)}, whose optimizer was not given to watch()",
+                    f"schedule has {describe_scheduler(other)}, whose optimizer was not given to "
+                    "watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
             self._simulated = [
                 None if s is None else _SimulatedSchedule(s) for s in schedulers_by_optimizer
             ]
             self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
-            name = " and ".join(described(scheduler) for scheduler in shapes)
+            name = " and ".join(describe_scheduler(scheduler) for scheduler in shapes)
         self.name = name
         self.follower = ScheduleFollower(name, tolerance=_SHAPED if self._shape else _EXACT)
 
@@ -111,7 +117,7 @@ class DeclaredSchedule:
         if measured.turn or len(measured.learning_rates) != sum(self._sizes):
             return None
         count = measured.step if self._every == "step" else measured.epoch
-        bands = self._rate_bands(measured.step, count, *self._near())
+        bands = self._rate_bands(measured.step, count, *self._count_tolerance())
         return self.follower.update(measured.step, measured.learning_rates, bands)
 
     def has_rise(self, step: int, rates: Sequence[float | None]) -> bool:
@@ -125,17 +131,19 @@ class DeclaredSchedule:
         if rate is None or rate <= before or len(rates) != sum(self._sizes):
             return False
         by_step = self._every == "step"
-        back, ahead = self._near()
+        back, ahead = self._count_tolerance()
         count = step if by_step else self._epoch
         band = self._rate_bands(step, count, back, ahead if by_step else ahead + 1)[0]
         return band is not None and self.follower.is_declared(rate, band)
 
-    def _rate_bands(self, step: int, count: int | None, back: int, ahead: int) -> list[Band | None]:
+    def _rate_bands(
+        self, step: int, count: int | None, back: int, ahead: int
+    ) -> list[RateBand | None]:
         """Return each parameter group's range of declared rates at a step."""
         if self._shape is not None:
             factors = self._shape.band(step, self._total_steps or 0)
             return [factors.times(peak) for peak in self._peaks]
-        bands: list[Band | None] = []
+        bands: list[RateBand | None] = []
         for played, size in zip(self._simulated, self._sizes, strict=True):
             scheduler_band = (
                 None if played is None or count is None else played.at(count, back, ahead)
@@ -143,7 +151,7 @@ class DeclaredSchedule:
             bands += scheduler_band or [None] * size
         return bands
 
-    def _near(self) -> tuple[int, int]:
+    def _count_tolerance(self) -> tuple[int, int]:
         """Return the number of counts before and after its own that may belong to a step.
 
         A loop that steps its scheduler itself may do so before or after our step, and may not step
@@ -180,7 +188,7 @@ def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
         yield from _iterate_schedulers(part)
 
 
-class _Rates(Optimizer):
+class _StandInOptimizer(Optimizer):
     """Replaces an optimizer: groups with all their settings and no parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -197,7 +205,7 @@ class _Rates(Optimizer):
         """Do nothing."""
 
 
-_Rates.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
+_StandInOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
 
 
 def _copy_group_value(value: Any) -> Any:
@@ -207,35 +215,35 @@ def _copy_group_value(value: Any) -> Any:
 
 class _SchedulerState(NamedTuple):
     scheduler: Any
-    rates: _Rates
+    rates: _StandInOptimizer
 
 
 class _SimulatedSchedule:
     """A copy of one scheduler, stepped to the count of the training."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._first = count_of(scheduler) or 0
+        self._first = scheduler_step_count(scheduler) or 0
         self._offset: int | None = None
         try:
-            self._begin = _copied(scheduler, optimizer_of(scheduler))
+            self._begin = _copy_scheduler(scheduler, optimizer_of(scheduler))
             self._restart_simulation()
         except Exception as error:
             raise UsageError(
-                f"schedule has {described(scheduler)}, which cannot be copied: "
+                f"schedule has {describe_scheduler(scheduler)}, which cannot be copied: "
                 f"{type(error).__name__}: {error}",
                 hint="declare its shape: trainvitals.LRSchedule(kind='cosine', warmup_steps=1000)",
             ) from error
 
     def _restart_simulation(self) -> None:
         """Copy the scheduler again, and simulate it from its first count."""
-        self._now = _copied(self._begin.scheduler, self._begin.rates)
+        self._now = _copy_scheduler(self._begin.scheduler, self._begin.rates)
         self._count = self._first
         self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
 
     def _current_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
 
-    def at(self, step: int, before: int, after: int) -> list[Band] | None:
+    def at(self, step: int, before: int, after: int) -> list[RateBand] | None:
         """Return each group's simulated rates at a step; None while it catches up.
 
         A scheduler that had counted before the run started keeps this offset.
@@ -256,15 +264,15 @@ class _SimulatedSchedule:
             return None
         newest = self._count
         rows = [self._cached_rates[each - newest - 1] for each in range(low, high + 1)]
-        return [Band(min(of_group), max(of_group)) for of_group in zip(*rows, strict=True)]
+        return [RateBand(min(of_group), max(of_group)) for of_group in zip(*rows, strict=True)]
 
 
-def _copied(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
+def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
     """Return a copy whose optimizer is replaced, so that no parameters are copied.
 
     Functions are shared: the object of a method may be a complete trainer.
     """
-    rates = _Rates(optimizer)
+    rates = _StandInOptimizer(optimizer)
     memo: dict[int, Any] = {id(optimizer): rates}
     for part in _iterate_schedulers(scheduler):
         for function in getattr(part, "lr_lambdas", ()):

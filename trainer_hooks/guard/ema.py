@@ -183,7 +183,7 @@ class EMA(nn.Module):
     def _settle(self) -> None:
         """Finish an update whose weights were copied asynchronously; waits for that step only."""
         if self._late is not None and self._late.pending:
-            bad, weights = self._late.arrived()
+            bad, weights = self._late.receive_copies()
             self._rates = {self._steps.device: self._count_update(bad)}
             self._average(weights)
 
@@ -241,7 +241,7 @@ class EMA(nn.Module):
         target, source = unwrap(model)[0], unwrap(self._of[0])[0]
         target_tensors = _tensors_of(target)
         source_tensors = _tensors_of(source) | self._averages
-        problem = _misfit(source_tensors, target_tensors)
+        problem = _tensor_mismatch(source_tensors, target_tensors)
         if problem:
             raise UsageError(
                 f"the averages do not fit this model: {problem}",
@@ -304,7 +304,7 @@ class EMA(nn.Module):
             CheckpointError: it belongs to another model or other shards; nothing was changed.
         """
         live = dict(self.named_buffers())
-        problem = _misfit(live, state_dict)
+        problem = _tensor_mismatch(live, state_dict)
         if problem:
             raise CheckpointError(
                 f"the state does not belong to this average: {problem}",
@@ -390,7 +390,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {clean_name(name): tensor.detach() for name, tensor in named}
 
 
-def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
+def _tensor_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
     """Return how two sets of tensors differ in names or shapes; empty if they do not."""
     odd = sorted(expected.keys() ^ actual.keys())[:4]
     if odd:

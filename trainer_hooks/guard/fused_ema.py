@@ -31,14 +31,14 @@ class EmaCopies:
     def send_verdict(self, bad: Tensor, *, due: bool) -> None:
         """Start the copy of the verdict; ``due``: whether weights will follow."""
         self.pending, self._due, self._taken = True, due, {}
-        self._bad = _sent(bad, self._bad)
+        self._bad = _send_to_host(bad, self._bad)
         self._record_cuda_event(bad.device)
 
     def send_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Start the copy of the weights, if due; the stream orders it before the next update."""
         if self._due:
             for name, weight in weights.items():
-                self._buffers[name] = _sent(weight, self._buffers.get(name))
+                self._buffers[name] = _send_to_host(weight, self._buffers.get(name))
                 self._taken[name] = self._buffers[name]
             for device in {weight.device for weight in weights.values()}:
                 self._record_cuda_event(device)
@@ -47,7 +47,7 @@ class EmaCopies:
         if device.type == "cuda":
             self._events[device] = record_event(device)
 
-    def arrived(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def receive_copies(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Wait for the copies; return verdict and weights."""
         assert self._bad is not None, "nothing is under way"
         for event in self._events.values():
@@ -56,7 +56,7 @@ class EmaCopies:
         return self._bad, self._taken
 
 
-def _sent(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+def _send_to_host(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     """Start the copy of a tensor to pinned host memory, so that the host does not wait."""
     if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

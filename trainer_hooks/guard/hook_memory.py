@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.guard.optimizers import alike
+from trainer_hooks.guard.optimizers import is_copyable
 
 _GENERATOR = "numpy generator"
 _PLAIN = (int, float, bool, str, type(None))
@@ -38,13 +38,13 @@ def comm_hook_states(model: nn.Module) -> list[Any]:
 
 def has_memory(state: object) -> bool:
     """Return whether a hook's state holds tensors now, or an empty dict for later ones."""
-    return any(_tensors_in(value) is not None for value in _attributes(state).values())
+    return any(_hook_tensors(value) is not None for value in _hook_attributes(state).values())
 
 
-def registered_hook_memory(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
+def registered_hook_memory(model: nn.Module, state: Mapping[str, Any]) -> dict[str, CommHookMemory]:
     """Return the memory of each hook whose state was registered, by name."""
     ids = {id(hook_state) for hook_state in comm_hook_states(model)}
-    return {name: HookMemory(value) for name, value in state.items() if id(value) in ids}
+    return {name: CommHookMemory(value) for name, value in state.items() if id(value) in ids}
 
 
 def unregistered_hook_warnings(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -60,7 +60,7 @@ def unregistered_hook_warnings(model: nn.Module, state: Mapping[str, Any]) -> li
     ]
 
 
-class HookMemory:
+class CommHookMemory:
     """Memory of one hook under the verdict. Has the ``state_dict`` that a rollback needs.
 
     The hook's counters and RNGs advance with every attempted step, like schedulers. It costs one
@@ -74,8 +74,8 @@ class HookMemory:
         self.keep()
 
     def _live_tensors(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
-        for name, value in _attributes(self._state).items():
-            for key, tensor in (_tensors_in(value) or {}).items():
+        for name, value in _hook_attributes(self._state).items():
+            for key, tensor in (_hook_tensors(value) or {}).items():
                 if tensor.layout == torch.strided:
                     yield (name, key), tensor.detach()
 
@@ -85,7 +85,7 @@ class HookMemory:
         copies = {}
         for key, live in self._live_tensors():
             before = self._copies.get(key)
-            if before is not None and alike(before, live):
+            if before is not None and is_copyable(before, live):
                 copies[key] = before.copy_(live)
             else:
                 copies[key] = live.clone()
@@ -101,7 +101,7 @@ class HookMemory:
         self._has_stepped = True
         for key, live in self._live_tensors():
             before = self._copies.get(key)
-            if before is None or not alike(before, live):
+            if before is None or not is_copyable(before, live):
                 before = _initial_tensor(key[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
@@ -113,8 +113,8 @@ class HookMemory:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory, the counters and numpy's RNG state."""
         copies: dict[str, Any] = {}
-        for name, value in _attributes(self._state).items():
-            if isinstance(value, _PLAIN) or _tensors_in(value) is not None:
+        for name, value in _hook_attributes(self._state).items():
+            if isinstance(value, _PLAIN) or _hook_tensors(value) is not None:
                 copies[name] = copy.deepcopy(value)
             elif type(value).__name__ == "RandomState":
                 kind, keys, *rest = value.get_state()
@@ -136,14 +136,14 @@ class HookMemory:
                 setattr(self._state, name, copy.deepcopy(value))
 
 
-def _attributes(state: object) -> dict[str, Any]:
+def _hook_attributes(state: object) -> dict[str, Any]:
     """Return an object's attributes, including those in ``__slots__``."""
     slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
     attributes = {name: getattr(state, name) for name in slots if hasattr(state, name)}
     return attributes | getattr(state, "__dict__", {})
 
 
-def _tensors_in(value: object) -> dict[object, Tensor] | None:
+def _hook_tensors(value: object) -> dict[object, Tensor] | None:
     """Return the tensors of an attribute that holds only tensors; a dict may still be empty."""
     if isinstance(value, Tensor):
         return {None: value}

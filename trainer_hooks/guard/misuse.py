@@ -22,7 +22,7 @@ GIVEN_SCALERS: WeakSet[torch.amp.GradScaler] = WeakSet()
 """Scalers given to a monitor of this process."""
 
 
-class Backwards:
+class BackwardCounter:
     """Counts the backwards that are summed in one parameter's gradient.
 
     It uses a hook on that parameter, which stays only for the first steps.

@@ -22,7 +22,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.gradients import (
     GradNorms,
-    Models,
+    NamedModels,
     flat_pieces,
     local_tensor,
     named_parameters,
@@ -78,7 +78,7 @@ class RestorableData(Protocol):
         """Restore the copy if ``bad`` is 1, and keep a copy of the result."""
 
 
-class Shadows:
+class StepShadows:
     """Everything that forward and backward write except gradients, as one object."""
 
     def __init__(self, *parts: RestorableData) -> None:
@@ -105,13 +105,13 @@ class Shadows:
         return self._parts[0]
 
 
-class AfterLoad:
+class ModelLoadHook:
     """Keeps the values of a ``load_state_dict`` of the model: a skip must not undo it."""
 
     def __init__(self, model: nn.Module, shadow: RestorableData) -> None:
         self._shadow = shadow
         modules = (
-            model.unwrapped()[0].values() if isinstance(model, Models) else (unwrap(model)[0],)
+            model.unwrapped()[0].values() if isinstance(model, NamedModels) else (unwrap(model)[0],)
         )
         self._handles = [m.register_load_state_dict_post_hook(self) for m in modules]
 
@@ -142,7 +142,7 @@ class BufferShadow:
     buffers themselves stay unchanged: other code holds references to them.
 
     A skip also undoes writes of the loop to a buffer between two steps: they cannot be
-    distinguished from writes of forward (except for a load: ``AfterLoad``). A sparse or nested
+    distinguished from writes of forward (except for a load: ``ModelLoadHook``). A sparse or nested
     buffer is not kept: for example a graph's adjacency, which no forward writes.
     """
 
@@ -174,11 +174,11 @@ class BufferShadow:
         """
         if not self._is_unmoved():
             each_now = [buffers.get(name) for buffers, name in self._places]
-            dense = [b if _is_kept(b) else None for b in each_now]
+            dense = [b if _is_restorable(b) else None for b in each_now]
             each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
             self._seen = [(b, 0 if b is None else b.data_ptr()) for b in dense]
             self._live = each
-            self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
+            self._constant = {i: b for i, b in each.items() if _has_write_counter(dense[i], b)}
         return self._live
 
     def _is_unmoved(self) -> bool:
@@ -187,7 +187,7 @@ class BufferShadow:
             return False
         for (buffers, name), (seen, pointer) in zip(self._places, self._seen, strict=True):
             buffer = buffers.get(name)
-            if buffer is not seen and (seen is not None or _is_kept(buffer)):
+            if buffer is not seen and (seen is not None or _is_restorable(buffer)):
                 return False
             if seen is not None and seen.data_ptr() != pointer:
                 return False
@@ -246,7 +246,7 @@ class BufferShadow:
 
     def _has_matching_copies(self, live: dict[int, Tensor]) -> bool:
         copies = self._saved_copies
-        return live.keys() == copies.keys() and all(alike(copies[i], live[i]) for i in live)
+        return live.keys() == copies.keys() and all(is_copyable(copies[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the model's buffers that may differ from their kept copies."""
@@ -281,7 +281,7 @@ class BufferShadow:
             live = self._written(self._one_by_one if lies_flat else live)
         for i, buffer in live.items():
             saved_copy = self._saved_copies.get(i)
-            if saved_copy is not None and alike(saved_copy, buffer):
+            if saved_copy is not None and is_copyable(saved_copy, buffer):
                 # Through .data, which raises no version: the backward of another optimizer's loss
                 # may still need the buffer, and would refuse one with a newer version.
                 flag = _flag_on(buffer.device, bad, flags)
@@ -349,12 +349,12 @@ def _flag_on(device: torch.device, bad: Tensor, flags: dict[torch.device, Tensor
     return flags[device]
 
 
-def _is_kept(buffer: Tensor | None) -> bool:
+def _is_restorable(buffer: Tensor | None) -> bool:
     """Return whether a skip can restore this buffer: it exists and is dense."""
     return buffer is not None and is_dense(buffer)
 
 
-def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
+def _has_write_counter(buffer: Tensor | None, elements: Tensor) -> bool:
     """Whether the version counter shows each write: true for integers except scalar counters.
 
     A DTensor's local part is written below the level at which versions are counted.
@@ -363,7 +363,7 @@ def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
     return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
 
 
-def alike(tensor: Tensor, other: Tensor) -> bool:
+def is_copyable(tensor: Tensor, other: Tensor) -> bool:
     """Return whether one tensor can be copied into the other, element by element."""
     return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
@@ -521,14 +521,14 @@ class LoopOptimizers:
         return getattr(self._scaler, "_scale", None)
 
 
-class OwnSteps:
+class UnguardedStepDetector:
     """Distinguishes guarded steps from unguarded steps that the loop makes itself."""
 
     def __init__(self, optimizers: Sequence[Optimizer], faults: FaultCounter) -> None:
         self._faults = faults
         self._inside = self._any = False
         self._hooks = [
-            optimizer.register_step_pre_hook(self._seen)
+            optimizer.register_step_pre_hook(self._check_unguarded_step)
             for optimizer in optimizers
             if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may lack them
         ]
@@ -546,13 +546,15 @@ class OwnSteps:
         for hook in self._hooks:
             hook.remove()
 
-    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_unguarded_step(
+        self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         """Check a step. It is traced with a compiled step, so the usual case comes first.
 
         Raises:
             UsageError: the loop steps by itself before any guarded step. Later it is only counted.
         """
-        if self._inside or fills_state(optimizer, kwargs):
+        if self._inside or is_state_initialization(optimizer, kwargs):
             return
         error = UsageError(
             f"{type(optimizer).__name__}.step() was called outside monitor.step(), so that update "
@@ -567,7 +569,7 @@ class OwnSteps:
             raise error
 
 
-def fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+def is_state_initialization(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Return whether this step comes from ``torch.distributed.checkpoint``, not from the loop.
 
     It creates an optimizer's state by a step of rate 0 over zeros, with exactly this call.

@@ -34,10 +34,10 @@ _MOST_EPOCHS = 1_000
 _LOOK_EVERY = 16
 
 
-class Schedules:
+class SchedulerStepper:
     """Steps the schedulers, and detects whether the loop steps them too.
 
-    Call ``check_double_stepping`` before each update and ``stepped`` after it. With
+    Call ``check_double_stepping`` before each update and ``note_update`` after it. With
     ``every="epoch"`` the epochs of the data step them: ``iterate_epochs`` yields a loader's batches
     and detects the end of an epoch.
 
@@ -83,7 +83,7 @@ class Schedules:
         self._num_looks += 1
         if now == self._last_counts:
             return None
-        error = None if self._num_looks == 1 else self._moved(now, step)
+        error = None if self._num_looks == 1 else self._double_stepping_error(now, step)
         self._last_counts = now
         if error is None or is_second:
             return error
@@ -91,7 +91,7 @@ class Schedules:
         self._warn("scheduler_stepped", f"{error.text}; {error.hint}", step=step)
         return None
 
-    def _moved(self, now: list[int | None], step: int) -> UsageError | None:
+    def _double_stepping_error(self, now: list[int | None], step: int) -> UsageError | None:
         """Return the error; a single jump may be a ``load_state_dict`` of the loop."""
         if self._is_reported:
             return None
@@ -109,25 +109,26 @@ class Schedules:
         It needs no knowledge about the loader, as in a loop without ``monitor.batches``.
         """
         for scheduler in self._schedulers:
-            end, count = end_of(scheduler), count_of(scheduler)
+            end, count = schedule_end_count(scheduler), scheduler_step_count(scheduler)
             if end is None or count is None or not 0 < end <= _MOST_EPOCHS:
                 continue
             if count < 2 * end + 20:
                 continue
             self._is_end_reported = True
             text = (
-                f"{described(scheduler)} ended after {end} updates, and {count} have been made: if "
-                "it counts epochs, use watch(..., scheduler_every='epoch') and monitor.end_epoch()"
+                f"{describe_scheduler(scheduler)} ended after {end} updates, and {count} have been "
+                "made: if it counts epochs, use watch(..., scheduler_every='epoch') and "
+                "monitor.end_epoch()"
             )
             self._warn("epoch_scheduler", text, step=step)
             return
 
     def _step_counts(self) -> list[int | None]:
-        return [count_of(scheduler) for scheduler in self._schedulers]
+        return [scheduler_step_count(scheduler) for scheduler in self._schedulers]
 
     # --------------------------------------------------------------------------- stepped by Vitals
 
-    def stepped(self, optimizers: Sequence[Optimizer] = ()) -> None:
+    def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
         Args:
@@ -146,9 +147,9 @@ class Schedules:
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
                 continue
-            before, pending = count_of(scheduler), self._last_counts[i]
+            before, pending = scheduler_step_count(scheduler), self._last_counts[i]
             scheduler.step()
-            after = count_of(scheduler)
+            after = scheduler_step_count(scheduler)
             if None not in (before, after, pending):
                 self._last_counts[i] = pending + after - before  # type: ignore[operator]
 
@@ -175,7 +176,7 @@ class Schedules:
 
     # ------------------------------------------------------------------------------ a rollback
 
-    def restored(self, epoch: int | None) -> None:
+    def restore_counts(self, epoch: int | None) -> None:
         """Set the counts to those of a restored state.
 
         Args:
@@ -217,7 +218,7 @@ class Schedules:
             return
         per_epoch = num_batches // max(1, per_step)
         for scheduler in self._schedulers:
-            end, name = end_of(scheduler), described(scheduler)
+            end, name = schedule_end_count(scheduler), describe_scheduler(scheduler)
             if end is None or end * 2 >= per_epoch * num_epochs:
                 continue
             way_out = "if it counts epochs, use watch(..., scheduler_every='epoch')"
@@ -227,7 +228,7 @@ class Schedules:
                 text += f"update ({per_epoch} an epoch); {way_out}"
                 self._warn("epoch_scheduler", text, step=step)
                 return
-            remaining = end - (count_of(scheduler) or 0)
+            remaining = end - (scheduler_step_count(scheduler) or 0)
             if 0 < remaining < per_epoch - 1:
                 self._is_end_reported = True
                 text = f"{name} is at its end after {end} updates, within the first epoch of "
@@ -277,7 +278,7 @@ def is_scheduled(
     return False
 
 
-def count_of(scheduler: Any) -> int | None:
+def scheduler_step_count(scheduler: Any) -> int | None:
     """Return the number of steps of a scheduler, from its own count or that of its first part."""
     count = getattr(scheduler, "last_epoch", None)
     if count is None:
@@ -286,7 +287,7 @@ def count_of(scheduler: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def end_of(scheduler: Any) -> int | None:
+def schedule_end_count(scheduler: Any) -> int | None:
     """Return the count at which the schedule, or its rate, has ended; None: unknown."""
     kind = type(scheduler)
     if kind is lr_scheduler.StepLR:
@@ -300,7 +301,7 @@ def end_of(scheduler: Any) -> int | None:
     if kind is lr_scheduler.PolynomialLR:
         return int(scheduler.total_iters)
     if kind is lr_scheduler.SequentialLR:
-        last = end_of(scheduler._schedulers[-1])
+        last = schedule_end_count(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last
     return None
 
@@ -318,10 +319,10 @@ def _is_planned_for(scheduler: Any, num_epochs: int) -> bool:
         return max(scheduler.milestones) < num_epochs
     if isinstance(scheduler, lr_scheduler.StepLR | lr_scheduler.ExponentialLR):
         return False
-    return end_of(scheduler) == num_epochs
+    return schedule_end_count(scheduler) == num_epochs
 
 
-def described(scheduler: Any) -> str:
+def describe_scheduler(scheduler: Any) -> str:
     """Return a scheduler's name with the setting that determines its length."""
     for key in ("T_max", "total_iters", "step_size", "gamma"):
         if key in vars(scheduler) and not hasattr(scheduler, "milestones"):

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.optimizers import fills_state, is_stepped
+from trainer_hooks.guard.optimizers import is_state_initialization, is_stepped
 from trainvitals.errors import UsageError
 
 Guarded = Callable[[int, bool], None]
@@ -66,7 +66,7 @@ class StepInterception:
         for index, optimizer in enumerate(optimizers):
             self._replace_optimizer_step(index, optimizer)
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may lack them
-                hook = optimizer.register_step_pre_hook(not_compiled(self._seen))
+                hook = optimizer.register_step_pre_hook(not_compiled(self._check_bypassing_step))
                 self._undo.append(hook.remove)
         if scaler is not None and scaler.is_enabled():
             self._replace_scaler_step(scaler, optimizers)
@@ -84,7 +84,7 @@ class StepInterception:
         @not_compiled
         def route(*args: Any, **kwargs: Any) -> Any:
             scaled = getattr(optimizer, "found_inf", None) is not None
-            if self._inside or self._closed or scaled or fills_state(optimizer, kwargs):
+            if self._inside or self._closed or scaled or is_state_initialization(optimizer, kwargs):
                 return real(*args, **kwargs)
             return self._intercept_step(index, args, kwargs)
 
@@ -152,13 +152,15 @@ class StepInterception:
             self._inside = False
         return None
 
-    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_bypassing_step(
+        self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         """Check every step of the optimizer: a step that bypassed the route is not guarded.
 
         Raises:
             UsageError: no guarded step was made yet. Later it is counted, and training continues.
         """
-        if self._inside or self._closed or fills_state(optimizer, kwargs):
+        if self._inside or self._closed or is_state_initialization(optimizer, kwargs):
             return
         name = type(optimizer).__name__
         error = UsageError(

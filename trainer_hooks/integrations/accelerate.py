@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import trainer_hooks
 from trainer_hooks._attach import Attached
 from trainer_hooks.arguments import as_list
-from trainer_hooks.guard.optimizers import AfterLoad
+from trainer_hooks.guard.optimizers import ModelLoadHook
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainvitals.auto_clip import MaxNorm
@@ -71,9 +71,9 @@ def attach(
     )
     attached, _ = guarded
     if isinstance(cast(Any, attached), Attached):
-        _Loop(accelerator, attached, _state_file(accelerator, optimizer))
+        _AccelerateLoop(accelerator, attached, _state_file(accelerator, optimizer))
         for each in models if len(models) > 1 else ():
-            attached.when_closed(AfterLoad(each, attached._device.shadow).release)
+            attached.when_closed(ModelLoadHook(each, attached._device.shadow).release)
     return attached
 
 
@@ -85,7 +85,7 @@ def guard_accelerator(
     options: Options,
     max_norm: MaxNorm | None = None,
     parts: bool = False,
-) -> tuple[Attached, Hooks | None]:
+) -> tuple[Attached, AcceleratorHooks | None]:
     """Attach to the optimizers, and get losses and clip norm from the accelerator.
 
     Args:
@@ -112,7 +112,9 @@ def guard_accelerator(
     if not isinstance(attached, Attached):  # off
         return attached, None
     owns_clip = max_norm is not None
-    return attached, Hooks(accelerator, optimizers, attached, owns_clip=owns_clip, parts=parts)
+    return attached, AcceleratorHooks(
+        accelerator, optimizers, attached, owns_clip=owns_clip, parts=parts
+    )
 
 
 def _is_deepspeed(accelerator: Any) -> bool:
@@ -172,7 +174,7 @@ def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> 
         )
 
 
-def replace(
+def replace_method(
     attached: Attached, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
 ) -> None:
     """Replace a method on the object itself, and restore it when the guard is closed.
@@ -194,7 +196,7 @@ def replace(
     attached.when_closed(close)
 
 
-class Hooks:
+class AcceleratorHooks:
     """Gets a step's losses and clip norm from the accelerator's methods."""
 
     def __init__(
@@ -216,12 +218,12 @@ class Hooks:
         others = {unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers}
         # With unguarded optimizers, a loss may belong to one of them.
         self._learns_loss = others <= set(self._optimizers)
-        replace(attached, accelerator, "backward", self._wrap_backward)
-        replace(attached, accelerator, "clip_grad_norm_", self._clip_grad_norm)
-        replace(attached, accelerator, "clip_grad_value_", self._clip_grad_value)
+        replace_method(attached, accelerator, "backward", self._wrap_backward)
+        replace_method(attached, accelerator, "clip_grad_norm_", self._clip_grad_norm)
+        replace_method(attached, accelerator, "clip_grad_value_", self._clip_grad_value)
         scaler = accelerator.scaler
         if scaler is not None and scaler.is_enabled():
-            replace(attached, accelerator, "unscale_gradients", self._unscale_gradients)
+            replace_method(attached, accelerator, "unscale_gradients", self._unscale_gradients)
         elif scaler is not None:
             for optimizer in optimizers:
                 self._step_without_scaler(optimizer)
@@ -339,15 +341,15 @@ class Hooks:
         self._attached.when_closed(functools.partial(setattr, optimizer, "scaler", scaler))
 
 
-class _Loop:
+class _AccelerateLoop:
     """Connects a user's loop: its scalars, its checkpoints and its end."""
 
     def __init__(self, accelerator: Any, attached: Attached, state_file: str) -> None:
         self._accelerator = accelerator
         self._state_file = state_file
         self._attached = attached
-        replace(attached, accelerator, "log", self._wrap_log)
-        replace(attached, accelerator, "end_training", self._end_training)
+        replace_method(attached, accelerator, "log", self._wrap_log)
+        replace_method(attached, accelerator, "end_training", self._end_training)
         for register, hook in (
             (accelerator.register_save_state_pre_hook, self._write_state_file),
             (accelerator.register_load_state_pre_hook, self._load),
@@ -357,7 +359,7 @@ class _Loop:
     def _wrap_log(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             if self._accelerator.is_main_process:
-                observe(self._attached, values)
+                record_logged_numbers(self._attached, values)
             return real(values, *args, **kwargs)
 
         return log
@@ -398,7 +400,7 @@ class _Loop:
         return broadcast_object_list([state])[0]
 
 
-def observe(attached: Any, values: Mapping[str, Any]) -> None:
+def record_logged_numbers(attached: Any, values: Mapping[str, Any]) -> None:
     """Record the numbers in a framework's log; do nothing if the guard is off."""
     if not isinstance(attached, Attached):
         return

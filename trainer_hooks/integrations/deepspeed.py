@@ -19,8 +19,8 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_hooks._attach import Attached, Judged
-from trainer_hooks._watch import MonitorParts, set_up
-from trainer_hooks.arguments import Arguments
+from trainer_hooks._watch import MonitorParts, build_monitor_parts
+from trainer_hooks.arguments import WatchArguments
 from trainer_hooks.exchange.reduce_vector import SHORT_FROM
 from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.guard.step_interception import not_compiled
@@ -62,7 +62,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
     task = options.get("task")
-    arguments = Arguments(
+    arguments = WatchArguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
         scaler=None if seat is None else seat.scaler,
@@ -80,7 +80,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )
-    parts = set_up(arguments)
+    parts = build_monitor_parts(arguments)
     if parts is None or seat is None:
         return cast(Attached, Unattached([], None, None))
     return DeepSpeedAttached(parts, engine, seat)
@@ -220,7 +220,7 @@ class DeepSpeedAttached(Attached):
         judged, self._judged = self._judged, None
         if judged is not None:
             self._parts.clock.end_loop_clip()
-            self._finish(judged)
+            self._finish_step(judged)
             return
         error = UsageError(
             "DeepSpeed's optimizer made a step without checking its gradients, so that step was "

@@ -75,7 +75,7 @@ def attach(
         _pass_losses(fabric, attached, loss_divisor)
         _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)
         _unscale_once(fabric.strategy.precision, attached)
-        _keep_what_is_logged(fabric, attached)
+        _record_logged_values(fabric, attached)
     return attached
 
 
@@ -178,7 +178,7 @@ def _unscale_once(precision: Any, attached: Attached) -> None:
         replace_while_attached(attached, precision, "unscale_gradients", unscale_gradients)
 
 
-def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
+def _record_logged_values(fabric: Any, attached: Attached) -> None:
     """Record logged values; ``fabric.log`` also calls this method, and waits for each value."""
     real: Callable[..., None] = fabric.log_dict
 

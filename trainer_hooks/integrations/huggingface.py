@@ -53,7 +53,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         """
         self._trainer = trainer
         self._options = options
-        self._hooks: accelerate.Hooks | None = None
+        self._hooks: accelerate.AcceleratorHooks | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the state of the guard, which the trainer stores in ``trainer_state.json``."""
@@ -115,7 +115,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
         )
         # A custom loss may count its calls; with DeepSpeed the engine steps.
         if self._hooks is not None and type(trainer).compute_loss is Trainer.compute_loss:
-            accelerate.replace(attached, trainer, "compute_loss", _Probed(trainer, attached))
+            accelerate.replace_method(
+                attached, trainer, "compute_loss", _TrainerBatchKeeper(trainer, attached)
+            )
         return attached
 
     def _refuse_copy(self) -> None:
@@ -156,10 +158,10 @@ class VitalsCallback(TrainerCallback, ExportableState):
         if any(name.startswith("eval_") for name in logged):
             logged.pop("epoch", None)  # Vitals records the epoch itself
         named = {_metric_name(name): value for name, value in logged.items()}
-        accelerate.observe(self.attached, named)
+        accelerate.record_logged_numbers(self.attached, named)
 
 
-class _Probed:
+class _TrainerBatchKeeper:
     """Keeps the trainer's batches for the probe, with the trainer's own loss."""
 
     def __init__(self, trainer: Any, attached: Attached) -> None:

@@ -112,7 +112,7 @@ def _hook_trainer(trainer: Any, attached: Attached) -> None:
 
     assert guarded_train.__name__ == _TRAIN
     replace_while_attached(attached, trainer, "train", guarded_train)
-    _keep_what_is_logged(trainer.metrics_processor.logger, attached)
+    _record_logged_values(trainer.metrics_processor.logger, attached)
     _keep_state(trainer.checkpointer, attached)
 
 
@@ -209,7 +209,7 @@ def _stops_by_itself(trainer: Any) -> bool:
     return any(code is not None and "isfinite" in code.co_names for code in codes)
 
 
-def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
+def _record_logged_values(logger: Any, attached: Attached) -> None:
     """Record what torchtitan's metrics processor passes to its loggers, once per step."""
     if not attached._run.is_rank0:
         return

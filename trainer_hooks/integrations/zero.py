@@ -48,7 +48,7 @@ class DeepSpeedAdapter(ABC):
         self._scale = self._own_scale = 1.0
 
     @abstractmethod
-    def everything(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the same order on all ranks."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class DeepSpeedNorms(GradNorms):
     def __init__(self, holder: DeepSpeedAdapter, ranks: Ranks) -> None:
         self._holder = holder
         nothing = torch.empty(0, device=holder.device)
-        params: dict[str, Tensor] = {name: nothing.clone() for name in holder.everything()}
+        params: dict[str, Tensor] = {name: nothing.clone() for name in holder.parameter_names()}
         pieces = {id(tensor): _NOTHING for tensor in params.values()}
         for part in holder.partitions():
             params[part.name] = part.weight.detach()
@@ -160,7 +160,7 @@ class DeepSpeedNorms(GradNorms):
             parts[self._at[part.name]] = part.weight.detach()
         return parts
 
-    def untouched(self) -> list[Tensor]:
+    def clip_fallback_gradients(self) -> list[Tensor]:
         """Return nothing: the engine clips by itself."""
         return []
 
@@ -187,7 +187,7 @@ class ZeroTwo(DeepSpeedAdapter):
         dtype: torch.dtype = self.zero.dtype
         return dtype
 
-    def everything(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
         return [
             self.name_of(param, i, j)
@@ -226,7 +226,7 @@ class ZeroThree(DeepSpeedAdapter):
         dtype: torch.dtype = self.zero.dtype
         return dtype
 
-    def everything(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
         return [name for name, _, _, _ in self._trainable_params()]
 
@@ -250,14 +250,14 @@ class ZeroThree(DeepSpeedAdapter):
                     yield self.name_of(param, i, j), i, j, param
 
 
-class _Replicated(DeepSpeedAdapter):
+class _ReplicatedAdapter(DeepSpeedAdapter):
     """No ZeRO: every rank holds all gradients, already reduced."""
 
     @abstractmethod
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each parameter of a DeepSpeed optimizer with its gradient."""
 
-    def everything(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
         return [part.name for part in self.partitions()]
 
@@ -267,7 +267,7 @@ class _Replicated(DeepSpeedAdapter):
             yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
 
-class HalfPrecisionAdapter(_Replicated):
+class HalfPrecisionAdapter(_ReplicatedAdapter):
     """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, also bfloat16."""
 
     def __init__(self, engine: Any) -> None:
@@ -311,7 +311,7 @@ class HalfPrecisionAdapter(_Replicated):
         return ((param, param.grad) for group in self.zero.fp16_groups for param in group)
 
 
-class Bfloat16Adapter(_Replicated):
+class Bfloat16Adapter(_ReplicatedAdapter):
     """BF16_Optimizer: bfloat16 with gradients that accumulate in float32."""
 
     @property

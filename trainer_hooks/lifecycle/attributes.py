@@ -45,11 +45,11 @@ def run_info(
     """Return the attributes of the run; secrets are removed by ``redaction``."""
     tag_list = [tags] if isinstance(tags, str) else tags
     return RunInfo(
-        name=_text(name or environ.get("VITALS_NAME", ""))[:300],
-        project=_text(environ.get("VITALS_PROJECT", ""))[:300],
+        name=_attribute_text(name or environ.get("VITALS_NAME", ""))[:300],
+        project=_attribute_text(environ.get("VITALS_PROJECT", ""))[:300],
         user=_user(),
-        tags=tuple(_text(tag) for tag in tag_list),
-        config=flat(config),
+        tags=tuple(_attribute_text(tag) for tag in tag_list),
+        config=flatten_config(config),
         git_commit=_git_commit(),
         mode=mode,
         world_size=world_size,
@@ -60,7 +60,7 @@ def run_info(
         run_dir=run_dir,
         judge=msgspec.to_builtins(judge),
         total_steps=total_steps,
-        schedule=_text(schedule),
+        schedule=_attribute_text(schedule),
         task=task,
     )
 
@@ -87,7 +87,7 @@ def process_started_unix_ns(now_unix_ns: int) -> int:
     return started
 
 
-def flat(config: Mapping[str, object]) -> dict[str, Plain]:
+def flatten_config(config: Mapping[str, object]) -> dict[str, Plain]:
     """Return nested settings as dotted names with plain values; secrets become ``***``.
 
     Bounded in depth, number and length: a record that is too large would be lost with the run's
@@ -107,7 +107,7 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
 def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
     """Yield the run's settings as dotted names and plain values."""
     for key, value in fields_of(config) or ():
-        name = _text(f"{prefix}{key}")
+        name = _attribute_text(f"{prefix}{key}")
         if is_secret(key, value):
             yield name, REDACTED
         elif depth < _MAX_DEPTH and fields_of(value) is not None:
@@ -119,10 +119,10 @@ def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[s
         elif isinstance(value, int) and abs(value) < 2**63:
             yield name, int(value)
         else:
-            yield name, _text(value)
+            yield name, _attribute_text(value)
 
 
-def _text(value: object) -> str:
+def _attribute_text(value: object) -> str:
     """Return a storable text for any object."""
     try:
         text = value if isinstance(value, str) else repr(redact(value))

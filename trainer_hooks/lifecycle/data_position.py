@@ -27,11 +27,11 @@ from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.replicas import ReplicasFeature
-from trainer_hooks.guard.schedules import Schedules
+from trainer_hooks.guard.schedules import SchedulerStepper
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.recovery.replicas import NO_ORDER
-from trainer_hooks.repro.capsule import Autocast, CapsuleContext, Content
+from trainer_hooks.repro.capsule import AutocastSetting, CapsuleContext, Content
 from trainer_hooks.repro.data_writer import BadStep, DataWriter
 from trainer_hooks.step.context import RunContext
 from trainvitals.errors import UsageError
@@ -53,7 +53,7 @@ _MOST_STEPS = 4096
 """Steps whose data position is remembered; an onset is never older."""
 
 
-class HandedOut:
+class YieldedBatches:
     """Batches that a loop yielded since the last step."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class DataPosition:
         *,
         lag: int,
         restored: Restored | None,
-        schedules: Schedules | None = None,
+        schedules: SchedulerStepper | None = None,
     ) -> None:
         self._schedules = schedules
         self._run = run
@@ -106,9 +106,9 @@ class DataPosition:
         self._resume = self._resumed
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
-        self._handed_out = HandedOut()
+        self._handed_out = YieldedBatches()
         """Batches that ``_stream`` yielded since the last step."""
-        self._outer: tuple[Batches, HandedOut] | None = None
+        self._outer: tuple[Batches, YieldedBatches] | None = None
         """The loop that encloses the current one."""
         self._replays = False
         self._firsts: dict[int, tuple[BatchIndex, int]] = {}
@@ -123,10 +123,10 @@ class DataPosition:
         )
         self._ledger = DataLedger(run.emitter, writer, run.faults, rank=run.ranks.rank, lag=lag)
         if (replicas := run.features.get(ReplicasFeature)) is not None:
-            replicas.data_order = self._shared_by
+            replicas.data_order = self._sampler_seed_and_epoch
 
-    def _shared_by(self) -> tuple[int, int]:
-        return NO_ORDER if self._stream is None else self._stream.shared_by
+    def _sampler_seed_and_epoch(self) -> tuple[int, int]:
+        return NO_ORDER if self._stream is None else self._stream.sampler_seed_and_epoch
 
     @property
     def position(self) -> BatchIndex | None:
@@ -175,7 +175,7 @@ class DataPosition:
         """
         _validate_arguments(after_rollback, sample_ids, probe)
         _check_loader(loader, epochs)
-        outer, handed_out = None, HandedOut()
+        outer, handed_out = None, YieldedBatches()
         if self._stream is not None and not self._stream.ended:
             outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
@@ -203,7 +203,7 @@ class DataPosition:
             self._note_data_position(stream.why_not_exact(state), stream, step)
         if probe is not None:
             attempt = self._run.attempt
-            self._probe.use(probe, step=step, attempt=attempt)
+            self._probe.set_loss(probe, step=step, attempt=attempt)
         self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
             self._firsts.clear()  # they refer to a loop that has ended
@@ -217,7 +217,7 @@ class DataPosition:
         return self._iterate_stream(stream, outer)
 
     def _iterate_stream(
-        self, stream: Batches, outer: tuple[Batches, HandedOut] | None
+        self, stream: Batches, outer: tuple[Batches, YieldedBatches] | None
     ) -> Iterator[Any]:
         try:
             schedules = self._schedules if outer is None else None
@@ -242,7 +242,7 @@ class DataPosition:
         taken, num_samples = self._handed_out.pop_batches()
         if self._outer is not None and self._outer[1].pop_batches()[0]:
             stream.shares_steps = True
-        self._ledger.fed(step, attempt, taken)
+        self._ledger.record_batches(step, attempt, taken)
         if self._probe.has_loss:
             self._probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
@@ -250,7 +250,7 @@ class DataPosition:
         self._firsts.pop(step - _MOST_STEPS, None)
         return BatchPosition(*stream.position, len(taken)), num_samples
 
-    def judged(self, step: int, judgement: Judgement) -> None:
+    def report_step_data(self, step: int, judgement: Judgement) -> None:
         """Report the data of a step that has findings or was skipped."""
         decision = judgement.decision
         skipped = decision is not None and decision.action == "skip_step"
@@ -258,7 +258,7 @@ class DataPosition:
         if is_bad and self._ledger.keep_batches:
             with self._run.faults.fail_open("capsule"):
                 facts = self._capsule_facts(step, judgement)
-        self._ledger.judged(step, is_bad, facts)
+        self._ledger.process_verdict(step, is_bad, facts)
 
     def _capsule_facts(self, step: int, judgement: Judgement) -> dict[str, Any] | None:
         """Return the contents of a repro capsule for a bad step; None if this rank writes none.
@@ -332,7 +332,7 @@ class DataPosition:
             self._stream.rewind(self._resumed)
             self._handed_out.pop_batches()
 
-    def rolled_back(
+    def rewind_after_rollback(
         self, decision: Decision, state: DataState | None, window: BatchWindow | None, *, step: int
     ) -> bool:
         """Rewind the data to the checkpoint's position, or continue; skip the window in both cases.
@@ -443,12 +443,12 @@ class _StepBatches:
     ids: list[Sequence[Any] | None]
     """Sample ids per batch; None if unknown."""
     loaded_batches: list[LoadedBatch]
-    autocast: Autocast | None = None
+    autocast: AutocastSetting | None = None
     loss_scale: torch.Tensor | None = None
 
 
 class DataLedger:
-    """Samples of the latest steps: ``fed`` records a step, ``judged`` processes its verdict.
+    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones.
 
     Args:
         emitter: reports bad steps.
@@ -475,7 +475,7 @@ class DataLedger:
         self._good: Any = None
         """First batch of the latest step that was not bad."""
 
-    def fed(self, step: int, attempt: int, batches: Sequence[LoadedBatch]) -> None:
+    def record_batches(self, step: int, attempt: int, batches: Sequence[LoadedBatch]) -> None:
         """Record the batches of a step; call before its update."""
         if not batches:
             return
@@ -503,7 +503,7 @@ class DataLedger:
         """Return the batch's ids. A user function runs now: the loop may modify the batch."""
         if callable(self.sample_ids) and batch.content is not None:
             with self._faults.fail_open("sample_ids"):
-                return _listed(self.sample_ids(batch.content))
+                return _list_sample_ids(self.sample_ids(batch.content))
             return None
         return batch.indices
 
@@ -522,7 +522,7 @@ class DataLedger:
             )
         )
 
-    def judged(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
+    def process_verdict(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
         """Report the samples of a bad step; release the batches in any case.
 
         Args:
@@ -593,7 +593,7 @@ def plain_id(value: Any) -> int | str:
     return number if -(2**63) <= number < 2**63 else str(number)[:MAX_WORD]
 
 
-def _listed(ids: Any) -> list[Any]:
+def _list_sample_ids(ids: Any) -> list[Any]:
     """Return the ids as a list; refuse device tensors, since reading them would block the loop."""
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":

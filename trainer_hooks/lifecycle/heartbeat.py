@@ -166,7 +166,7 @@ class HeartbeatThread:
             file = frame.f_code.co_filename
             is_debugged = is_debugged or _is_of_debugger(file)
             if not (innermost and (user_frame or file.startswith(_FOREIGN))):
-                text = f"{_short(file)}:{frame.f_lineno} ({frame.f_code.co_name})"[:_MAX_TEXT]
+                text = f"{_short_path(file)}:{frame.f_lineno} ({frame.f_code.co_name})"[:_MAX_TEXT]
                 innermost = innermost or text
                 if not user_frame and not file.startswith(_FOREIGN):
                     user_frame = text
@@ -191,7 +191,7 @@ def _is_of_debugger(file: str) -> bool:
     return file.endswith((f"{os.sep}bdb.py", f"{os.sep}pdb.py")) or "pydevd" in file
 
 
-def _short(file: str) -> str:
+def _short_path(file: str) -> str:
     """Return the last two parts of the path; the rest depends on the machine."""
     return str(Path(*Path(file).parts[-2:]))
 

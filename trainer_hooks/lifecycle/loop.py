@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
@@ -24,7 +24,7 @@ from trainer_hooks.step.actions import carry_out_at_end, resume, run_between_ste
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import StepPhases
 from trainer_hooks.step.run import judge_returned
-from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level
+from trainvitals.detect.user_alerts import MAX_MESSAGE, alert_level_error, refuse_alert
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, Severity
 
@@ -32,12 +32,12 @@ AnnouncedPhase = Literal["data", "checkpoint", "evaluate", "other"]
 ANNOUNCED_PHASES: tuple[str, ...] = get_args(AnnouncedPhase)
 
 
-class Loop:
+class MonitorBase:
     """Common part of ``Monitor`` and ``Attached``; a context manager."""
 
     def __init__(
         self,
-        device: Device,
+        device: DeviceParts,
         run: RunContext,
         *,
         tokens_per_step: int | None,
@@ -180,7 +180,7 @@ class Loop:
             refuse_alert(name, level)
             numbers = self._to_plain_numbers(when, value)
         with faults.fail_open("alert"):
-            if wrong := wrong_level(level):
+            if wrong := alert_level_error(level):
                 # The call may be for a rare event, so raise the alert anyway.
                 faults.count("alert", UsageError(f"alert {name!r}: {wrong}; it is notify now"))
                 level = "notify"
@@ -260,7 +260,7 @@ class Loop:
 
         with FlopCounterMode(display=False) as counter:
             yield
-        self._parts.counted(counter.get_total_flops())
+        self._parts.add_flops(counter.get_total_flops())
 
     def _run_between_steps(self, step: int) -> None:
         """Run operator requests between two steps; their time belongs to no step."""
@@ -339,7 +339,7 @@ class Loop:
         try:
             self._judge_unread_steps(patience_seconds=2.0)
         finally:
-            if self.shutdown.unanswered:
+            if self.shutdown.has_unreported_sigterm:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
             run.features.close()
@@ -380,7 +380,7 @@ class Loop:
         steps = [ref.step for ref in recovery.refs() if ref.where == "disk"]
         step, attempt = recovery.newest_saved
         # A save may have completed after the last step that reported it to all ranks.
-        if attempt and self._run.plan.plan.holds(step, attempt):
+        if attempt and self._run.plan.plan.is_in_lineage(step, attempt):
             steps.append(step)
         return max(steps, default=None)
 

@@ -30,7 +30,7 @@ EndState = Literal["finished", "interrupted", "failed"]
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
-class Open(Protocol):
+class OpenMonitor(Protocol):
     """A monitor that is not closed yet."""
 
     shutdown: Shutdown
@@ -84,7 +84,7 @@ class Shutdown:
         self._sigterm.is_received = True
 
     @property
-    def unanswered(self) -> bool:
+    def has_unreported_sigterm(self) -> bool:
         """Whether this rank received SIGTERM, and no further step reported it to the others."""
         return self._sigterm.is_received
 
@@ -134,27 +134,27 @@ class Shutdown:
         if self._grace is not None:
             self._grace.close()
 
-    def put_off(self, call: Callable[[], None]) -> bool:
+    def defer_call(self, call: Callable[[], None]) -> bool:
         """Run ``call`` after the current write of the main thread; False if it is not writing."""
-        return self._run.emitter.put_off(call)
+        return self._run.emitter.defer_call(call)
 
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code after SIGTERM: not 0, which a scheduler would treat as finished."""
 
-open_monitors: WeakSet[Open] = WeakSet()
+open_monitors: WeakSet[OpenMonitor] = WeakSet()
 """Monitors that are not closed yet."""
 _previous: Handler = None
 
 
-def track_monitor(monitor: Open) -> None:
+def track_monitor(monitor: OpenMonitor) -> None:
     """Track this monitor until it is closed."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _install_sigterm_handler()
 
 
-def untrack_monitor(monitor: Open) -> None:
+def untrack_monitor(monitor: OpenMonitor) -> None:
     """Stop tracking this monitor; restore the SIGTERM handler if it was the last one.
 
     If a SIGTERM arrived too late for a step to handle it, end the process now.
@@ -165,7 +165,7 @@ def untrack_monitor(monitor: Open) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not open_monitors and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
-        if _previous == signal.SIG_DFL and monitor.shutdown.unanswered:
+        if _previous == signal.SIG_DFL and monitor.shutdown.has_unreported_sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
         _previous = None
 
@@ -229,7 +229,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     handler runs after that write.
     """
     ours = [monitor for monitor in open_monitors if monitor.shutdown.is_ours]
-    if any(m.shutdown.put_off(lambda: _on_sigterm(number, None)) for m in ours):
+    if any(m.shutdown.defer_call(lambda: _on_sigterm(number, None)) for m in ours):
         return
     default = _previous in (None, signal.SIG_DFL)
     saving = [monitor for monitor in ours if monitor.shutdown.saves]

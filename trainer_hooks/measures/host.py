@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.measures.sections import Sections, Timeline
+from trainer_hooks.measures.sections import SectionTimeline, SectionTimer
 from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
 from trainer_hooks.tensors.optimizer_state import is_dense
@@ -42,12 +42,12 @@ class HostMeasurements(msgspec.Struct):
     optimizer_seconds: float
     monitor_seconds: float | None
     exchange: Elapsed | None
-    timeline: Timeline | None
+    timeline: SectionTimeline | None
     """Times of forward and backward; None if they cannot be located in this model."""
     learning_rates: list[float | None]
     weight_decay: float | None
     """Largest value of all groups; on rank 0."""
-    changes: list[Change]
+    changes: list[SettingChange]
     """Other parameter group settings that changed; on rank 0."""
     lr_factor: float
     max_norm: float | None
@@ -124,7 +124,7 @@ class StepTimes(NamedTuple):
     checkpoint: float | None
     optimizer: float
     monitor: float
-    timeline: Timeline | None
+    timeline: SectionTimeline | None
     evaluation: float | None = None
     """Part of ``forward_backward`` that was announced as evaluation; not a separate summand."""
 
@@ -147,7 +147,7 @@ class StepClock:
         """Whether the loop announced that this phase may take long."""
         self.step = -1
         """The current step."""
-        self.sections: Sections | None = None
+        self.sections: SectionTimer | None = None
         """Locates forward and backward; None if that is not possible."""
 
     def wait_for_data(self) -> None:
@@ -306,7 +306,7 @@ class Utilization:
         self._per_token = flops_per_token or transformer_flops_per_token(num_parameters)
         self._per_step: float | None = None
 
-    def counted(self, flops: float, tokens: int | None) -> None:
+    def use_counted_flops(self, flops: float, tokens: int | None) -> None:
         """Use the FLOPs that one rank counted in a step; ``tokens`` counts all ranks' tokens.
 
         If the tokens are unknown, later steps are assumed to have the same size.
@@ -383,7 +383,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 _NOT_SETTINGS = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """Change of one setting of one parameter group."""
 
     group: int
@@ -419,7 +419,7 @@ class GroupSettings:
         self._seen = [_param_group_settings(group) for group in self._groups]
         self._counts: Counter[tuple[int, str]] = Counter()
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[SettingChange]:
         """Return changes of parameter groups' settings since the last call."""
         changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
@@ -429,7 +429,7 @@ class GroupSettings:
                     continue
                 seen[key] = after
                 self._counts[index, key] += 1
-                changes.append(Change(index, key, before, after, self._counts[index, key]))
+                changes.append(SettingChange(index, key, before, after, self._counts[index, key]))
         return changes
 
 

@@ -73,7 +73,7 @@ class NoiseScale:
 
 
 class _NoiseHookState(NamedTuple):
-    owner: "OwnGradients"
+    owner: "LocalGradientMeter"
     group: dist.ProcessGroup
 
 
@@ -139,7 +139,7 @@ def rounding_of(roundings: float, *, num_ranks: int) -> float:
     return math.sqrt(mean_square_of_weights * (num_ranks + 1) * roundings / num_ranks)
 
 
-class OwnGradients:
+class LocalGradientMeter:
     """Sees local gradients before DDP averages them, and one bucket per step after that."""
 
     def __init__(self, device: torch.device, faults: FaultCounter) -> None:
@@ -155,7 +155,7 @@ class OwnGradients:
     @classmethod
     def register_on_model(
         cls, model: nn.Module, norms: GradNorms, faults: FaultCounter, setting: str
-    ) -> "OwnGradients":
+    ) -> "LocalGradientMeter":
         """Register the communication hook on the model.
 
         Raises:
@@ -184,11 +184,11 @@ class OwnGradients:
 
     @classmethod
     def _register_comm_hook(
-        cls, ddp: DistributedDataParallel, gradients: "OwnGradients", setting: str
-    ) -> "OwnGradients":
+        cls, ddp: DistributedDataParallel, gradients: "LocalGradientMeter", setting: str
+    ) -> "LocalGradientMeter":
         for hook, state in ddp._comm_hooks:
             if hook is vitals_noise_hook:  # a hook of an earlier monitor: it cannot be removed
-                owner: OwnGradients = state.owner  # type: ignore[attr-defined]
+                owner: LocalGradientMeter = state.owner  # type: ignore[attr-defined]
                 return owner
         taken = UsageError(
             f"SignalSettings.{setting} needs DDP's communication hook, and this model has one",

@@ -25,11 +25,11 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.activations import Activation, Activations, choose_modules
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.tensors.gradients import GradNorms, Squares, local_tensor
+from trainer_hooks.tensors.gradients import GradientSquares, GradNorms, local_tensor
 from trainer_hooks.tensors.optimizer_state import is_dense
 
 
-class Updates:
+class WeightUpdateNorms:
     """Measures weights and updates; never waits for the device."""
 
     def __init__(self, norms: GradNorms) -> None:
@@ -37,7 +37,7 @@ class Updates:
         self._copied_params: list[Tensor] = []
         self._is_kept = False
         self._moved: Tensor | None = None
-        self._squares = Squares(norms.params)
+        self._squares = GradientSquares(norms.params)
 
     @torch.no_grad()
     def weight_squares(self) -> Tensor:
@@ -88,7 +88,7 @@ class OutsideWrites:
     def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
         self._norms = norms
         self._states = [optimizer.state for optimizer in optimizers]
-        self._weights, self._moments = Squares(norms.params), Squares(norms.params)
+        self._weights, self._moments = GradientSquares(norms.params), GradientSquares(norms.params)
         self._after: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
@@ -148,7 +148,7 @@ _BEYOND = 1e30
 """Error of a reduced sum that is not finite although the contributions are."""
 
 
-class Samples(NamedTuple):
+class SampledSignals(NamedTuple):
     """Optional signals of one step on the host; None if not measured on all ranks."""
 
     weight_squares: Sequence[float] | None = None
@@ -176,7 +176,7 @@ class Samples(NamedTuple):
         return any(squares is not None for squares in measured) or bool(self.activations)
 
 
-class Sampler:
+class SignalSampler:
     """Measures the enabled signals in every sampled step; equal settings on all ranks."""
 
     def __init__(
@@ -195,16 +195,18 @@ class Sampler:
         self._world_size = ranks.world_size
         self._updates = None
         if settings.weight_norm or settings.update_norm:
-            self._updates = Updates(norms)
+            self._updates = WeightUpdateNorms(norms)
         self._writes = OutsideWrites(norms, optimizers) if settings.outside_writes else None
         self._own_square = torch.full((1,), -1.0, dtype=torch.float64, device=norms.device)
         modules = choose_modules(model, settings.activations)
         self._own_gradients = None
         if settings.noise_scale or settings.reduction:
-            from trainer_hooks.measures.noise import OwnGradients
+            from trainer_hooks.measures.noise import LocalGradientMeter
 
             setting = "noise_scale" if settings.noise_scale else "reduction"
-            self._own_gradients = OwnGradients.register_on_model(model, norms, faults, setting)
+            self._own_gradients = LocalGradientMeter.register_on_model(
+                model, norms, faults, setting
+            )
         self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
         self._activations = None  # registers hooks, so it comes last: nothing after it may raise
         if modules:
@@ -324,7 +326,7 @@ class Sampler:
 
     # ------------------------------------------------------------------------------ on the host
 
-    def unpack(self, summed: list[float], rank_values: list[float]) -> Samples:
+    def unpack(self, summed: list[float], rank_values: list[float]) -> SampledSignals:
         """Convert a step's numbers: the summed part, and this rank's local values."""
         norm, came_out = None, 0.0
         if self.settings.reduction:
@@ -334,7 +336,7 @@ class Sampler:
             norm = math.sqrt(square) if square >= 0.0 else None if square < 0.0 else math.nan
         activations = {} if self._activations is None else self._activations.unpack(rank_values)
         if not summed:
-            return Samples(activations=activations)
+            return SampledSignals(activations=activations)
         weights, updates, noise, writes = (n == self._world_size for n in summed[: _HEAD - 1])
         squares, n = summed[_HEAD : self._end_of_squares], self._num_params
         changes = summed[self._end_of_squares : self._end_of_writes]
@@ -344,7 +346,7 @@ class Sampler:
             if num and measured is not None and math.isfinite(measured.rms):
                 # Not finite on another rank, whose values are not read here.
                 activations[name] = measured._replace(rms=math.inf)
-        return Samples(
+        return SampledSignals(
             weight_squares=squares[:n] if weights else None,
             update_squares=squares[n:] if updates else None,
             local_square=summed[_HEAD - 1] / self._world_size if noise else None,

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.tensors.events import record_event
-from trainer_hooks.tensors.gradients import Models
+from trainer_hooks.tensors.gradients import NamedModels
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
 SECTIONS: tuple[Section, ...] = (
@@ -45,7 +45,7 @@ _MOST_OUTPUTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Timeline:
+class SectionTimeline:
     """Recorded times of one step; in seconds once the device has finished it."""
 
     begin: Instant
@@ -92,7 +92,7 @@ def _host_now() -> Instant:
     return time.monotonic_ns()
 
 
-class Sections:
+class SectionTimer:
     """Records the ends of a step's sections with hooks of the model. Training thread only.
 
     Args:
@@ -156,7 +156,7 @@ class Sections:
                 instant = self._now() if self._is_cuda else now_ns
                 self._marks.append((self._section, instant))
 
-    def pop_timeline(self) -> Timeline | None:
+    def pop_timeline(self) -> SectionTimeline | None:
         """Return the times of the step; None if forward or backward was not seen."""
         end = queued = None
         with self._faults.fail_open("sections"):
@@ -165,7 +165,7 @@ class Sections:
             return None
         with self._faults.fail_open("sections"):
             end = self._now() if self._is_cuda else None
-        return Timeline(self._begin, self._marks, self._waits, self._asides, end, queued)
+        return SectionTimeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
         """Discard the current step: it is not an ordinary one."""
@@ -309,7 +309,7 @@ def modules_to_hook(model: nn.Module) -> list[nn.Module]:
 
     Modules inside a wrapper belong to the user, whose code may copy, script or pickle them.
     """
-    if isinstance(model, Models):
+    if isinstance(model, NamedModels):
         return [wrapper for each in model.values() for wrapper in modules_to_hook(each)]
     inner = getattr(model, "_orig_mod", model)
     if getattr(inner, "_compiled_call_impl", None) is not None:

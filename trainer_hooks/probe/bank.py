@@ -67,12 +67,12 @@ def copy_to_host(value: Any, room: int) -> tuple[Any, int]:
             raise TooLargeError(f"a batch of more than {room} bytes")
         return _copy_leaf_to_host(data)
 
-    return _mapped(value, leaf, {}), size
+    return _map_leaves(value, leaf, {}), size
 
 
 def copy_to_device(value: Any) -> Any:
     """Return a copy of the batch on its original device; the caller may modify it."""
-    return _mapped(value, _to_original_device, {})
+    return _map_leaves(value, _to_original_device, {})
 
 
 def same_content(left: Any, right: Any) -> bool:
@@ -91,7 +91,7 @@ def _leaves(value: Any) -> list[Any]:
         leaves.append(data)
         return data
 
-    _mapped(value, take, {})
+    _map_leaves(value, take, {})
     return leaves
 
 
@@ -130,7 +130,7 @@ def _to_original_device(data: Any) -> Any:
     return data.clone() if isinstance(data, Tensor) else data.copy()
 
 
-def _mapped(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
+def _map_leaves(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
     """Return the value with each tensor and array replaced by the result of ``leaf``."""
     if isinstance(value, _AS_THEY_ARE):
         return value
@@ -150,7 +150,7 @@ def _copy_container(
         return leaf(value)
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         return leaf(value)
-    again = [_mapped(v, leaf, memo) for v in value] if _is_sequence(value) else []
+    again = [_map_leaves(v, leaf, memo) for v in value] if _is_sequence(value) else []
     if isinstance(value, tuple):
         return type(value)(*again) if hasattr(value, "_fields") else type(value)(again)
     if _is_sequence(value):
@@ -161,10 +161,10 @@ def _copy_container(
         return value
     if isinstance(value, dict):
         for key, inner in value.items():
-            shallow_copy[key] = _mapped(inner, leaf, memo)
+            shallow_copy[key] = _map_leaves(inner, leaf, memo)
     for name, inner in vars(value).items() if hasattr(value, "__dict__") else ():
         if not isinstance(value, dict) or name not in value:
-            object.__setattr__(shallow_copy, name, _mapped(inner, leaf, memo))
+            object.__setattr__(shallow_copy, name, _map_leaves(inner, leaf, memo))
     return shallow_copy
 
 
@@ -187,7 +187,7 @@ class BankedBatches:
     """Local loss of this rank."""
 
 
-class Bank:
+class BatchBank:
     """Keeps batches of healthy steps: every third recent step, and few older ones.
 
     If they exceed the limit, it keeps less: one batch per step, then every sixth step, then no

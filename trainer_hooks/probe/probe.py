@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.exchange.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.probe.bank import EVERY, Bank, BankedBatches, copy_to_device, same_content
+from trainer_hooks.probe.bank import EVERY, BankedBatches, BatchBank, copy_to_device, same_content
 from trainer_hooks.probe.isolated_forward import (
     RefusedError,
     is_sharded,
@@ -63,8 +63,8 @@ class Probe:
     """Keeps batches of healthy steps, and evaluates them with the current weights.
 
     Order of calls in a step: ``keep`` for each batch before it is yielded; ``fed``; ``rehearse``
-    before the update; ``returned``, and ``accepted`` or ``dropped``, when the verdict arrives,
-    possibly one step later; ``evaluate`` after the update, if the policy requests it.
+    before the update; ``update_readiness``, and ``accepted`` or ``dropped``, when the verdict
+    arrives, possibly one step later; ``evaluate`` after the update, if the policy requests it.
 
     Args:
         model: watched model; before each of its forwards all ranks agree to continue.
@@ -92,7 +92,7 @@ class Probe:
         self._ranks = ranks
         self._emitter = emitter
         self._faults = faults
-        self.bank = Bank(max_bytes)
+        self.bank = BatchBank(max_bytes)
         self._rewind = rewind
         self._loss_of: LossOf | None = None
         self.has_loss = False
@@ -113,7 +113,7 @@ class Probe:
 
     # --------------------------------------------------------------------- batches of a step
 
-    def use(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
+    def set_loss(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
         """Set the loss of batches that are yielded from now on; the first of them feed ``step``."""
         self._loss_of, self.has_loss = loss_of, True
         self._next_step, self._attempt = step, attempt
@@ -174,7 +174,7 @@ class Probe:
         if self._earlier is not None and self._earlier.step >= step:
             self._earlier = None
 
-    def returned(self, num_ready: float) -> None:
+    def update_readiness(self, num_ready: float) -> None:
         """Record the number of ranks with ``is_ready`` in a step; the same number on all ranks."""
         self._all_ready = num_ready >= self._ranks.world_size
         if self.is_on and not self._all_ready:
@@ -221,7 +221,7 @@ class Probe:
         verdict = _rehearsal_mismatch(results, saved, len(now), loss)
         if (
             verdict == ""
-            and _stands_still(results)
+            and _ignores_input(results)
             and not same_content(saved.batches, earlier.batches)
         ):
             verdict = "again"
@@ -282,7 +282,7 @@ class Probe:
 
     def _evaluate_tasks(self, tasks: Iterable[_Task]) -> list[_TaskResult] | None:
         """Evaluate the losses on all ranks together; None if it failed on any rank."""
-        meeting = _Meeting(self._ranks)
+        meeting = _ForwardBarrier(self._ranks)
         results: list[_TaskResult] = []
         with meeting.at_each_forward(self._model):
             for task in tasks:
@@ -392,7 +392,7 @@ class _EvaluationAbortedError(BaseException):
     """All ranks abort an evaluation; a ``BaseException``, so that user code does not catch it."""
 
 
-class _Meeting:
+class _ForwardBarrier:
     """Synchronizes the ranks at the start and end of each forward: all continue, or none."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -485,7 +485,7 @@ def _rehearsal_mismatch(
     )
 
 
-def _stands_still(results: Sequence[_TaskResult]) -> bool:
+def _ignores_input(results: Sequence[_TaskResult]) -> bool:
     """Return whether other batches gave exactly the same loss, so that it ignores its input."""
     first, other = results[0].losses, results[2].losses
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=False))
@@ -558,7 +558,7 @@ _FLOOR = 0.02
 _LARGEST = 1e9
 
 
-class LossEvaluations:
+class ValidationLosses:
     """Validation losses on rank 0; the largest ratio is sent with the numbers of the next step.
 
     Only metrics named ``loss`` or with that suffix count: for others, larger may be better.

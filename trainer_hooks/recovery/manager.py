@@ -23,21 +23,21 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.emit import Emitter
-from trainer_hooks.exchange.reduce_vector import Reduced
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.node_memory import (
     NodeRegions,
-    Region,
     SharedLayout,
+    SharedRegion,
     can_be_shared,
     join_node,
 )
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.replicas import Groups, Replicas
-from trainer_hooks.recovery.state import HostState, Spec, TrainingState
+from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.copying import (
     CopyCheck,
     CopyPlan,
@@ -55,7 +55,7 @@ from trainer_hooks.tensors.optimizer_state import nonfinite_count
 from trainer_hooks.tensors.pinned import PinnedBlock
 from trainvitals.clock import Clock
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
-from trainvitals.detect.replicas import shown, vote
+from trainvitals.detect.replicas import format_ranks, vote_on_fingerprints
 from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 from trainvitals.records import CheckpointChanged, Decision
@@ -100,14 +100,14 @@ class Restored(NamedTuple):
     """False if the checkpoint has no RNG state of this rank (another world size)."""
 
 
-class _Slot:
+class _SnapshotSlot:
     """One preallocated copy; not reused while a reader in another thread holds it.
 
     With a region, replicas are stored in memory that the node's ranks share, and each rank copies
     its part of them; everything else belongs to this rank.
     """
 
-    def __init__(self, *, pinned: bool, region: Region | None = None) -> None:
+    def __init__(self, *, pinned: bool, region: SharedRegion | None = None) -> None:
         self._pinned = pinned
         self.region = region
         self.generation = 0
@@ -253,7 +253,7 @@ class _Slot:
 
     def _get_or_create_buffer(self, key: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
-        if buffer is None or Spec.of(buffer) != Spec.of(tensor):
+        if buffer is None or TensorSpec.of(buffer) != TensorSpec.of(tensor):
             buffer = None if self._block is None else self._block.take(tensor)
             if buffer is None:
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
@@ -294,7 +294,7 @@ class Snapshot:
     """The metric and its value, if this is the best evaluated state."""
     generation: int = 0
     """Number of its fill of the slot."""
-    _slot: _Slot | None = None
+    _slot: _SnapshotSlot | None = None
 
     def check_whole(self) -> None:
         """Call after the tensors were read, before the data is trusted.
@@ -383,7 +383,7 @@ class SnapshotRing:
         self._generation = 0
         self._is_reserved = False
         self.slots = [self._new_slot() for _ in range(num_slots)]
-        self._evaluated_slot = _Slot(pinned=self._pinned) if keep_evaluated else None
+        self._evaluated_slot = _SnapshotSlot(pinned=self._pinned) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
         self._pending: PendingCopy | None = None
@@ -481,7 +481,7 @@ class SnapshotRing:
             return torch.ones((), device=self._state.device)
         return wrong
 
-    def _free_slot(self) -> _Slot:
+    def _free_slot(self) -> _SnapshotSlot:
         """Return the slot to fill. For shared slots, every rank of the node chooses the same.
 
         The state of a shared slot is the same on all ranks: the existing entries, and whether
@@ -505,9 +505,9 @@ class SnapshotRing:
             raise CheckpointError("all slots are still being written to disk")
         return free[0]
 
-    def _new_slot(self) -> _Slot:
+    def _new_slot(self) -> _SnapshotSlot:
         region = self._unused.pop(0) if self._unused else None
-        slot = _Slot(pinned=self._pinned, region=region)
+        slot = _SnapshotSlot(pinned=self._pinned, region=region)
         if self._is_reserved:
             self._reserve(slot)
         return slot
@@ -519,7 +519,7 @@ class SnapshotRing:
             if slot is not None:
                 self._reserve(slot)
 
-    def _reserve(self, slot: _Slot) -> None:
+    def _reserve(self, slot: _SnapshotSlot) -> None:
         """Allocate a slot's own part; a region has allocated what the ranks share."""
         state = self._state
         shared = 0
@@ -542,9 +542,9 @@ class SnapshotRing:
                 f"{_format_gib(needed)}; half of the memory left to the job is "
                 f"{_format_gib(free_bytes // 2)}"
             )
-        self.slots = [*remaining_slots, _Slot(pinned=self._pinned)]
+        self.slots = [*remaining_slots, _SnapshotSlot(pinned=self._pinned)]
 
-    def _copy(self, entry: Snapshot, slot: _Slot) -> tuple[Tensor, Tensor | None]:
+    def _copy(self, entry: Snapshot, slot: _SnapshotSlot) -> tuple[Tensor, Tensor | None]:
         """Fill the slot; return the number of problems, and the fingerprint of any replicas."""
         # Taken before anything can fail: all ranks must agree on which shared slots are taken.
         entry._slot, slot.owned = slot, True
@@ -772,7 +772,7 @@ class SnapshotRing:
             )
         saved = entry.tensors()
         entry.check_whole()
-        self._state.conform({k: Spec.of(t) for k, t in saved.items()}, entry.host)
+        self._state.conform({k: TensorSpec.of(t) for k, t in saved.items()}, entry.host)
         self._state.write(saved)
         self._state.load_host_state(entry.host)
         if self.side is not None:
@@ -889,7 +889,7 @@ class RecoveryManager:
         settings: CheckpointSettings,
         *,
         model: nn.Module,
-        device: Device,
+        device: DeviceParts,
         ranks: Ranks,
         plan: PlanJournal,
         emitter: Emitter,
@@ -905,7 +905,7 @@ class RecoveryManager:
             StorageError: the directory cannot be written; raised on all.
         """
         # Importing torch.distributed.checkpoint takes half a second: only in heal mode.
-        from trainer_hooks.recovery.checkpoints.agreement import Agreement
+        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
         from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = state or TrainingState(
@@ -934,7 +934,7 @@ class RecoveryManager:
             is_replica=is_replica,
             is_compared=(lambda key: False) if replicas is None else replicas.compares,
         )
-        agreement = Agreement(ranks)
+        agreement = RankAgreement(ranks)
         # Every rank signs its parts of a checkpoint, and its node may lack the run directory.
         keys: list[bytes] = []
         agreement.on_root(lambda: keys.append(plan.run_dir.file_key(create=True)))
@@ -945,7 +945,7 @@ class RecoveryManager:
             ranks=ranks,
             keep=settings.keep,
             keep_every=settings.keep_every,
-            on_branch=lambda step, attempt: plan.plan.holds(step, attempt),
+            on_branch=lambda step, attempt: plan.plan.is_in_lineage(step, attempt),
             key=ranks.broadcast(keys[0] if keys else b""),
         )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -1043,7 +1043,7 @@ class RecoveryManager:
             *self._ranks.gather((float(wrong), 0.0 if word is None else float(word))), strict=True
         )
         bad = [rank for rank, count in enumerate(counts) if count]
-        return bad, vote(rank_words, self._groups).apart
+        return bad, vote_on_fingerprints(rank_words, self._groups).apart
 
     def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
         """Report once that replicas are not equal; each rank keeps its own from now on."""
@@ -1052,9 +1052,9 @@ class RecoveryManager:
             return
         self._has_differed = True
         text = (
-            f"parameters or optimizer state differ between ranks at step {step}: {shown(differ)} "
-            "from the others; that snapshot was dropped, and from now on each rank keeps a whole "
-            "copy of its own"
+            f"parameters or optimizer state differ between ranks at step {step}: "
+            f"{format_ranks(differ)} from the others; that snapshot was dropped, and from now on each "
+            "rank keeps a whole copy of its own"
         )
         if self._is_rank0:
             _LOG.warning("vitals: %s", text)
@@ -1132,7 +1132,7 @@ class RecoveryManager:
 
     def returned(
         self,
-        reduced: Reduced,
+        reduced: ReducedNumbers,
         *,
         step: int,
         attempt: int,
@@ -1155,7 +1155,7 @@ class RecoveryManager:
             if not is_shared:
                 self._stop_sharing(differ, step, attempt)
                 self.reset_comparison()
-            self._ring.commit(step, ok=False, why=f"replicas differ: {shown(differ)}")
+            self._ring.commit(step, ok=False, why=f"replicas differ: {format_ranks(differ)}")
         else:
             self._ring.commit(step, ok=is_sound)
         self._is_saving = bool(reduced.root["saving"])
@@ -1177,7 +1177,7 @@ class RecoveryManager:
     def _add_saved_checkpoint(self, step: int, attempt: int) -> None:
         """Add a checkpoint that is now complete to the possible targets of a rollback."""
         is_listed = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
-        if attempt and not is_listed and self._plan.plan.holds(step, attempt):
+        if attempt and not is_listed and self._plan.plan.is_in_lineage(step, attempt):
             from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id
 
             name = checkpoint_id(step, attempt)

@@ -89,7 +89,7 @@ def can_be_shared(tensor: Tensor) -> bool:
     )
 
 
-class Region:
+class SharedRegion:
     """One slot's shared memory, mapped by this rank."""
 
     def __init__(
@@ -151,7 +151,7 @@ class NodeGroup:
 class NodeRegions(NamedTuple):
     """Result of ``join_node`` on this rank."""
 
-    regions: tuple[Region, ...] | None
+    regions: tuple[SharedRegion, ...] | None
     """None if each rank of this node keeps a complete copy."""
     failures: tuple[str, ...]
     """Reason why the ranks of one node do not share, one for each such node."""
@@ -184,7 +184,7 @@ def join_node(
     shares = 1 < len(peers) <= _MAX_RANKS
     leads = shares and peers[0] == ranks.rank
     offers = ranks.gather(_create_region_offer(num_regions) if leads else None)
-    fds, failure = _taken(offers[peers[0]], leads=leads) if shares else (None, "")
+    fds, failure = _open_region_offer(offers[peers[0]], leads=leads) if shares else (None, "")
     outcomes = ranks.gather(failure)
     failures = {keys[r]: f"rank {r}: {text}" for r, text in enumerate(outcomes) if text}
     if fds is None or key in failures:
@@ -192,7 +192,7 @@ def join_node(
             os.close(fd)
         return NodeRegions(None, tuple(failures.values()))
     group = NodeGroup(peers.index(ranks.rank), len(peers))
-    regions = tuple(Region(fd, group, i, device=device) for i, fd in enumerate(fds))
+    regions = tuple(SharedRegion(fd, group, i, device=device) for i, fd in enumerate(fds))
     return NodeRegions(regions, tuple(failures.values()))
 
 
@@ -220,7 +220,9 @@ def _create_region_offer(count: int) -> _RegionOffer:
     return _RegionOffer(os.getpid(), tuple(fds), tuple(map(_file_identity, fds)))
 
 
-def _taken(offer: _RegionOffer | None, *, leads: bool) -> tuple[Sequence[int] | None, str]:
+def _open_region_offer(
+    offer: _RegionOffer | None, *, leads: bool
+) -> tuple[Sequence[int] | None, str]:
     """Open the memory offered by the node's first rank; return its descriptors, or the reason."""
     assert offer is not None, "the first rank of a node makes an offer"
     if offer.failure or leads:

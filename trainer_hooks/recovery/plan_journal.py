@@ -8,7 +8,7 @@ import msgspec
 
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy.plan import BatchWindow, Branch, Plan, PlanLine, extend
+from trainvitals.policy.plan import BatchWindow, Branch, Plan, PlanLine, extend_plan
 from trainvitals.policy.state import DurablePolicyState
 
 
@@ -31,7 +31,7 @@ class PlanJournal:
     ) -> None:
         """Add the next action; durable on rank 0 when this returns."""
         line = PlanLine(facts, branch, window, expired)
-        self.plan = extend(self.plan, line)
+        self.plan = extend_plan(self.plan, line)
         if self.is_rank0:
             # A full disk must not separate rank 0 from the others, which continue the action.
             with self.faults.fail_open("plan"):

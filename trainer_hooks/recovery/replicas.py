@@ -31,7 +31,13 @@ from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.tensors.copying import fingerprint_of, word_of
 from trainer_hooks.tensors.optimizer_state import true_elements
 from trainvitals.auto_clip import MaxNorm
-from trainvitals.detect.replicas import EVERY, Vote, further, shown, vote
+from trainvitals.detect.replicas import (
+    EVERY,
+    FingerprintVote,
+    find_farthest_rank,
+    format_ranks,
+    vote_on_fingerprints,
+)
 
 ROUND = EVERY
 """Steps in which every parameter is compared once."""
@@ -67,7 +73,7 @@ class Difference:
     """
 
     kind: Literal["state", "settings", "snapshot", "untied"]
-    vote: Vote
+    vote: FingerprintVote
     text: str
     is_again: bool = False
     """Whether it equals the difference before the rollback bit for bit: not due to hardware."""
@@ -113,7 +119,7 @@ class _Evidence:
     key: str
     elements: list[int]
     values: dict[int, list[float]]
-    vote: Vote
+    vote: FingerprintVote
 
 
 class Replicas:
@@ -210,7 +216,7 @@ class Replicas:
         self._weights = [params[key] for key in self._params]
         self._moments = [
             (f"optim.{i}.{name}", param, of)
-            for i, name, param, of in state.moments_of()
+            for i, name, param, of in state.optimizer_states()
             if f"model.{name}" in self._compared
         ]
         averages = state.averages()
@@ -334,9 +340,11 @@ class Replicas:
 
     # ---------------------------------------------------------------------- differing values
 
-    def votes(self, fingerprints: Sequence[float]) -> Vote:
+    def votes(self, fingerprints: Sequence[float]) -> FingerprintVote:
         """Return the vote over the ranks' values of a step; the same on all ranks."""
-        return vote(fingerprints, self.groups) if fingerprints else Vote()
+        return (
+            vote_on_fingerprints(fingerprints, self.groups) if fingerprints else FingerprintVote()
+        )
 
     def agreed(self, step: int) -> None:
         """Note that all values of a step were equal, including differing state once per round."""
@@ -357,10 +365,10 @@ class Replicas:
 
     def _gather_group(self) -> Ranks:
         if self._meeting is None:
-            self._meeting = self._ranks.apart()
+            self._meeting = self._ranks.with_new_group()
         return self._meeting
 
-    def diagnose(self, step: int, by_words: Vote, *, at: int) -> Difference:
+    def diagnose(self, step: int, by_words: FingerprintVote, *, at: int) -> Difference:
         """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
         Args:
@@ -379,7 +387,7 @@ class Replicas:
             settings = made_of.settings
             snapshot = None if made_of.snapshot is None else int(made_of.snapshot)
         everyone = self._gather_group().gather((settings, snapshot))
-        by_settings = vote([s for s, _ in everyone], self.groups)
+        by_settings = vote_on_fingerprints([s for s, _ in everyone], self.groups)
         was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
         self._settings_differ = bool(by_settings.apart)
         if by_settings.apart and not was_told:
@@ -388,16 +396,18 @@ class Replicas:
         return self._compare_state(step, by_words, [s for _, s in everyone], at)
 
     def _compare_state(
-        self, step: int, by_words: Vote, snapshots: Sequence[int | None], at: int
+        self, step: int, by_words: FingerprintVote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
         everyone = self._gather_group().gather(self._fingerprints())
         differing, by_state = _differing_tensors(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
         if not differing:
-            by_copy = vote([0 if s is None else s or 1 for s in snapshots], self.groups)
+            by_copy = vote_on_fingerprints(
+                [0 if s is None else s or 1 for s in snapshots], self.groups
+            )
             if by_copy.apart:
-                text = f"the copies of {shown(by_copy.suspects)} differ, the state does not"
+                text = f"the copies of {format_ranks(by_copy.suspects)} differ, the state does not"
                 return Difference(kind="snapshot", vote=by_copy, text=text)
             text = f"{self._suspects_text(by_words)} differed in one step, and does so no longer"
             return Difference(kind="state", vote=by_words, text=text)
@@ -415,7 +425,7 @@ class Replicas:
                 return Difference(kind="untied", vote=by_state, text=text)
             differing = list(self._apart)
         key = differing[0]
-        elements, values = self._elements(key)
+        elements, values = self._find_differing_elements(key)
         before, states = self._evidence, tuple(data for _, data in everyone)
         is_same = before is not None and (before.step, before.states) == (at, states)
         is_again = self._is_again = (self._went_back and is_same) or (was_apart and self._is_again)
@@ -425,7 +435,7 @@ class Replicas:
         text += _describe_elements(key, elements, values)
         return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
 
-    def _suspects_text(self, by_words: Vote) -> str:
+    def _suspects_text(self, by_words: FingerprintVote) -> str:
         ranks = by_words.suspects
         if len(ranks) == 1:
             return f"rank {ranks[0]} ({self._places[ranks[0]]})"
@@ -435,7 +445,7 @@ class Replicas:
             if self._last_named in ranks:
                 text += f"; a replay found rank {self._last_named} wrong before"
             return text
-        return shown(ranks)
+        return format_ranks(ranks)
 
     def _never_equal(self, differing: Sequence[str], step: int) -> list[str]:
         """Return tensors that were never equal: most of a kind, and since the first round.
@@ -476,7 +486,7 @@ class Replicas:
 
     # ---------------------------------------------------------------------- differing elements
 
-    def _elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
+    def _find_differing_elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
         """Return the first elements of a tensor that differ, and their values on each rank."""
         raw: bytes = b""
         tensor: Tensor | None = None
@@ -550,10 +560,15 @@ class Replicas:
             rank = evidence.vote.rank
             how = "the others agreed"
             if rank < 0:
-                rank, how = further(distances), "its values were further from those of the replay"
+                rank, how = (
+                    find_farthest_rank(distances),
+                    "its values were further from those of the replay",
+                )
             if rank < 0:
-                text = f"either of {shown(evidence.vote.suspects)} was wrong: the replay is as far "
-                text += "from both"
+                text = (
+                    f"either of {format_ranks(evidence.vote.suspects)} was wrong: the replay is as "
+                )
+                text += "far from both"
             else:
                 text = f"rank {rank} ({self._places[rank]}) was wrong ({how})"
             text = (
@@ -573,7 +588,9 @@ class Replicas:
         self._went_back, self._last_named = False, named.rank
         return named
 
-    def _describe_settings(self, settings: Sequence[bytes | None], by_words: Vote) -> str:
+    def _describe_settings(
+        self, settings: Sequence[bytes | None], by_words: FingerprintVote
+    ) -> str:
         read = [None if s is None else np.frombuffer(s, dtype=np.float64) for s in settings]
         first = by_words.apart[0]
         group = next(group for group in self.groups if first in group)
@@ -581,7 +598,7 @@ class Replicas:
         here, there = read[first], read[usual]
         assert here is not None and there is not None, "they voted"
         if len(here) != len(there):
-            return f"{shown(by_words.suspects)} have other parameter groups"
+            return f"{format_ranks(by_words.suspects)} have other parameter groups"
         names = _setting_names(self._optimizers)
         apart = [i for i in range(len(here)) if here[i] != there[i]]
         parts = [
@@ -640,7 +657,7 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
 
 def _differing_tensors(
     everyone: Sequence[tuple[str, bytes | None]], groups: Groups
-) -> tuple[list[str], Vote]:
+) -> tuple[list[str], FingerprintVote]:
     """Return the names of the differing tensors, and the vote over all of them."""
     differing: dict[str, None] = {}
     wholes: list[object] = [data for _, data in everyone]
@@ -654,7 +671,7 @@ def _differing_tensors(
         for i, name in enumerate(names if len(rows) > 1 else ()):
             if any(row[i] != rows[0][i] for row in rows):
                 differing[name] = None
-    return list(differing), vote(wholes, groups) if differing else Vote()
+    return list(differing), vote_on_fingerprints(wholes, groups) if differing else FingerprintVote()
 
 
 def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:

@@ -40,14 +40,14 @@ _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differ
 """Keys of a parameter group that select how the update is computed: kept from the live process."""
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """Shape and type of a saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Spec":
+    def of(cls, tensor: Tensor) -> "TensorSpec":
         """Return the shape and type of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
@@ -89,7 +89,7 @@ class TrainingState:
         )
         nonfinite = self.nonfinite()
         live = self.tensors()
-        self._finite_at_start = {k: Spec.of(t) for k, t in live.items() if k not in nonfinite}
+        self._finite_at_start = {k: TensorSpec.of(t) for k, t in live.items() if k not in nonfinite}
 
     # -------------------------------------------------------------------------------- position
 
@@ -156,7 +156,7 @@ class TrainingState:
             if id(param) in flat:
                 holders[f"model.{name}"] = flat[id(param)]
             elif hasattr(param, "to_local"):
-                holders[f"model.{name}"] = _along_replicas(param)
+                holders[f"model.{name}"] = _dtensor_replica_ranks(param)
             elif name in alike:
                 holders[f"model.{name}"] = everyone
         return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
@@ -179,7 +179,7 @@ class TrainingState:
         """Parameters by the names of ``tensors``, as the model has them: DTensors, not shards."""
         return {f"model.{name}": param for name, param in self._params.items()}
 
-    def moments_of(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
+    def optimizer_states(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
         """Return (optimizer, parameter's name, parameter, state) of each trained parameter.
 
         Without optimizers that may hold only a part of the state.
@@ -317,7 +317,7 @@ class TrainingState:
         design.
         """
         for key, tensor in live.items():
-            if self._finite_at_start.get(key, Spec.of(tensor)) != Spec.of(tensor):
+            if self._finite_at_start.get(key, TensorSpec.of(tensor)) != TensorSpec.of(tensor):
                 del self._finite_at_start[key]
 
     def is_trained(self, key: str) -> bool:
@@ -344,7 +344,7 @@ class TrainingState:
     # ----------------------------------------------------------------------------- restoring
 
     @torch.no_grad()
-    def conform(self, saved: Mapping[str, Spec], host: HostState) -> None:
+    def conform(self, saved: Mapping[str, TensorSpec], host: HostState) -> None:
         """Make live tensors match a checkpoint's shapes and types, before ``write``.
 
         Optimizer state that was absent starts again: zeroed in place if the optimizer is known to
@@ -439,7 +439,7 @@ class TrainingState:
             if scalars:
                 state[param].update(scalars)
 
-    def _create_moment(self, key: str, spec: Spec) -> None:
+    def _create_moment(self, key: str, spec: TensorSpec) -> None:
         i, rest = key.removeprefix("optim.").split(".", 1)
         param_name, name = rest.rsplit(".", 1)
         optimizer, param = self._optimizers[int(i)], self._params[param_name]
@@ -478,15 +478,17 @@ class TrainingState:
             self._scaler._growth_tracker.fill_(saved["_init_growth_tracker"])
 
     def _check_fit(
-        self, saved: Mapping[str, Spec], live: Mapping[str, Tensor], host: HostState
+        self, saved: Mapping[str, TensorSpec], live: Mapping[str, Tensor], host: HostState
     ) -> None:
         lazy = ("optim.", "scaler.")
         param_names = {
             name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)
         }
         for key in [*saved, *live]:
-            if key in saved and key in live and saved[key] != Spec.of(live[key]):
-                _raise_mismatch(f"{key} was saved as {saved[key]}; it is {Spec.of(live[key])} now")
+            if key in saved and key in live and saved[key] != TensorSpec.of(live[key]):
+                _raise_mismatch(
+                    f"{key} was saved as {saved[key]}; it is {TensorSpec.of(live[key])} now"
+                )
             if key not in saved and not key.startswith(lazy):
                 _raise_mismatch(f"{key} is not in the checkpoint")
             if key not in live and not key.startswith(lazy):
@@ -524,7 +526,7 @@ class StateCheck:
         self.every = self.EVERY
         others = self._others()
         bad = set(_nonfinite_in(others))
-        self._finite_at_start = {k: Spec.of(t) for k, t in others.items() if k not in bad}
+        self._finite_at_start = {k: TensorSpec.of(t) for k, t in others.items() if k not in bad}
 
     def nonfinite_count(self, step: int) -> Tensor | None:
         """Return, on the device, the number of non-finite tensors; None if no check is due."""
@@ -550,7 +552,7 @@ class StateCheck:
     def tensors(self) -> dict[str, Tensor]:
         """Return the checked tensors, by the names of ``TrainingState``."""
         others = self._others().items()
-        live = {k: t for k, t in others if self._finite_at_start.get(k) == Spec.of(t)}
+        live = {k: t for k, t in others if self._finite_at_start.get(k) == TensorSpec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
             for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
                 name = self._names.get(id(param), f"unnamed.{number}")
@@ -595,7 +597,7 @@ def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
     return name
 
 
-def _along_replicas(param: Any) -> tuple[int, ...]:
+def _dtensor_replica_ranks(param: Any) -> tuple[int, ...]:
     """Return the ranks that hold the same part of a DTensor as this one."""
     here, placements = param.device_mesh.get_coordinate(), param.placements
     if here is None or any(placement.is_partial() for placement in placements):

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from trainer_hooks.measures.sections import ModuleHook
 from trainer_hooks.recovery.state import StateCheck
-from trainer_hooks.tensors.gradients import Models
+from trainer_hooks.tensors.gradients import NamedModels
 from trainvitals import __version__
 from trainvitals.errors import FormatError, VitalsError
 from trainvitals.io.capsules import CapsuleFile
-from trainvitals.io.private import Owner, read_own
+from trainvitals.io.private import FileOwner, read_own
 from trainvitals.printable import name_type
 
 MAX_BATCH_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class Content:
     """Latest batch of a step that was not bad; as many rows are stored as fit."""
 
 
-class _Arrays:
+class _CapsuleArrays:
     """Arrays by index, without duplicates."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def write(file: BinaryIO, content: Content) -> None:
     """
     import numpy
 
-    arrays, facts = _Arrays(), {"version": _VERSION, **content.facts}
+    arrays, facts = _CapsuleArrays(), {"version": _VERSION, **content.facts}
     facts["batches"], num_bytes = _batch_trees(content.batches, arrays, facts)
     facts["rng"] = [None if state is None else _rng_tree(state, arrays) for state in content.rng]
     room = 2 * num_bytes - arrays.num_bytes - len(json.dumps(facts)) - 2 * _ARRAY_OVERHEAD
@@ -128,7 +128,7 @@ def write(file: BinaryIO, content: Content) -> None:
 
 
 def _batch_trees(
-    batches: Sequence[Any], arrays: _Arrays, facts: dict[str, Any]
+    batches: Sequence[Any], arrays: _CapsuleArrays, facts: dict[str, Any]
 ) -> tuple[list[Tree], int]:
     """Return the trees and bytes of the batches; none if refused, with the reason in ``facts``."""
     num_bytes = _num_batch_bytes(list(batches))
@@ -142,7 +142,7 @@ def _batch_trees(
         return [], 0
 
 
-def _encode_fitting_rows(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
+def _encode_fitting_rows(batch: Any, arrays: _CapsuleArrays, room: int) -> Tree | None:
     """Return the tree of the first rows of a batch that fit; None if none does."""
     num_rows = rows_in(batch)
     num_bytes = _num_batch_bytes(batch)
@@ -155,7 +155,7 @@ def _encode_fitting_rows(batch: Any, arrays: _Arrays, room: int) -> Tree | None:
         return None
 
 
-def _encode_tree(value: Any, arrays: _Arrays) -> Tree:
+def _encode_tree(value: Any, arrays: _CapsuleArrays) -> Tree:
     """Return a batch as a tree of plain values, its tensors among the arrays."""
     numpy = sys.modules["numpy"]
     if isinstance(value, Tensor):
@@ -196,7 +196,7 @@ def _host_copy(tensor: Tensor) -> tuple[Any, str]:
         raise NotPlainError(f"the batch holds a tensor of {dtype}") from error
 
 
-def _rng_tree(state: dict[str, Any], arrays: _Arrays) -> Tree:
+def _rng_tree(state: dict[str, Any], arrays: _CapsuleArrays) -> Tree:
     """Return the RNG state of a repro capsule as a tree of plain values."""
     import numpy
 
@@ -250,7 +250,7 @@ def read(file: CapsuleFile) -> Capsule:
 
     path = file.path
     try:
-        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_FILE_BYTES)
+        raw = read_own(path, owner=FileOwner.from_directory(path.parent), max_bytes=_MAX_FILE_BYTES)
         with numpy.load(io.BytesIO(raw), allow_pickle=False) as members:
             num_bytes = sum(info.file_size for info in members.zip.infolist())
             if num_bytes > _MAX_ARRAY_BYTES:
@@ -400,7 +400,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Autocast:
+class AutocastSetting:
     """Autocast setting during the last call of the model."""
 
     device: str
@@ -408,7 +408,7 @@ class Autocast:
     """Empty if autocast was off."""
 
     @classmethod
-    def now(cls, device: str) -> Autocast:
+    def now(cls, device: str) -> AutocastSetting:
         """Return the setting of this thread."""
         if not torch.is_autocast_enabled(device):
             return cls(device, "")
@@ -477,12 +477,12 @@ class CapsuleContext:
         self._scaler = scaler
         self._handles: list[Any] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.autocast: Autocast | None = None
+        self.autocast: AutocastSetting | None = None
         """Setting at the last call of the model; None if unknown."""
 
     def open(self) -> None:
         """Register the forward hooks."""
-        models = self._model.values() if isinstance(self._model, Models) else (self._model,)
+        models = self._model.values() if isinstance(self._model, NamedModels) else (self._model,)
         for model in models if not self._handles else ():
             inner = getattr(model, "_orig_mod", model)
             # In a module that was compiled in place, hooks would become part of the graph.
@@ -497,7 +497,7 @@ class CapsuleContext:
         self._handles.clear()
 
     def _record_autocast(self, *_: object) -> None:
-        self.autocast = Autocast.now(self._device.type)
+        self.autocast = AutocastSetting.now(self._device.type)
 
     def loss_scale(self) -> Tensor | None:
         """Return the loss scale of the step, without waiting for it; None if there is none."""

@@ -12,7 +12,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.repro.capsule import MAX_FILES, Content, write
 from trainvitals.errors import StorageError
 from trainvitals.io.private import ensure_private_dir, open_private
-from trainvitals.io.sample_ids import SampleFile, StepSamples, make_room
+from trainvitals.io.sample_ids import SampleFile, StepSamples, delete_oldest_files
 
 SAMPLE_BYTES = 64 << 20
 BATCH_BYTES = 256 << 20
@@ -113,7 +113,9 @@ class DataWriter:
                     f"{bad.file} has {size} bytes; all of a rank's may have {self._batch_bytes}"
                 )
             pattern = f"step-*-rank-{self._rank}.npz"
-            make_room(path.parent, pattern, self._batch_bytes - size, max_files=MAX_FILES - 1)
+            delete_oldest_files(
+                path.parent, pattern, self._batch_bytes - size, max_files=MAX_FILES - 1
+            )
             unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)

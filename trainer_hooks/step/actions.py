@@ -220,7 +220,7 @@ def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
 def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
     """Restore the counters of a snapshot before ``step``; consumed tokens stay counted."""
     tokens = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
-    run.log.tokens.go_back(tokens)
+    run.log.tokens.restore_counts(tokens)
     run.features.load_state_dict(meta, step=step)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer_hooks.agent_starter import NodeAgent
-from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.emit import Emitter, StepLog
-from trainer_hooks.exchange.reduce_vector import Reduced
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import StepClock
 from trainer_hooks.ranks import Ranks
@@ -27,7 +27,7 @@ from trainvitals.policy import Judge, Judgement
 from trainvitals.records import Finding, FindingRaised, Note, StepRecord
 
 if TYPE_CHECKING:
-    from trainer_hooks.arguments import Arguments
+    from trainer_hooks.arguments import WatchArguments
 
 _LOG = logging.getLogger("trainvitals")
 
@@ -37,10 +37,10 @@ class RunContext:
     """Parts of a run on this rank that its features share."""
 
     mode: str
-    given: Arguments
+    given: WatchArguments
     """Arguments of ``watch`` or ``attach``."""
     ranks: Ranks
-    device: Device
+    device: DeviceParts
     judge: Judge
     emitter: Emitter
     log: StepLog
@@ -69,7 +69,7 @@ class RunContext:
     """Error of the halt that ended training."""
     checks_parameters: bool = False
     """Whether the next step reports if parameters are finite: only after a bad step."""
-    judged: tuple[StepRecord, Reduced] | None = None
+    judged: tuple[StepRecord, ReducedNumbers] | None = None
     """The latest step that was judged."""
     surroundings: CapsuleContext | None = None
     """Information about model and optimizers for the repro capsule of a bad step."""

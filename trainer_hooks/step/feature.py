@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer_hooks.exchange.reduce_vector import Derived, Reduced, Slots
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers, Slots, VerdictFigures
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.policy.evidence import Ask, ProbeResult
@@ -24,7 +24,7 @@ from trainvitals.rows import Value
 
 if TYPE_CHECKING:
     from trainer_hooks.measures.host import HostMeasurements
-    from trainer_hooks.measures.sampled import Samples
+    from trainer_hooks.measures.sampled import SampledSignals
     from trainer_hooks.step.context import RunContext
 
 Feature = TypeVar("Feature", bound="StepFeature")
@@ -48,15 +48,15 @@ class OutgoingStep(NamedTuple):
 class ReturnedStep(msgspec.Struct):
     """A step whose summed numbers have reached the host."""
 
-    reduced: Reduced
+    reduced: ReducedNumbers
     measured: HostMeasurements
     record: StepRecord
     """The step as the detectors see it; ``StepFeature.complete`` may replace it."""
     now_step: int
     """The step in whose call this happens: ``lag`` steps later."""
-    derived: Derived
+    derived: VerdictFigures
     """The device's own figures."""
-    samples: Samples | None
+    samples: SampledSignals | None
     """Sampled signals; None in most steps."""
     optimizer: str
     """Name of the optimizer that was stepped alone; empty: all optimizers."""

@@ -20,7 +20,7 @@ MAX_FRESH = 64
 """Most losses since the last backward that are kept separate; a loop gives one per backward."""
 
 
-class _Loss(NamedTuple):
+class _MicroLoss(NamedTuple):
     part: Tensor
     """The loss times its weight."""
     weight: Tensor | float
@@ -33,10 +33,10 @@ class _Loss(NamedTuple):
         """Whether the loss may have had its backward: unknown counts as yes."""
         return self.ran is None or bool(self.ran)
 
-    def plus(self, other: _Loss) -> _Loss:
+    def plus(self, other: _MicroLoss) -> _MicroLoss:
         """Return the sum of two losses that both count."""
         is_weighted = self.is_weighted and other.is_weighted
-        return _Loss(self.part + other.part, self.weight + other.weight, is_weighted)
+        return _MicroLoss(self.part + other.part, self.weight + other.weight, is_weighted)
 
 
 class MicroLosses:
@@ -49,9 +49,9 @@ class MicroLosses:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._settled: _Loss | None = None
+        self._settled: _MicroLoss | None = None
         """Sum of the losses whose backward has run."""
-        self._fresh: list[_Loss] = []
+        self._fresh: list[_MicroLoss] = []
         """Losses given before their backward."""
         self._last: Callable[[], object] = lambda: None
         self._gradient: Callable[[], object] = lambda: None
@@ -83,7 +83,7 @@ class MicroLosses:
         # A weak reference: a strong one would keep the graph of the loss too.
         self._last = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
         if self._comes_after:
-            self._add_settled(_Loss(part, weight, is_weighted))
+            self._add_settled(_MicroLoss(part, weight, is_weighted))
             return
         ran: list[bool] | None = None
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -91,7 +91,7 @@ class MicroLosses:
             loss.register_hook(lambda _: ran.append(True))
         if len(self._fresh) == MAX_FRESH:
             self._add_settled(self._fresh.pop(0))
-        self._fresh.append(_Loss(part, weight, is_weighted, ran))
+        self._fresh.append(_MicroLoss(part, weight, is_weighted, ran))
 
     def is_last(self, loss: object) -> bool:
         """Return whether ``loss`` is the object that was added last."""
@@ -131,7 +131,7 @@ class MicroLosses:
             undo()
         self._undo.clear()
 
-    def _add_settled(self, loss: _Loss) -> None:
+    def _add_settled(self, loss: _MicroLoss) -> None:
         self._settled = loss if self._settled is None else self._settled.plus(loss)
 
     def _follow(self) -> None:
@@ -142,7 +142,7 @@ class MicroLosses:
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._ran = param.grad is not None
                 self._gradient = _grad_reference(param)
-                hook = _weakly(self._seen)
+                hook = _weakly(self._record_backward)
                 self._undo.append(param.register_post_accumulate_grad_hook(hook).remove)
                 break
         for optimizer in self._optimizers:
@@ -166,7 +166,7 @@ class MicroLosses:
 
         self._undo.append(put_back)
 
-    def _seen(self, param: Tensor) -> None:
+    def _record_backward(self, param: Tensor) -> None:
         """Record a backward that added to the followed gradient, or created a new one."""
         is_new = self._is_cleared or self._gradient() is not param.grad
         self._is_cleared, self._ran, self._gradient = False, True, _grad_reference(param)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.data.loader import BatchPosition
-from trainer_hooks.exchange.device import Device
+from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.reduce_vector import (
     SHORT_FROM,
     Rank0Values,
     RankContribution,
-    Reduced,
+    ReducedNumbers,
     Verdict,
     auto_clip_divisor,
     clip_divisor,
@@ -30,10 +30,10 @@ from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
     NO_MEMORY,
-    Change,
     Elapsed,
     GroupSettings,
     HostMeasurements,
+    SettingChange,
     device_memory,
     learning_rates,
     weight_decay,
@@ -86,7 +86,9 @@ class Orders(NamedTuple):
 class StepPhases:
     """Measures, exchanges, clips and reports one step after another."""
 
-    def __init__(self, device: Device, run: RunContext, *, tokens_per_step: int | None) -> None:
+    def __init__(
+        self, device: DeviceParts, run: RunContext, *, tokens_per_step: int | None
+    ) -> None:
         self._device = device
         self._run = run
         self.clock = run.times
@@ -99,7 +101,7 @@ class StepPhases:
         self._lr_factor = 1.0
         """Factor on the learning rates of this step."""
         self._weight_decay: float | None = None
-        self._changes: list[Change] = []
+        self._changes: list[SettingChange] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
         self._read: list[float] | None = None
@@ -277,7 +279,9 @@ class StepPhases:
         elif not grads and first and run.ranks.world_size == 1:
             raise no_gradient_error(turn.name)
         return Prepared(
-            device.norms.untouched() if grads is None else grads, given.weighted, failed
+            device.norms.clip_fallback_gradients() if grads is None else grads,
+            given.weighted,
+            failed,
         )
 
     def _look_at_groups(self) -> None:
@@ -289,10 +293,10 @@ class StepPhases:
                 self._weight_decay = weight_decay(optimizers)
             self._changes = self._settings.take_changes() if self._run.is_rank0 else []
         if len(self._rates) != self._num_groups:
-            error = _another_group(len(self._rates), self._num_groups)
+            error = _added_group_error(len(self._rates), self._num_groups)
             self._run.faults.count("param_groups", error)
 
-    def counted(self, flops: float) -> None:
+    def add_flops(self, flops: float) -> None:
         """Add counted FLOPs of the current step."""
         self._flops = (self._flops or 0.0) + flops
 
@@ -344,7 +348,7 @@ class StepPhases:
     def own_loss(self) -> float | None:
         """Return this rank's loss of the last exchanged step; waits for the device."""
         packer = self._device.packer
-        return Reduced(packer.layout, packer.pack.tolist()).losses()[packer.layout.rank]
+        return ReducedNumbers(packer.layout, packer.pack.tolist()).losses()[packer.layout.rank]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: MaxNorm | None
@@ -364,7 +368,7 @@ class StepPhases:
             device.sampler.before_update(step)
         if device.averages is not None:
             with self._run.faults.fail_open("averages"):
-                device.averages.judged(bad, self.turn.optimizers)
+                device.averages.apply_verdict(bad, self.turn.optimizers)
         # The first optimizer's rate is the one that is judged.
         rate = self._rates[0] if self.turn.is_headline else None
         self._lr_factor = self._run.judge.lr_factor_at(step, rate)
@@ -400,7 +404,7 @@ class StepPhases:
         if (averages := self._device.averages) is not None:
             for guard in guards:
                 with self._run.faults.fail_open("ema"):
-                    averages.stepped(guard.optimizer)
+                    averages.average_after_step(guard.optimizer)
         # Optimizers that are stepped one after another by the loop are not all done here.
         if (sampler := self._device.sampler) is not None and len(guards) == len(self.turn.guards):
             sampler.after_update()
@@ -599,7 +603,7 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
     )
 
 
-def _another_group(now: int, watched: int) -> UsageError:
+def _added_group_error(now: int, watched: int) -> UsageError:
     """Return the error about parameter groups that were added after ``watch``."""
     return UsageError(
         f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from trainer_hooks.exchange.reduce_vector import NUM_FIGURES, Derived, Reduced, step_record
+from trainer_hooks.exchange.reduce_vector import (
+    NUM_FIGURES,
+    ReducedNumbers,
+    VerdictFigures,
+    step_record,
+)
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep
@@ -70,8 +75,8 @@ def _unpack_step(
 ) -> ReturnedStep:
     """Return the step that the numbers describe."""
     layout, sampler = run.device.packer.layout, run.device.sampler
-    reduced = Reduced(layout, numbers[: layout.size])
-    derived = Derived.of(numbers[layout.size : layout.size + NUM_FIGURES])
+    reduced = ReducedNumbers(layout, numbers[: layout.size])
+    derived = VerdictFigures.of(numbers[layout.size : layout.size + NUM_FIGURES])
     own_samples = numbers[layout.size + NUM_FIGURES :]
     record = step_record(
         reduced,
@@ -128,13 +133,13 @@ def _name_unguarded(run: RunContext, record: StepRecord, judgement: Judgement) -
 
 
 def _is_before_clip(
-    run: RunContext, reduced: Reduced, derived: Derived, measured: HostMeasurements
+    run: RunContext, reduced: ReducedNumbers, derived: VerdictFigures, measured: HostMeasurements
 ) -> bool:
     """Return whether the norm is from before the clip; the row gets the norm after the clip."""
     if run.given.owns_clip or measured.before_clip:
         return True
     is_given = reduced.total("norm_before_clip") != 0
-    after = reduced.of_slot("norm_before_clip")
+    after = reduced.slot_sum("norm_before_clip")
     measured.norm_after_clip = after if is_given else derived.grad_norm
     measured.after_clip = not is_given
     return is_given

@@ -116,12 +116,12 @@ class CopyPlan:
         helpers = min(torch.get_num_threads(), self._most_threads) - 1
         if helpers < 1:
             wrong |= _copy_small(self._bundles)
-            seen = [_copy(pieces)]
+            seen = [_copy_pieces(pieces)]
         else:
             with ThreadPoolExecutor(helpers, "vitals-copy") as pool:
-                beside = [pool.submit(_copy, pieces) for _ in range(helpers)]
+                beside = [pool.submit(_copy_pieces, pieces) for _ in range(helpers)]
                 wrong |= _copy_small(self._bundles)
-                seen = [_copy(pieces), *(part.result() for part in beside)]
+                seen = [_copy_pieces(pieces), *(part.result() for part in beside)]
         num_wrong = len(wrong.union(*(owners for owners, _ in seen)))
         return CopyCheck(num_wrong, sum(part for _, part in seen) % _MODULUS)
 
@@ -202,7 +202,7 @@ def _split_into_pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
         yield _Piece(owner, part, source[i : i + step], first, block, pair.unit)
 
 
-def _copy(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
+def _copy_pieces(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
     """Copy pieces until none are left; return owners of non-finite values, and a fingerprint."""
     wrong: set[int | str] = set()
     fingerprint = 0
@@ -212,13 +212,13 @@ def _copy(pieces: deque[_Piece]) -> tuple[set[int | str], int]:
                 piece = pieces.popleft()  # threads share them
             except IndexError:
                 return wrong, fingerprint
-            is_well, part = _copied(piece)
+            is_well, part = _copy_piece(piece)
             fingerprint += part
             if not is_well:
                 wrong.add(piece.owner)
 
 
-def _copied(piece: _Piece) -> tuple[bool, int]:
+def _copy_piece(piece: _Piece) -> tuple[bool, int]:
     """Copy a piece block by block; return whether it is finite if checked, and a fingerprint."""
     _, into, source, first_nonfinite, step, unit = piece
     finite, fingerprint = True, 0

@@ -46,7 +46,7 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
-class Models(nn.ModuleDict):
+class NamedModels(nn.ModuleDict):
     """Several models of one run by name, wrapped or not: both of a GAN, an actor and its critic."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -62,7 +62,7 @@ class Models(nn.ModuleDict):
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
     """Return the module inside the wrappers of DDP and torch.compile, and whether DDP is one."""
-    if isinstance(model, Models):
+    if isinstance(model, NamedModels):
         return model.unwrapped()
     is_ddp = False
     while True:
@@ -248,7 +248,7 @@ class _Plan:
     """For each result of the three groups, in order, the gradient that it is part of."""
 
 
-class Squares:
+class GradientSquares:
     """Sums squares; keeps the plan of the last step, because shapes rarely change."""
 
     def __init__(self, params: Sequence[Tensor] = ()) -> None:
@@ -404,7 +404,7 @@ class GradNorms:
         self.part = ALL
         """The parameters that have gradients in the current step."""
         self._where: tuple[list[int], Tensor] | None = None
-        self._squares = Squares(self.params)
+        self._squares = GradientSquares(self.params)
         self._everywhere = list(range(len(self.params)))
         self._is_plain = not any(
             hasattr(param, "to_local") or param.is_complex() or not param.numel()
@@ -461,7 +461,7 @@ class GradNorms:
         return [torch.view_as_real(p) if p.is_complex() else p for p in local]
 
     @torch.no_grad()
-    def untouched(self) -> list[Tensor]:
+    def clip_fallback_gradients(self) -> list[Tensor]:
         """Return the gradients unchanged: these are clipped if ``gradients`` failed."""
         grads = [p.grad for p in self.params[self.part] if p.grad is not None]
         return [local_tensor(grad).detach() for grad in grads]

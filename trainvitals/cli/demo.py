@@ -23,9 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trainvitals.cli.supervise import LOOK_SECONDS, Stack, environ_of_this_process, start_command
+from trainvitals.cli.supervise import (
+    LOOK_SECONDS,
+    ProgramStack,
+    environ_of_this_process,
+    start_command,
+)
 from trainvitals.errors import TransportError, VitalsError
-from trainvitals.io.client import CollectorClient, client_of, collector_on
+from trainvitals.io.client import CollectorClient, collector_on, open_collector_client
 from trainvitals.records import Decision
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.units import humanize_count
@@ -63,7 +68,7 @@ class Match(NamedTuple):
     decision: Decision | None
 
 
-def plan() -> FaultPlan:
+def build_demo_faults() -> FaultPlan:
     """Return the demo's faults."""
     return (
         FaultPlan()
@@ -73,7 +78,7 @@ def plan() -> FaultPlan:
     )
 
 
-def expected() -> list[Expected]:
+def list_expected_decisions() -> list[Expected]:
     """Return the decisions that the faults must lead to.
 
     Shuffled parameters are finite: the first loss is reported, and the probe finds the state
@@ -91,7 +96,9 @@ def expected() -> list[Expected]:
     ]
 
 
-def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
+def match_expected_decisions(
+    expected: Sequence[Expected], decisions: Sequence[Decision]
+) -> list[Match]:
     """Pair each decision that the demo expects with the first unused equal one."""
     unmatched = list(decisions)
     pairs = []
@@ -103,7 +110,7 @@ def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[M
     return pairs
 
 
-def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
+def find_false_alarms(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
     """Return the demo's decisions that its faults do not explain: false alarms."""
     used = {id(m.decision) for m in matches}
     return [d for d in decisions if id(d) not in used]
@@ -170,7 +177,7 @@ def register(app: typer.Typer) -> None:
         home = directory or Path(tempfile.mkdtemp(prefix="vitals-demo-"))
         console = Console(stderr=True, highlight=False)
         on_terminal = not headless and sys.stdout.isatty() and sys.stderr.isatty()
-        with Stack(home, environ_of_this_process()) as stack:
+        with ProgramStack(home, environ_of_this_process()) as stack:
             good = _Demo(stack, console, headless=headless, ranks=ranks).run(compare=compare)
             if on_terminal:
                 print_next(console, stack.runs)
@@ -182,7 +189,7 @@ def register(app: typer.Typer) -> None:
 
 def print_next(console: Console, runs: Path) -> None:
     """Print the next steps after the demo, as lines to paste."""
-    folder, vitals = shlex.quote(str(runs)), _own_command()
+    folder, vitals = shlex.quote(str(runs)), _vitals_command()
     console.print("\nnext, here or in another terminal:")
     for command, meaning in (
         (f"{vitals} why guarded {NAN_PARAMETERS_STEP + 2} --dir {folder}", "why it rolled back"),
@@ -192,7 +199,7 @@ def print_next(console: Console, runs: Path) -> None:
         console.print(f"  {command}   # {meaning}", soft_wrap=True)
 
 
-def _own_command() -> str:
+def _vitals_command() -> str:
     """Return the command to call this program from here: `make demo` does not put it on PATH."""
     if shutil.which("vitals"):
         return "vitals"
@@ -201,7 +208,7 @@ def _own_command() -> str:
     return shlex.join(command)
 
 
-def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> None:
+def _serve(stack: ProgramStack, console: Console, *, idle_seconds: float | None) -> None:
     """Keep the dashboard up until Ctrl-C or, if given, for this long without a browser."""
     limit = (
         "" if idle_seconds is None else f", or {idle_seconds / 60:.0f} minutes without a browser"
@@ -211,7 +218,7 @@ def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> Non
         console.print(f"\nopen: {stack.dashboard_url}", soft_wrap=True)
         console.print(f"The dashboard is served until Ctrl-C{limit}.", soft_wrap=True)
         last_visit = time.monotonic()
-        while stack.dead() is None:
+        while stack.find_ended_program() is None:
             time.sleep(LOOK_SECONDS)
             if has_visitors(port):
                 last_visit = time.monotonic()
@@ -259,7 +266,9 @@ def has_visitors(port: int) -> bool:
 
 
 class _Demo:
-    def __init__(self, stack: Stack, console: Console, *, headless: bool, ranks: int) -> None:
+    def __init__(
+        self, stack: ProgramStack, console: Console, *, headless: bool, ranks: int
+    ) -> None:
         self._stack = stack
         self._console = console
         self._headless = headless
@@ -272,7 +281,7 @@ class _Demo:
         stack.start_agent()
         say(f"dashboard: {stack.start_dashboard()}", soft_wrap=True)
         say(f"runs, store and logs: {stack.home}", soft_wrap=True)
-        faults = plan()
+        faults = build_demo_faults()
         clean = self._train(Arm("clean", "heal", FaultPlan()))
         guarded = self._train(Arm("guarded", "heal", faults))
         bare = []
@@ -281,9 +290,11 @@ class _Demo:
             bare = [(arm.name, self._train(arm)) for arm in arms]
         with self._open_client() as client:
             false_alarms = self._wait_for_decisions(client, clean.run_id, 0)
-            decisions = self._wait_for_decisions(client, guarded.run_id, len(expected()))
-        matches = match(expected(), decisions)
-        extra = unexpected(matches, decisions) + false_alarms
+            decisions = self._wait_for_decisions(
+                client, guarded.run_id, len(list_expected_decisions())
+            )
+        matches = match_expected_decisions(list_expected_decisions(), decisions)
+        extra = find_false_alarms(matches, decisions) + false_alarms
         # A pipe has no width; with 80 columns every reason would wrap into a narrow column.
         output = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
         print_summary(output, matches, extra, clean, guarded, bare)
@@ -318,7 +329,7 @@ class _Demo:
             self._console.print(f"{arm.name}: done, but torchrun ended with exit code {code}")
         if not result.exists():
             raise VitalsError(
-                f"the {arm.name} training ended with exit code {code}:\n{child.last_words()}",
+                f"the {arm.name} training ended with exit code {code}:\n{child.log_tail()}",
                 hint=f"its whole log is {log}",
             )
         return msgspec.json.decode(result.read_bytes(), type=DemoResult)
@@ -361,7 +372,7 @@ class _Demo:
         collector = collector_on(self._stack.data)
         if collector is None:
             raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")
-        return client_of(collector, timeout=10.0)
+        return open_collector_client(collector, timeout=10.0)
 
     def _wait_for_decisions(
         self, client: CollectorClient, run_id: str, at_least: int

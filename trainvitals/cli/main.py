@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from trainvitals import __version__
-from trainvitals.cli.programs import missing_package, register_all
+from trainvitals.cli.programs import missing_package_error, register_all
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.printable import printable
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not program:
             raise
-        return report(missing_package(program, error))
+        return report(missing_package_error(program, error))
     return 0
 
 

@@ -99,7 +99,7 @@ HOUSE = frozenset(
 )
 
 
-def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
+def missing_package_error(program: str, error: ModuleNotFoundError) -> VitalsError:
     """Return the error that explains what to install for `program`."""
     module = (error.name or str(error)).partition(".")[0]
     if module in HOUSE:
@@ -171,7 +171,7 @@ def _register_program(
     try:
         load()(app)
     except ModuleNotFoundError as error:
-        failure = missing_package(program, error)
+        failure = missing_package_error(program, error)
     except Exception as error:  # noqa: BLE001 - one broken program must not take the others away; shown when its command is asked for
         failure = UsageError(
             f"`vitals {program}` cannot be loaded: {type(error).__name__}: {error}",

@@ -47,7 +47,7 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
     Raises:
         UsageError: no run matches, or several do.
     """
-    fitting = find_fitting(run, vitals_dir)
+    fitting = find_matching_runs(run, vitals_dir)
     halted = [run_dir for run_dir in fitting if _is_halted(run_dir)]
     if len(halted) == 1 or len(fitting) == 1:
         return (halted or fitting)[0]
@@ -60,7 +60,7 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
     )
 
 
-def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
+def find_matching_runs(run: str, vitals_dir: Path) -> list[RunDir]:
     """Return the matching runs, oldest first; at least one.
 
     Args:

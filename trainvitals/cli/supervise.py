@@ -25,8 +25,8 @@ from trainvitals.errors import (
 )
 from trainvitals.io.client import (
     COLLECTOR_FILE,
-    client_of,
     collector_on,
+    open_collector_client,
     read_collector_file,
 )
 from trainvitals.io.setting_paths import with_absolute_paths
@@ -43,7 +43,7 @@ COMMAND_STOP_SECONDS = 40.0
 
 
 @dataclass(slots=True)
-class Child:
+class ChildProgram:
     """A started program."""
 
     name: str
@@ -52,17 +52,17 @@ class Child:
     options: Sequence[str] = ()
     num_revivals: int = 0
 
-    def last_words(self, num_lines: int = 15) -> str:
+    def log_tail(self, num_lines: int = 15) -> str:
         """Return the end of the program's log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
-    def why(self) -> str:
+    def exit_reason(self) -> str:
         """Return one line on why it ended: its error and the fix, otherwise its last line."""
         log = self.log.read_text(errors="replace")
         error = re.search(r"^error: (.+?)(?: \[V\d+\])?$(?:\n\nhint: (.+))?", log, re.M)
         if error is None:
-            return f"{self.last_words(1) or 'it said nothing'}; its log is {self.log}"
+            return f"{self.log_tail(1) or 'it said nothing'}; its log is {self.log}"
         return "; ".join(part for part in error.groups() if part)
 
     @property
@@ -71,7 +71,7 @@ class Child:
         return f"[{MissingDependencyError.code}]" in self.log.read_text(errors="replace")
 
 
-class Stack:
+class ProgramStack:
     """Collector, agent and dashboard for a directory of runs. Use it as a context manager."""
 
     def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class Stack:
         self.environ = with_absolute_paths(environ)
         self.collector_url = ""
         self.dashboard_url = ""
-        self._children: list[Child] = []
+        self._children: list[ChildProgram] = []
         self._num_codes = 0
         self._handlers: list[tuple[signal.Signals, _Handler]] = []
 
@@ -109,7 +109,7 @@ class Stack:
         (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
         child = self._start_child("collector", ["--data", str(self.data)])
         self.collector_url = self._poll_until_ready(
-            child, lambda: _served(self.data, child.process.pid)
+            child, lambda: _find_collector_url(self.data, child.process.pid)
         )
         return self.collector_url
 
@@ -130,10 +130,10 @@ class Stack:
         self.dashboard_url = self._poll_until_ready(child, lambda: _find_dashboard_url(child.log))
         return self.dashboard_url
 
-    def _start_child(self, name: str, options: Sequence[str]) -> Child:
+    def _start_child(self, name: str, options: Sequence[str]) -> ChildProgram:
         """Start a Vitals program with its own log, and supervise it."""
         log = self.home / f"{name}.log"
-        child = Child(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
+        child = ChildProgram(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
         self._children.append(child)
         return child
 
@@ -152,7 +152,7 @@ class Stack:
                 start_new_session=True,
             )
 
-    def _poll_until_ready(self, child: Child, probe: Callable[[], T | None]) -> T:
+    def _poll_until_ready(self, child: ChildProgram, probe: Callable[[], T | None]) -> T:
         """Return the probe's first result.
 
         Raises:
@@ -166,7 +166,7 @@ class Stack:
             if child.process.poll() is not None:
                 raise TransportError(
                     f"the {child.name} ended at once with exit code {child.process.returncode}:\n"
-                    f"{child.last_words()}",
+                    f"{child.log_tail()}",
                     hint=f"its whole log is {child.log}",
                 )
             time.sleep(0.05)
@@ -175,17 +175,17 @@ class Stack:
             hint=f"its log is {child.log}",
         )
 
-    def give_up(self) -> str:
+    def stop_latest_program(self) -> str:
         """Stop the latest program, and return one line on why it did not respond."""
         child = self._children.pop()
         stop_process(child.process)
-        return child.why()
+        return child.exit_reason()
 
-    def dead(self) -> Child | None:
+    def find_ended_program(self) -> ChildProgram | None:
         """Return a program that ended unexpectedly, or None."""
         return next((c for c in self._children if c.process.poll() is not None), None)
 
-    def revive(self) -> Iterator[str]:
+    def restart_ended_programs(self) -> Iterator[str]:
         """Restart programs that ended, at most ``MAX_REVIVALS`` times each; yield messages.
 
         A training must not end because another program did.
@@ -194,7 +194,7 @@ class Stack:
             message = f"the {child.name} ended with exit code {child.process.returncode}"
             if child.lacks_a_package:
                 self._children.remove(child)
-                yield f"no {child.name}: {child.why()}"
+                yield f"no {child.name}: {child.exit_reason()}"
                 continue
             if child.num_revivals >= MAX_REVIVALS:
                 self._children.remove(child)
@@ -265,7 +265,9 @@ def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS
 
 
 @contextmanager
-def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[Child]:
+def start_command(
+    command: Sequence[str], environ: Mapping[str, str], log: Path
+) -> Iterator[ChildProgram]:
     """Run a command in the background with its output in ``log``; stop it on early exit."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -276,7 +278,7 @@ def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path)
             env=dict(environ),
         )
     try:
-        yield Child("training", process, log)
+        yield ChildProgram("training", process, log)
     except KeyboardInterrupt as interrupt:
         _end_command(process, interrupt)
         raise
@@ -347,12 +349,12 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
     return stop_process(process, COMMAND_STOP_SECONDS)
 
 
-def _served(data: Path, pid: int) -> str | None:
+def _find_collector_url(data: Path, pid: int) -> str | None:
     """Return the URL of the collector in this process, once it responds."""
     file, collector = read_collector_file(data), collector_on(data)
     if file is None or file.pid != pid or collector is None:
         return None
-    with client_of(collector, "", timeout=2.0) as client:
+    with open_collector_client(collector, "", timeout=2.0) as client:
         return file.url if client.answers() else None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainvitals.cli.options import Control
-from trainvitals.cli.supervise import Stack, environ_of_this_process, run_command
+from trainvitals.cli.supervise import ProgramStack, environ_of_this_process, run_command
 from trainvitals.errors import TransportError, UsageError
 
 _Dir = Annotated[
@@ -25,14 +25,14 @@ def register(app: typer.Typer) -> None:
         directory: _Dir = Path("vitals_home"), port: _Port = 0, control: Control = False
     ) -> None:
         """Start collector, agent and dashboard for this machine; Ctrl-C stops them."""
-        with Stack(directory, environ_of_this_process()) as stack:
+        with ProgramStack(directory, environ_of_this_process()) as stack:
             _start_stack(stack, port, control)
             typer.echo(f"training: set VITALS_DIR={stack.runs}", err=True)
-            while (dead := stack.dead()) is None:
+            while (dead := stack.find_ended_program()) is None:
                 _print_control_codes(stack)
                 time.sleep(0.5)
             raise TransportError(
-                f"the {dead.name} ended:\n{dead.last_words()}", hint=f"its log is {dead.log}"
+                f"the {dead.name} ended:\n{dead.log_tail()}", hint=f"its log is {dead.log}"
             )
 
     @app.command(
@@ -55,37 +55,37 @@ def register(app: typer.Typer) -> None:
                 f"{command[0]!r} cannot be run: command not found",
                 hint="write the training command after --: vitals run -- torchrun train.py",
             )
-        with Stack(directory, environ_of_this_process()) as stack:
+        with ProgramStack(directory, environ_of_this_process()) as stack:
             _start_available_programs(stack, port, control)
             code = run_command(command, stack.training_environ(), lambda: _revive_programs(stack))
         raise typer.Exit(code)
 
 
-def _revive_programs(stack: Stack) -> None:
+def _revive_programs(stack: ProgramStack) -> None:
     """Restart Vitals programs that ended; print messages and control codes."""
-    for message in stack.revive():
+    for message in stack.restart_ended_programs():
         typer.echo(f"vitals: {message}", err=True)
     _print_control_codes(stack)
 
 
-def _print_control_codes(stack: Stack) -> None:
+def _print_control_codes(stack: ProgramStack) -> None:
     """Print the dashboard's new control codes on stderr."""
     for line in stack.control_codes():
         typer.echo(line, err=True)
 
 
-def _start_available_programs(stack: Stack, port: int, control: bool) -> None:
+def _start_available_programs(stack: ProgramStack, port: int, control: bool) -> None:
     """Start the programs of `vitals run`; print which ones could not start."""
     try:
         _start_collector(stack)
     except TransportError:
-        _print_unavailable("collector and no dashboard", stack.give_up())
+        _print_unavailable("collector and no dashboard", stack.stop_latest_program())
         return
     stack.start_agent()
     try:
         typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)
     except TransportError:
-        _print_unavailable("dashboard", stack.give_up())
+        _print_unavailable("dashboard", stack.stop_latest_program())
     _revive_programs(stack)
 
 
@@ -94,13 +94,13 @@ def _print_unavailable(what: str, why: str) -> None:
     typer.echo(f"vitals: no {what}: {why}", err=True)
 
 
-def _start_collector(stack: Stack) -> None:
+def _start_collector(stack: ProgramStack) -> None:
     """Start the stack's collector and print its URL."""
     # Commands on this machine get the directory, not the URL: it contains the tokens.
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 
-def _start_stack(stack: Stack, port: int, control: bool) -> None:
+def _start_stack(stack: ProgramStack, port: int, control: bool) -> None:
     """Start collector, agent and dashboard, and print their URLs."""
     _start_collector(stack)
     stack.start_agent()

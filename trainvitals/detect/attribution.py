@@ -152,8 +152,8 @@ class _SeriesOutlier(NamedTuple):
 # ------------------------------------------------------------------------------- a single series
 
 
-class _OneSeries:
-    """One series, like the many of ``_ManySeries``: Python costs a tenth of numpy's calls here."""
+class _SeriesReference:
+    """One series in plain Python, which costs a tenth of ``_SeriesArrayReference`` here."""
 
     __slots__ = (
         "_age", "_at", "_away", "_floor", "_largest", "_limit", "_now", "_ordered", "_quiet",
@@ -235,7 +235,7 @@ def _sorted_median(ordered: Sequence[float]) -> float:
 # --------------------------------------------------------------------------- many series at once
 
 
-class _ManySeries:
+class _SeriesArrayReference:
     """Series of one kind: latest values of each, and the deviations of its quiet values."""
 
     def __init__(self, floor: float) -> None:
@@ -252,7 +252,7 @@ class _ManySeries:
         self._since: int | None = None
         """Step of the first value: a reference must span ``SPAN`` steps."""
 
-    def reach(self, num: int) -> None:
+    def grow_to(self, num: int) -> None:
         """Make room for this number of series."""
         more = num - self.num
         if more <= 0:
@@ -330,13 +330,13 @@ def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
     return np.asarray((low + high) / 2)
 
 
-class _Peaks:
+class _WriteRatioPeaks:
     """The largest of the last 100 to 200 values of each of many series that are mostly 0."""
 
     def __init__(self) -> None:
         self._now, self._before, self._num = np.empty(0), np.empty(0), 0
 
-    def out(self, values: Floats) -> npt.NDArray[np.bool_]:
+    def find_outliers(self, values: Floats) -> npt.NDArray[np.bool_]:
         """Return the values that stand out: written, and by more than usual."""
         more = len(values) - len(self._now)
         if more > 0:
@@ -374,7 +374,7 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
 )
 
 
-_Looked = tuple[_OneSeries, float, bool] | tuple[_ManySeries, Floats, bool]
+_Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
 
@@ -396,7 +396,7 @@ class _LayerColumns:
         return np.array([name in row for row in self._rows], dtype=np.bool_)
 
 
-class _Episode:
+class _OnsetEpisode:
     """The current episode: its onset, and the time since any series was out."""
 
     def __init__(self) -> None:
@@ -488,13 +488,13 @@ class OnsetTracker:
 
     def __init__(self, onsets: Iterable[Onset] = ()) -> None:
         self._onsets = {(onset.attempt, onset.step, onset.is_of_speed): onset for onset in onsets}
-        self._series: dict[str, _OneSeries] = {}
-        self._courses: dict[str, _ManySeries] = {}
-        self._of_layers: dict[str, _ManySeries] = {}
-        self._peaks: dict[str, _Peaks] = {}
+        self._series: dict[str, _SeriesReference] = {}
+        self._courses: dict[str, _SeriesArrayReference] = {}
+        self._of_layers: dict[str, _SeriesArrayReference] = {}
+        self._peaks: dict[str, _WriteRatioPeaks] = {}
         self._names: list[str] = []
         self._known: set[str] = set()
-        self._numbers, self._speed = _Episode(), _Episode()
+        self._numbers, self._speed = _OnsetEpisode(), _OnsetEpisode()
         self._num_judged = 0
         self._judged_from = (2**63 - 1, 0)
         self._num_steps = 0
@@ -598,7 +598,7 @@ class OnsetTracker:
             self._numbers.onset = self._onsets[onset.attempt, onset.step, False] = onset
 
     def _update_episode(
-        self, episode: _Episode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
+        self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
     ) -> bool:
         """Add a step to an episode and record its onset; return whether it is new."""
         was = episode.onset
@@ -625,8 +625,8 @@ class OnsetTracker:
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
-            course = courses[name] = _ManySeries(_FLOORS[name])
-        course.reach(len(values))
+            course = courses[name] = _SeriesArrayReference(_FLOORS[name])
+        course.grow_to(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
         looked.append((course, values, False))
@@ -667,7 +667,7 @@ class OnsetTracker:
             value = number(merged.run[name])
             is_known = name in self._settings
             before, self._settings[name] = self._settings.get(name), value
-            if is_known and _is_set(before, value) and self._is_rare(name):
+            if is_known and _is_deliberate_change(before, value) and self._is_rare(name):
                 out.append(_SeriesOutlier(merged.step, 0, "config", "", name, value, before))
         return out
 
@@ -718,7 +718,7 @@ class OnsetTracker:
             out.append(_SeriesOutlier(step, 10, subject, "", "loss", mean, middle, sigmas))
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
-            others = _others(losses)
+            others = _medians_of_others(losses)
             zeds = self._check_rank_series("rank_loss", losses, others, looked)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
@@ -739,7 +739,7 @@ class OnsetTracker:
         if min(norms) <= 0.0:
             return
         logs = [math.log(norm) for norm in norms]
-        others = _others(logs)
+        others = _medians_of_others(logs)
         zeds = self._check_rank_series("rank_grad_norm", logs, others, looked)
         top = max(range(len(zeds)), key=zeds.__getitem__)
         if zeds[top] > SIGMAS and not lossy:
@@ -751,7 +751,7 @@ class OnsetTracker:
         """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
         course = self._series.get(name)
         if course is None:
-            course = self._series[name] = _OneSeries(_FLOORS[name.partition("/")[0]])
+            course = self._series[name] = _SeriesReference(_FLOORS[name.partition("/")[0]])
         sigmas = course.sigmas_beyond_limit(value)
         looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
@@ -849,8 +849,8 @@ class OnsetTracker:
                 continue
             # A missing value counts as 0; a NaN was caused by writing a NaN.
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
-            peaks = self._peaks.setdefault(name, _Peaks())
-            is_out = peaks.out(written)
+            peaks = self._peaks.setdefault(name, _WriteRatioPeaks())
+            is_out = peaks.find_outliers(written)
             if is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
@@ -1010,7 +1010,7 @@ class OnsetTracker:
             return
         logs = np.log(norms[at])
         shares = np.full(len(norms), np.nan)
-        shares[at] = logs - np.array(_others(logs.tolist()))
+        shares[at] = logs - np.array(_medians_of_others(logs.tolist()))
         z, middle = self._sigmas_beyond_limit("grad_share", shares, looked, of_layers=True)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
         self._has_share_moved = bool(moved.any())
@@ -1072,7 +1072,7 @@ def _log(value: float | None) -> float:
     return math.log(value) if value is not None and value > 0.0 else math.nan
 
 
-def _others(values: Sequence[float]) -> list[float]:
+def _medians_of_others(values: Sequence[float]) -> list[float]:
     """Return for each value the median of the others; with many values, the median of all."""
     num = len(values)
     if num > _FEW_RANKS:
@@ -1086,7 +1086,7 @@ def _others(values: Sequence[float]) -> list[float]:
     return others
 
 
-def _is_set(before: float | None, value: float | None) -> bool:
+def _is_deliberate_change(before: float | None, value: float | None) -> bool:
     """Return whether a setting was changed deliberately, not by a schedule."""
     if before is None or value is None:
         return before is not value
@@ -1097,7 +1097,7 @@ def _is_set(before: float | None, value: float | None) -> bool:
 # ------------------------------------------------------------------------------- the origin
 
 
-def origin(
+def find_origin_onset(
     onsets: Iterable[Onset],
     *,
     attempt: int,
@@ -1141,5 +1141,5 @@ __all__ = [
     "Next",
     "Onset",
     "OnsetTracker",
-    "origin",
+    "find_origin_onset",
 ]

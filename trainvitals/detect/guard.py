@@ -6,9 +6,9 @@ Both need no reference: a step was measured or it was not, and a gradient is exa
 from __future__ import annotations
 
 from trainvitals.detect.outliers import Detector, LossKind
-from trainvitals.detect.replicas import shown
+from trainvitals.detect.replicas import format_ranks
 from trainvitals.records import Finding, StepRecord
-from trainvitals.stateful import row
+from trainvitals.stateful import state_row
 
 UNMEASURED = 10
 """Unmeasured steps in a row that page. One or two have causes that pass, such as memory that was
@@ -31,8 +31,8 @@ class GuardDetector(Detector):
 
     name = "guard"
     STATE = (
-        row("unmeasured", "_weight", "_since", "_num", "_next"),
-        row("zero", "_zero", "_zero_since", "_zero_told"),
+        state_row("unmeasured", "_weight", "_since", "_num", "_next"),
+        state_row("zero", "_zero", "_zero_since", "_zero_told"),
     )
 
     def __init__(self, *, loss_kind: LossKind = "minimize") -> None:
@@ -77,7 +77,7 @@ class GuardDetector(Detector):
                 level="advisory",
                 step=record.step,
                 detector=self.name,
-                reason=f"{shown(ranks)} could not measure the gradients in {self._num} of "
+                reason=f"{format_ranks(ranks)} could not measure the gradients in {self._num} of "
                 f"{steps} steps since step {self._since}, so those updates were not checked",
                 rank=ranks[0] if len(ranks) == 1 else -1,
                 value=float(self._num),

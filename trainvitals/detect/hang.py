@@ -102,7 +102,7 @@ class WaitHistory:
         """Add a gap that ended."""
         self._gaps.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
 
-    def ended(self, seconds: float) -> None:
+    def add_ended_wait(self, seconds: float) -> None:
         """Add the duration of a wait for a computing rank that ended by itself."""
         self._longest = max(self._longest, seconds)
 
@@ -122,7 +122,7 @@ class WaitHistory:
         return HangLimits(show=shows, page=pages, computing=computing)
 
 
-def decide(
+def judge_hang(
     ranks: Sequence[RankActivity],
     limits: HangLimits,
     *,
@@ -141,10 +141,10 @@ def decide(
         return None  # the job is over, or an operator or a scheduler has stopped all of it
     judge = _HangJudge(ranks, living, limits)
     return (
-        judge.of_process("gone")
-        or judge.of_process("stopped")
-        or (None if len(ranks) < world_size else judge.of_order() or judge.of_sequences())
-        or (None if len(ranks) < world_size else judge.of_all())
+        judge.judge_processes("gone")
+        or judge.judge_processes("stopped")
+        or (None if len(ranks) < world_size else judge.judge_call_order() or judge.judge_progress())
+        or (None if len(ranks) < world_size else judge.judge_whole_job())
     )
 
 
@@ -178,12 +178,14 @@ class HangFollower:
         self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
     ) -> tuple[Finding, ...]:
         """Return the findings of this check that were not reported before."""
-        verdict = decide(ranks, limits or self.history.limits(self.config), world_size=world_size)
+        verdict = judge_hang(
+            ranks, limits or self.history.limits(self.config), world_size=world_size
+        )
         before, self.verdict = self.verdict, verdict
         if verdict is None or before is None or verdict.key != before.key:
             self._has_paged = False
             if before is not None and before.reason == "computing":
-                self.history.ended(before.seconds)
+                self.history.add_ended_wait(before.seconds)
         if verdict is None:
             return ()
         findings = []
@@ -210,7 +212,7 @@ def _hang_finding(kind: str, verdict: HangVerdict) -> Finding:
 
 
 class _HangJudge:
-    """The checks of ``decide``, over one observation of the ranks."""
+    """The checks of ``judge_hang``, over one observation of the ranks."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class _HangJudge:
         self._living = living
         self._limits = limits
 
-    def of_process(self, state: Literal["gone", "stopped"]) -> HangVerdict | None:
+    def judge_processes(self, state: Literal["gone", "stopped"]) -> HangVerdict | None:
         """Name the ranks whose process has this state, while the others make no progress."""
         culprits = [rank for rank in self._ranks if rank.process == state]
         others = [rank for rank in self._living if rank.process != "stopped"]
@@ -234,7 +236,7 @@ class _HangJudge:
             return None
         return self._culprit_verdict(culprits, others, state, seconds)
 
-    def of_order(self) -> HangVerdict | None:
+    def judge_call_order(self) -> HangVerdict | None:
         """Name the ranks that called another collective than the others with the same number."""
         seconds = min(rank.still_seconds for rank in self._living)
         if seconds < self._limits.show["exchange"]:
@@ -244,7 +246,7 @@ class _HangJudge:
             of_ranks = {rank.rank: rank.last_collectives.get(group, {}) for rank in self._living}
             for number in sorted(set().union(*of_ranks.values())):
                 calls = {rank: of[number] for rank, of in of_ranks.items() if number in of}
-                odd = _odd_ones(calls)
+                odd = _find_deviating_callers(calls)
                 if odd:
                     return self._call_order_verdict(group, number, calls, odd, seconds)
         return None
@@ -262,7 +264,7 @@ class _HangJudge:
         limit = self._limits.page["exchange"]
         return self._build_verdict(culprits, "order", seconds, limit, text)
 
-    def of_sequences(self) -> HangVerdict | None:
+    def judge_progress(self) -> HangVerdict | None:
         """Name the ranks that are behind in a collective, or a step, and wait for no rank."""
         seen = [rank for rank in self._ranks if rank.process != "gone"]
         waits = {
@@ -284,7 +286,7 @@ class _HangJudge:
             return None
         return self._culprit_verdict(culprits, others, _hang_reason(culprits, others), seconds)
 
-    def of_all(self) -> HangVerdict | None:
+    def judge_whole_job(self) -> HangVerdict | None:
         """Report a job without any progress, and without a computing or announced rank."""
         seconds = min(rank.still_seconds for rank in self._living)
         limit = self._limits.computing
@@ -322,7 +324,7 @@ class _HangJudge:
             "collective which others have begun: an earlier kernel does not end",
             "computing": f"{'computes' if len(culprits) == 1 else 'compute'}{in_place}",
         }[reason]
-        calls = {call for rank in others if (call := _call_of(rank))}
+        calls = {call for rank in others if (call := _current_collective(rank))}
         waiting = name_ranks([rank.rank for rank in others])
         wait = "waits" if len(others) == 1 else "wait"
         text = f"{names[0].upper()}{names[1:]} {reasons}; {waiting} {wait} for it"
@@ -407,7 +409,7 @@ _SAME_SIZES = frozenset({"all_reduce", "allreduce", "broadcast"})
 """Collectives in which all ranks contribute equal sizes; otherwise only the names are compared."""
 
 
-def _odd_ones(calls: Mapping[int, str]) -> tuple[int, ...]:
+def _find_deviating_callers(calls: Mapping[int, str]) -> tuple[int, ...]:
     """Return the ranks whose call differs from the majority; all ranks if there is no majority."""
     names = {rank: call.partition("(")[0] for rank, call in calls.items()}
     if set(names.values()) <= _SAME_SIZES:
@@ -419,7 +421,7 @@ def _odd_ones(calls: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, name in names.items() if name != usual))
 
 
-def _call_of(rank: RankActivity) -> str:
+def _current_collective(rank: RankActivity) -> str:
     """Return the collective that a rank waits in, from the group last reported by the recorder."""
     of_groups = [calls for calls in rank.last_collectives.values() if calls]
     return of_groups[0][max(of_groups[0])] if len(of_groups) == 1 else ""
@@ -432,7 +434,7 @@ def _disk_wait_text(rank: RankActivity) -> str:
 
 def _shared_place_text(ranks: Sequence[RankActivity]) -> str:
     """Return the place in which all ranks of a hang wait, if it is one."""
-    calls = {call for rank in ranks if (call := _call_of(rank))}
+    calls = {call for rank in ranks if (call := _current_collective(rank))}
     places = {rank.where for rank in ranks if rank.where}
     at = calls if len(calls) == 1 else places
     return f": all wait in {at.pop()}" if len(at) == 1 else ""

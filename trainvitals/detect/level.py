@@ -128,7 +128,7 @@ class LevelDetector(Detector):
         if self._seen % _EVERY or len(losses) < window:
             return ()
         if self._seen % (_EVERY * _NOISE_EVERY) == 0 or self._noise == 0.0:
-            self._noise = _noise_of(losses)
+            self._noise = _estimate_loss_noise(losses)
         # Sorted again instead of keeping an ordered window: one sort in eight steps costs less than
         # keeping order at every step.
         newest = sorted(list(losses)[-window:])
@@ -161,7 +161,7 @@ class LevelDetector(Detector):
             self._recovered.append([self._seen, self._top])
         self._onset, self._at_once, self._silent = -1, False, False
 
-    def _recurs(self, rise: float) -> bool:
+    def _is_recurring_rise(self, rise: float) -> bool:
         """Return whether such rises end by themselves: the run has had several of them."""
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
@@ -210,7 +210,7 @@ class LevelDetector(Detector):
         enough = max(config.divergence * abs(best), config.sigmas * noise) * further
         if level <= self._low + enough or self._is_recovering(level, best):
             return None
-        if self._recurs(level - best):
+        if self._is_recurring_rise(level - best):
             self._silent = True
             return None
         self._num_told += 1
@@ -276,7 +276,7 @@ class LevelDetector(Detector):
         self._forget_level()
 
 
-def _noise_of(losses: Iterable[float]) -> float:
+def _estimate_loss_noise(losses: Iterable[float]) -> float:
     """Return the deviation of single losses, from differences between adjacent losses."""
     values = list(losses)
     differences = sorted(abs(newer - older) for older, newer in pairwise(values))
@@ -389,7 +389,7 @@ class DriftDetector(Detector):
         """Add a block's log loss; return the finding about an upward drift."""
         if self._blocks:
             change = block - self._blocks[-1]
-            if change < -max(_FALL, 8.0 * self._noise()):
+            if change < -max(_FALL, 8.0 * self._block_noise()):
                 self._reset_blocks()
             else:
                 self._differences.append(abs(change))
@@ -398,7 +398,7 @@ class DriftDetector(Detector):
         self._num += 1
         if self._num < self._config.warm_up // 2:
             return ()
-        noise = self._noise()
+        noise = self._block_noise()
         findings: tuple[Finding, ...] = ()
         blocks = list(self._blocks)
         back = True
@@ -410,7 +410,7 @@ class DriftDetector(Detector):
             lowest = self._lowest[i] = earlier if lowest is None else min(lowest, earlier)
             level = math.fsum(blocks[-span:]) / span
             rise = level - lowest
-            deviation = max(noise / math.sqrt(span), self._upward(i, span))
+            deviation = max(noise / math.sqrt(span), self._upward_movement(i, span))
             self._moves[i].append(max(level - earlier, 0.0))
             least = max(self._config.rise, self._config.sigmas * deviation)
             back = back and rise < 0.5 * least
@@ -432,7 +432,7 @@ class DriftDetector(Detector):
             self._told = 0.0
         return findings
 
-    def _noise(self) -> float:
+    def _block_noise(self) -> float:
         """Return a block's deviation, from adjacent blocks; a few jumps do not count."""
         ordered = sorted(self._differences)
         if not ordered:
@@ -441,7 +441,7 @@ class DriftDetector(Detector):
         squares = math.fsum(min(difference, most) ** 2 for difference in ordered)
         return math.sqrt(squares / len(ordered) / 2.0)
 
-    def _upward(self, i: int, span: int) -> float:
+    def _upward_movement(self, i: int, span: int) -> float:
         """Return the upward movement of a level from one span to the next, as a deviation.
 
         Blocks that may belong to the judged rise are left out.

@@ -387,7 +387,7 @@ class OutlierRule(Detector):
                     step=record.step,
                     detector=self.name,
                     reason=f"{label} {value:.4g} is above its limit {limit:.4g}",
-                    rank=self._culprit(record) if metric == "loss" else -1,
+                    rank=self._find_outlier_rank(record) if metric == "loss" else -1,
                     value=value,
                     limit=limit,
                     onset_step=record.step,
@@ -396,7 +396,7 @@ class OutlierRule(Detector):
             )
         return tuple(spikes)
 
-    def _culprit(self, record: StepRecord) -> int:
+    def _find_outlier_rank(self, record: StepRecord) -> int:
         """Return the rank whose own loss makes the mean an outlier; -1 if no rank stands out.
 
         With one bad rank of N, it is N - 1 times as far above the mean as the mean is too high.
@@ -413,7 +413,7 @@ class OutlierRule(Detector):
         loss = self._loss.limit() if self._judges_loss else None
         return Limits(loss, self._grad_norm.limit())
 
-    def course(self) -> tuple[float, float, float]:
+    def loss_statistics(self) -> tuple[float, float, float]:
         """Return the loss's median, its robust deviation, and the size of the run's first losses.
 
         All 0 before there is one.

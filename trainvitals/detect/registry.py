@@ -199,7 +199,7 @@ ACTED_CAUSES = (
 """The causes of skips and rollbacks: counters by cause start at 0 for each of them."""
 
 
-def acted_cause(cause: str) -> str:
+def countable_cause(cause: str) -> str:
     """Return the cause for counting; an unlisted one becomes "other", which started at 0."""
     return cause if cause in ACTED_CAUSES else "other"
 
@@ -361,7 +361,7 @@ def kinds_about(subject: Subject) -> frozenset[str]:
     return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
 
 
-def alert_of(kind: str, cause: str) -> str:
+def finding_alert_name(kind: str, cause: str) -> str:
     """Return the name of the alert that such a finding raises by itself; empty: none."""
     row = KINDS.get(kind)
     return "" if row is None else row.alerts.get(cause, row.alert)

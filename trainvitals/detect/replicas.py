@@ -12,7 +12,7 @@ _CLEARLY = 2.0
 """With two ranks, the wrong one must differ this many times more from the result of a replay."""
 
 
-class Vote(NamedTuple):
+class FingerprintVote(NamedTuple):
     """Result of comparing the ranks' fingerprints."""
 
     apart: tuple[int, ...] = ()
@@ -26,7 +26,9 @@ class Vote(NamedTuple):
         return self.suspects[0] if len(self.suspects) == 1 else -1
 
 
-def vote(fingerprints: Sequence[object], groups: Sequence[Sequence[int]]) -> Vote:
+def vote_on_fingerprints(
+    fingerprints: Sequence[object], groups: Sequence[Sequence[int]]
+) -> FingerprintVote:
     """Return the ranks that differ from the others.
 
     Args:
@@ -44,7 +46,7 @@ def vote(fingerprints: Sequence[object], groups: Sequence[Sequence[int]]) -> Vot
         minority = [rank for rank, word in reported if word != usual]
         apart += minority
         suspects += minority if 2 * most > len(reported) else [rank for rank, _ in reported]
-    return Vote(tuple(sorted(apart)), tuple(sorted(suspects)))
+    return FingerprintVote(tuple(sorted(apart)), tuple(sorted(suspects)))
 
 
 def minority(fingerprints: Sequence[float]) -> tuple[int, ...]:
@@ -52,10 +54,10 @@ def minority(fingerprints: Sequence[float]) -> tuple[int, ...]:
 
     With two equal halves, the half with the lowest rank counts as correct. 0 is ignored.
     """
-    return vote(fingerprints, [range(len(fingerprints))]).apart
+    return vote_on_fingerprints(fingerprints, [range(len(fingerprints))]).apart
 
 
-def further(distances: Mapping[int, float]) -> int:
+def find_farthest_rank(distances: Mapping[int, float]) -> int:
     """Return the rank that is clearly further than all others from a replay; -1: no rank."""
     if len(distances) < 2:
         return -1
@@ -63,7 +65,7 @@ def further(distances: Mapping[int, float]) -> int:
     return rank if first > _CLEARLY * second else -1
 
 
-def shown(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return a list of ranks as text, at most eight.
 
     >>> shown((1,)), shown((0, 2))

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from trainvitals.errors import UsageError
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, row
+from trainvitals.stateful import Stateful, state_row
 
 ScheduleKind = Literal["constant", "linear", "cosine", "wsd"]
 
@@ -28,22 +28,22 @@ _SHAPE_TOLERANCE = 0.01
 _MOST_NAMED = 3
 
 
-class Band(NamedTuple):
+class RateBand(NamedTuple):
     """Range in which a rate is as declared."""
 
     low: float
     high: float
 
-    def widened(self, tolerance: float, floor: float) -> Band:
+    def widened(self, tolerance: float, floor: float) -> RateBand:
         """Return the band widened for rounding: by a share of the rate, at least by a floor."""
-        return Band(
+        return RateBand(
             self.low - tolerance * abs(self.low) - floor,
             self.high + tolerance * abs(self.high) + floor,
         )
 
-    def times(self, factor: float) -> Band:
+    def times(self, factor: float) -> RateBand:
         """Return the band for rates multiplied by a factor."""
-        return Band(self.low * factor, self.high * factor)
+        return RateBand(self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +86,20 @@ class LRSchedule:
                 hint="linear and cosine decay from the warm-up's end to total_steps",
             )
 
-    def band(self, step: int, total_steps: int) -> Band:
+    def band(self, step: int, total_steps: int) -> RateBand:
         """Return the range of the rate at a step, as multiples of the peak."""
         if step < self.warmup_steps:
-            return Band(0.0, 1.0 + _SHAPE_TOLERANCE)
+            return RateBand(0.0, 1.0 + _SHAPE_TOLERANCE)
         near = [self._band_at(each, total_steps) for each in (step - 1, step, step + 1)]
-        return Band(
+        return RateBand(
             min(low for low, _ in near) - _SHAPE_TOLERANCE,
             max(high for _, high in near) + _SHAPE_TOLERANCE,
         )
 
-    def _band_at(self, step: int, total_steps: int) -> Band:
+    def _band_at(self, step: int, total_steps: int) -> RateBand:
         """Return the declared range of the learning rate at exactly one step."""
         if self.kind == "constant":
-            return Band(1.0, 1.0)
+            return RateBand(1.0, 1.0)
         begin = self.warmup_steps
         if self.kind == "wsd":
             decay_steps = self.decay_steps
@@ -113,7 +113,7 @@ class LRSchedule:
             "wsd": (1.0 - passed, 1.0 - math.sqrt(passed), cosine),
         }[self.kind]
         rates = [self.min_ratio + (1.0 - self.min_ratio) * shape for shape in shapes]
-        return Band(min(rates), max(rates))
+        return RateBand(min(rates), max(rates))
 
 
 class ScheduleFollower(Stateful):
@@ -124,7 +124,7 @@ class ScheduleFollower(Stateful):
         tolerance: relative difference allowed.
     """
 
-    STATE = (row("rows", "_off", "_on", "_since", "_left"), "_scales")
+    STATE = (state_row("rows", "_off", "_on", "_since", "_left"), "_scales")
 
     def __init__(self, name: str, *, tolerance: float) -> None:
         self._name = name
@@ -144,12 +144,12 @@ class ScheduleFollower(Stateful):
         """Accept an announced change: the rates after it count as declared."""
         self._left = max(self._left, steps)
 
-    def is_declared(self, rate: float, band: Band) -> bool:
+    def is_declared(self, rate: float, band: RateBand) -> bool:
         """Return whether the first group's rate is as declared."""
         return not self._is_outside_band(rate, band.times(self._scales[0] if self._scales else 1.0))
 
     def update(
-        self, step: int, rates: Sequence[float | None], declared: Sequence[Band | None]
+        self, step: int, rates: Sequence[float | None], declared: Sequence[RateBand | None]
     ) -> Finding | None:
         """Return the finding about a step; a group without a rate or a band is skipped."""
         if len(self._scales) != len(rates):
@@ -179,7 +179,7 @@ class ScheduleFollower(Stateful):
         return None
 
     def _record_departure(
-        self, step: int, off: Sequence[tuple[int, float, Band]]
+        self, step: int, off: Sequence[tuple[int, float, RateBand]]
     ) -> Finding | None:
         """Count a step off the declared schedule; return the finding, once."""
         if self._off <= 0:
@@ -202,7 +202,7 @@ class ScheduleFollower(Stateful):
             cause="schedule",
         )
 
-    def _departure_text(self, step: int, off: Sequence[tuple[int, float, Band]]) -> str:
+    def _departure_text(self, step: int, off: Sequence[tuple[int, float, RateBand]]) -> str:
         named = ", ".join(
             f"{_format_group(group)}{rate:.4g} instead of {_format_band(band)}"
             for group, rate, band in off[:_MOST_NAMED]
@@ -211,13 +211,15 @@ class ScheduleFollower(Stateful):
         since = f" (since step {self._since:,})" if self._since != step else ""
         return f"the learning rate left the declared {self._name}: {named}{more}{since}"
 
-    def _is_outside_band(self, rate: float, band: Band) -> bool:
+    def _is_outside_band(self, rate: float, band: RateBand) -> bool:
         """Return whether a learning rate is outside its declared range."""
         self._highest = max(self._highest, abs(band.high))
         low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
         return not low <= rate <= high
 
-    def _measure_group_scale(self, scale: float, rate: float | None, band: Band | None) -> float:
+    def _measure_group_scale(
+        self, scale: float, rate: float | None, band: RateBand | None
+    ) -> float:
         """Return the factor by which a group's rate differs from now on."""
         if rate is None or band is None or not self._is_outside_band(rate, band.times(scale)):
             return scale
@@ -234,11 +236,11 @@ def _format_group(group: int) -> str:
     return f"group {group}: " if group else ""
 
 
-def _format_band(band: Band) -> str:
+def _format_band(band: RateBand) -> str:
     """Return a range of learning rates as text."""
     if band.high - band.low <= 0.02 * abs(band.high):
         return f"{(band.low + band.high) / 2:.4g}"
     return f"{band.low:.4g} to {band.high:.4g}"
 
 
-__all__ = ["Band", "LRSchedule", "ScheduleFollower", "ScheduleKind"]
+__all__ = ["LRSchedule", "RateBand", "ScheduleFollower", "ScheduleKind"]

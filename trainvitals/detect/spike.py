@@ -22,7 +22,7 @@ from msgspec import Meta
 from trainvitals.config import AboveZero, AtLeastOne, NotNegative, Settings
 from trainvitals.detect.outliers import Detector, RobustWindow, is_clean
 from trainvitals.records import Finding, StepRecord
-from trainvitals.stateful import row
+from trainvitals.stateful import state_row
 
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
@@ -169,10 +169,10 @@ class SpikeDetector(Detector):
     STATE = (
         "_deviations", "_course", "_suspended", "_clock", "_groups", "_begins", "_rises", "_newest",
         "_recurring_told", "_accepted", "_farthest", "_wandered", "_highest",
-        row("computed", "_middle", "_sigma", "_far", "_stale"),
-        row("evidence", "_sum", "_peak", "_height"),
-        row("counts", "_onset", "_num", "_usual"),
-        row("told", "_told", "_silent"),
+        state_row("computed", "_middle", "_sigma", "_far", "_stale"),
+        state_row("evidence", "_sum", "_peak", "_height"),
+        state_row("counts", "_onset", "_num", "_usual"),
+        state_row("told", "_told", "_silent"),
         "_held",
     )  # fmt: skip
 
@@ -208,9 +208,9 @@ class SpikeDetector(Detector):
         self._middle = self._sigma = 0.0
         self._far: float | None = None
         self._stale = 0
-        self._end()
+        self._end_episode()
 
-    def _end(self) -> None:
+    def _end_episode(self) -> None:
         """End the current episode: evidence is discarded."""
         self._sum, self._peak, self._onset = 0.0, 0.0, -1
         self._num, self._height, self._usual = 0, 0.0, 0
@@ -239,7 +239,7 @@ class SpikeDetector(Detector):
         if distance > self._far:
             return self._outlier(record, value, logarithm, distance, beyond)
         if not self._enough and self._held:
-            self._end()  # held steps become a level only in a row, and this one ends the row
+            self._end_episode()  # held steps become a level only in a row; this one ends it
         if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
             if clean:
                 self._push_deviation(value, logarithm, distance)
@@ -271,7 +271,7 @@ class SpikeDetector(Detector):
         if not self._suspended and len(self._course) >= min(
             self._config.warm_up, self._config.trend_window
         ):
-            self._refresh()
+            self._refresh_spread()
         return ()
 
     def _push_deviation(self, value: float, logarithm: float, distance: float) -> None:
@@ -290,9 +290,9 @@ class SpikeDetector(Detector):
         self._course.push(value)
         self._stale += 1
         if self._stale >= _REFRESH and self._far is not None:
-            self._refresh()
+            self._refresh_spread()
 
-    def _refresh(self) -> None:
+    def _refresh_spread(self) -> None:
         """Compute the spread of the clean steps, and the distance above the trend that is normal.
 
         If every sample is positive, distances are ratios to the median of the newest steps, which
@@ -341,7 +341,7 @@ class SpikeDetector(Detector):
         if limit is not None and value > limit:
             self._held.append(value)
             course = self._course.median()
-            silent = self._recurs(math.log((value - course) / (limit - course)))
+            silent = self._record_single_outlier(math.log((value - course) / (limit - course)))
             if len(self._held) >= self._config.accept_after:
                 self._adopt_level(self._held)
             return () if silent else (self._spike(record, value, limit, record.step),)
@@ -380,9 +380,9 @@ class SpikeDetector(Detector):
         self._held.append(value)
         onset = self._onset
         if self._is_noise():
-            self._take_for_noise()
+            self._restart_reference()
             return ()
-        silent = self._recurs(distance)
+        silent = self._record_single_outlier(distance)
         self._silent = silent = self._record_report() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
         if silent:
@@ -422,7 +422,7 @@ class SpikeDetector(Detector):
         """Add up a step that is below the limit; hold it back while there is evidence."""
         self._update_evidence_sum(record, distance, beyond)
         if self._sum == 0.0:
-            self._release(value, logarithm, distance, clean)
+            self._end_evidence(value, logarithm, distance, clean)
             return ()
         if self._sum <= _MOST - 0.5 and not self._told:
             if clean:
@@ -463,12 +463,12 @@ class SpikeDetector(Detector):
             cause=f"{self.metric}_burst",
         )
 
-    def _release(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
+    def _end_evidence(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
         """End evidence without a report, or a reported episode, and continue from here."""
         if self._enough:
             most = self._peak if not self._told else min(self._peak, self._enough)
             self._wandered = max(self._wandered, most)
-        self._end()
+        self._end_episode()
         if clean:
             self._push_deviation(value, logarithm, distance)
 
@@ -495,7 +495,7 @@ class SpikeDetector(Detector):
             return False
         return logarithm <= highest
 
-    def _recurs(self, distance: float) -> bool:
+    def _record_single_outlier(self, distance: float) -> bool:
         """Record an outlier; return whether such single ones keep recurring."""
         config, clock, groups = self._config, self._clock, self._groups
         if groups and clock - groups[-1][1] <= 1:
@@ -528,15 +528,15 @@ class SpikeDetector(Detector):
             rises.append(self._clock)
         return len(rises) == _NOISE_BEGINS and rises[-1] - rises[0] <= _NOISE_WITHIN
 
-    def _take_for_noise(self) -> None:
+    def _restart_reference(self) -> None:
         """Start again from all of the latest steps."""
         values = list(self._newest)
         course = math.log(sorted(values)[len(values) // 2])
         self._deviations.restore([math.log(value) - course for value in values])
         self._course.restore(values[-self._config.trend_window :])
         self._rises.clear()
-        self._end()
-        self._refresh()
+        self._end_episode()
+        self._refresh_spread()
 
     def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
         """Make high steps in a row the new level, if they are many and similar."""
@@ -588,14 +588,14 @@ class SpikeDetector(Detector):
         """Make these values the trend from now on; the spread around it stays."""
         recent = values[-self._config.trend_window :]
         highest = max(values)
-        self._end()
+        self._end_episode()
         self._course.clear()
         for value in recent:
             self._course.push(value)
         if highest > 0.0:
             self._accepted = [self._clock, math.log(highest)]
         if self._far is None and len(self._deviations) and not self._suspended:
-            self._refresh()
+            self._refresh_spread()
 
     def rebaseline(self, steps: int = 0) -> None:
         """Discard the reference, and have no limit for the next ``steps`` steps and a warm-up."""
@@ -757,7 +757,7 @@ class BurstDetector(Detector):
         if self._sum < config.enough or before >= level:
             return ()
         self._told = level
-        if not before and self._recurs(math.log(norm / usual)):
+        if not before and self._record_burst(math.log(norm / usual)):
             self._told = 2
             return ()
         finding = Finding(
@@ -775,7 +775,7 @@ class BurstDetector(Detector):
         )
         return (finding,)
 
-    def _recurs(self, distance: float) -> bool:
+    def _record_burst(self, distance: float) -> bool:
         """Record a burst; return whether bursts like it keep recurring."""
         config, clock = self._config, self._clock
         earlier = [height for begin, height in self._bursts if clock - begin <= _BURSTS_WITHIN]

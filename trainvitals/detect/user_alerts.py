@@ -166,7 +166,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: with the rule, the key, its value and the expectation.
         """
         what = f"rule {self.name!r}"
-        if wrong := wrong_name(self.name):
+        if wrong := alert_name_error(self.name):
             raise ConfigError(f"{what}: {wrong}")
         if not isinstance(self.when, str):
             raise ConfigError(f"{what}: when is {self.when!r}; it must be text", hint=_EXAMPLE)
@@ -180,11 +180,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 f"{what}: for is {self.for_steps!r}; it must be a whole number of steps, 0 to "
                 f"{MAX_FOR}"
             )
-        if wrong := wrong_level(self.level):
+        if wrong := alert_level_error(self.level):
             raise ConfigError(f"{what}: {wrong}", hint=_WORDS_OF_LEVELS)
 
 
-def wrong_name(name: object) -> str:
+def alert_name_error(name: object) -> str:
     """Return what is wrong with an alert's name; empty if it is valid."""
     if isinstance(name, str) and name.isprintable() and 0 < len(name.strip()) <= MAX_NAME:
         return ""
@@ -192,7 +192,7 @@ def wrong_name(name: object) -> str:
     return f"the name is {shown}; it must be text of 1 to {MAX_NAME} printable characters"
 
 
-def wrong_level(level: object) -> str:
+def alert_level_error(level: object) -> str:
     """Return what is wrong with an alert's level; empty if it is valid."""
     return "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
 
@@ -203,10 +203,10 @@ def refuse_alert(name: object, level: object) -> None:
     Raises:
         UsageError: its name or its level is invalid.
     """
-    if error := wrong_name(name):
+    if error := alert_name_error(name):
         hint = "name it in a few words; what changes belongs in message= or value="
         raise UsageError(f"monitor.alert(): {error}", hint=hint)
-    if error := wrong_level(level):
+    if error := alert_level_error(level):
         raise UsageError(f"monitor.alert({name!r}): {error}", hint=_WORDS_OF_LEVELS)
 
 
@@ -432,7 +432,7 @@ class UserAlerts:
         self._told[name] = step
         return True
 
-    def went_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Discard findings of ``step`` and later ones: the run continues from there."""
         self.held.clear()
         self._told = {

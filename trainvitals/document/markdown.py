@@ -18,7 +18,7 @@ from trainvitals.printable import escape_markdown, printable
 Escape = Callable[[str], str]
 
 
-def write(blocks: Sequence[Block]) -> str:
+def write_markdown(blocks: Sequence[Block]) -> str:
     """Return the document as Markdown; external text is escaped."""
     return "\n\n".join(_format_block(block, escape_markdown, "**") for block in blocks) + "\n"
 

@@ -17,7 +17,7 @@ from trainvitals.document.blocks import (
     TextBlock,
     cell_text,
 )
-from trainvitals.document.tree import Node, node, style, written
+from trainvitals.document.tree import Node, make_element, serialize_element, style
 from trainvitals.printable import printable
 
 _STYLES = tuple(Path(__file__).with_name(name) for name in ("page.css", "plot.css"))
@@ -26,24 +26,25 @@ _SHORT, _LONG = 20, 40
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def write(blocks: Sequence[Block]) -> str:
+def write_page(blocks: Sequence[Block]) -> str:
     """Return the document as a page, light or dark, printable."""
     titles = [block.text for block in blocks if isinstance(block, Heading)]
-    head = node(
+    head = make_element(
         "head",
-        node("meta", charset="utf-8"),
-        node("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        node("meta", name="viewport", content="width=device-width,initial-scale=1"),
-        node("title", *titles[:1]),
+        make_element("meta", charset="utf-8"),
+        make_element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        make_element("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        make_element("title", *titles[:1]),
         style("".join(file.read_text(encoding="utf-8") for file in _STYLES)),
     )
-    main = node("main", *_nodes(blocks))
-    return f"<!doctype html>\n{written(node('html', head, node('body', main), lang='en'))}\n"
+    main = make_element("main", *_build_elements(blocks))
+    page = make_element("html", head, make_element("body", main), lang="en")
+    return f"<!doctype html>\n{serialize_element(page)}\n"
 
 
 def write_part(blocks: Sequence[Block]) -> str:
     """Return the document as a part of a page, without a style."""
-    return "".join(f"{written(element)}\n" for element in _nodes(blocks))
+    return "".join(f"{serialize_element(element)}\n" for element in _build_elements(blocks))
 
 
 def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
@@ -52,10 +53,10 @@ def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
     # Only browsers know CSS variables; a file is also opened by other programs.
     colors = dict(re.findall(r"(--\w+): ([#\w]+);", page.partition("@media print")[2]))
     sheet = re.sub(r"var\((--\w+)\)", lambda name: colors[name[1]], plot)
-    root = node(
+    root = make_element(
         "svg",
         style(f"\n{sheet}"),
-        node("rect", width=width, height=height, fill="white"),
+        make_element("rect", width=width, height=height, fill="white"),
         *inside,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width} {height}",
@@ -63,22 +64,22 @@ def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
         height=height,
         font_family="sans-serif",
     )
-    return written(root, method="xml")
+    return serialize_element(root, method="xml")
 
 
-def _nodes(blocks: Sequence[Block], notes: set[str] | None = None) -> list[Node]:
+def _build_elements(blocks: Sequence[Block], notes: set[str] | None = None) -> list[Node]:
     """Return the elements; ``notes`` are on the page already, and it gets those of these blocks."""
     nodes: list[Node] = []
     notes = {""} if notes is None else notes
     for block in blocks:
         if isinstance(block, Fold):
-            summary = node("summary", node(f"h{block.level}", block.title))
-            nodes.append(node("details", summary, *_nodes(block.blocks, notes)))
+            summary = make_element("summary", make_element(f"h{block.level}", block.title))
+            nodes.append(make_element("details", summary, *_build_elements(block.blocks, notes)))
             continue
         note = "" if isinstance(block, TextBlock) else block.note
         if note not in notes:
             notes.add(note)
-            nodes.append(node("p", note, class_="dim"))
+            nodes.append(make_element("p", note, class_="dim"))
         nodes.append(_build_block_element(block))
     return nodes
 
@@ -87,14 +88,17 @@ def _build_block_element(block: TextBlock | ChartBlock) -> Node:
     """Return the HTML element of one block of a document."""
     match block:
         case Heading():
-            return node(f"h{block.level}", block.text)
+            return make_element(f"h{block.level}", block.text)
         case Paragraph():
-            return node("p", block.text, class_="dim" if block.is_dim else None)
+            return make_element("p", block.text, class_="dim" if block.is_dim else None)
         case KeyFacts():
-            rows = [node("tr", node("th", name), node("td", text)) for name, text in block.pairs]
-            return node("div", node("table", *rows), class_="table")
+            rows = [
+                make_element("tr", make_element("th", name), make_element("td", text))
+                for name, text in block.pairs
+            ]
+            return make_element("div", make_element("table", *rows), class_="table")
         case CommandLines() | DrawnLines():
-            pre = node("pre")
+            pre = make_element("pre")
             pre.text = "\n".join(map(printable, block.lines))  # `node` makes a line break a space
             return pre
         case TableBlock():
@@ -110,21 +114,25 @@ def _build_table_element(block: TableBlock) -> Node:
         for at in range(len(block.header))
     ]
     names = (
-        node("th", name, class_="number" if numeric[at] else None)
+        make_element("th", name, class_="number" if numeric[at] else None)
         for at, name in enumerate(block.header)
     )
     rows = (
-        node(
+        make_element(
             "tr",
             *(
-                node("td", text, class_="number" if numeric[at] else _choose_cell_class(text))
+                make_element(
+                    "td", text, class_="number" if numeric[at] else _choose_cell_class(text)
+                )
                 for at, text in enumerate(map(cell_text, row))
             ),
         )
         for row in block.rows
     )
-    table = node("table", node("thead", node("tr", *names)), node("tbody", *rows))
-    return node("div", table, class_="table")
+    table = make_element(
+        "table", make_element("thead", make_element("tr", *names)), make_element("tbody", *rows)
+    )
+    return make_element("div", table, class_="table")
 
 
 def _choose_cell_class(text: str) -> str | None:

@@ -8,7 +8,7 @@ from trainvitals.printable import printable
 Node = ElementTree.Element
 
 
-def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
+def make_element(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
     """Return an HTML or SVG element; ``class_`` is ``class``, ``_`` is ``-``."""
     named = {
         (name if name in _CAMEL else name.rstrip("_").replace("_", "-")): printable(str(value))
@@ -24,7 +24,7 @@ def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
     return element
 
 
-def written(root: Node, method: Literal["html", "xml"] = "html") -> str:
+def serialize_element(root: Node, method: Literal["html", "xml"] = "html") -> str:
     """Return the tree as HTML or XML."""
     return ElementTree.tostring(root, encoding="unicode", method=method)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.io.private import Owner, read_own
+from trainvitals.io.private import FileOwner, read_own
 
 FOLDER = "capsules"
 VERDICT = ".verdict.json"
@@ -46,7 +46,7 @@ def is_capsule(file: str) -> bool:
     return folder == FOLDER and _NAME.match(name) is not None
 
 
-def verdict_on(run_dir: Path, file: str) -> str:
+def read_capsule_verdict(run_dir: Path, file: str) -> str:
     """Return the sentence of the verdict on a capsule; empty without one.
 
     Args:
@@ -57,7 +57,9 @@ def verdict_on(run_dir: Path, file: str) -> str:
         return ""
     path = (run_dir / file).with_suffix(VERDICT)
     try:
-        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_VERDICT_BYTES)
+        raw = read_own(
+            path, owner=FileOwner.from_directory(path.parent), max_bytes=_MAX_VERDICT_BYTES
+        )
         return msgspec.json.decode(raw, type=_Verdict).sentence
     except (OSError, *UNREADABLE):
         return ""

@@ -34,7 +34,7 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
-from trainvitals.io.control_key import sign_order
+from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
 from trainvitals.io.server_identity import (
@@ -46,7 +46,7 @@ from trainvitals.io.server_identity import (
 )
 from trainvitals.io.setting_paths import collector_urls, default_data_dir
 from trainvitals.jsonable import from_json
-from trainvitals.question import Question, as_request
+from trainvitals.question import Question, build_http_request
 from trainvitals.views import (
     AckRequest,
     AlertView,
@@ -230,7 +230,7 @@ class CollectorClient:
 
     def ask(self, question: Question[A]) -> A:
         """Return the collector's response."""
-        request = as_request(question)
+        request = build_http_request(question)
         how = (
             {"params": request.params} if request.body is None else _json_body_kwargs(request.body)
         )
@@ -279,7 +279,7 @@ class CollectorClient:
         listed = self.ask(CommandsQuestion(run_id=run_id))
         now = time.time_ns()
         newest = max((view.command.number for view in listed), default=0)
-        command = sign_order(
+        command = sign_manual_command(
             request.command(run_id, issued_by=issued_by, now_unix_ns=now, after=newest), keys
         )
         path = _url_path("runs", run_id, "commands")
@@ -332,10 +332,10 @@ class CollectorClient:
             raise not_connected(self.url, self._tls, error) from error
         if response.is_success:
             return response.content
-        raise refusal(self.url, path, response)
+        raise response_error(self.url, path, response)
 
 
-def client_of(
+def open_collector_client(
     collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
 ) -> CollectorClient:
     """Return a client with the token of a scope; "" is no token.
@@ -367,11 +367,11 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     token_file = environ.get("VITALS_TOKEN_FILE", "")
     if url:
         tokens = read_tokens(token_file) if token_file else CollectorTokens()
-        return CollectorAddress(url=first_that_answers(url, tokens.tls), tokens=tokens)
+        return CollectorAddress(url=first_responding_url(url, tokens.tls), tokens=tokens)
     return collector_on(default_data_dir(environ), token_file)
 
 
-def first_that_answers(named: str, tls: TlsTrust) -> str:
+def first_responding_url(named: str, tls: TlsTrust) -> str:
     """Return the first of the named URLs that responds, otherwise the first one."""
     urls = collector_urls(named)
     for url in urls if len(urls) > 1 else ():
@@ -472,7 +472,7 @@ def _json_body_kwargs(body: bytes) -> dict[str, Any]:
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
-def refusal(url: str, path: str, response: "httpx.Response") -> VitalsError:
+def response_error(url: str, path: str, response: "httpx.Response") -> VitalsError:
     """Return the error for a response other than 2xx."""
     status = response.status_code
     try:

@@ -68,7 +68,7 @@ def make_control_key(folder: Path) -> None:
         ) from error
 
 
-def sign_order(command: Command, folder: Path) -> Command:
+def sign_manual_command(command: Command, folder: Path) -> Command:
     """Return the command with an operator's signature over all its fields.
 
     Raises:
@@ -77,7 +77,7 @@ def sign_order(command: Command, folder: Path) -> Command:
         FormatError: it is damaged.
     """
     key = _ed25519().Ed25519PrivateKey.from_private_bytes(read_control_key(folder))
-    signature = key.sign(_signed_part(command))
+    signature = key.sign(_encode_signed_fields(command))
     return msgspec.structs.replace(command, control_signature=signature.hex())
 
 
@@ -99,7 +99,7 @@ def read_control_key(folder: Path) -> bytes:
         ) from None
 
 
-def verify_order(command: Command, folder: Path) -> None:
+def verify_manual_command(command: Command, folder: Path) -> None:
     """Check an operator's signature against the directory's ``control.pub``.
 
     Raises:
@@ -121,7 +121,9 @@ def verify_order(command: Command, folder: Path) -> None:
         ) from None
     try:
         signature = bytes.fromhex(command.control_signature)
-        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed_part(command))
+        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(
+            signature, _encode_signed_fields(command)
+        )
     except (ValueError, InvalidSignature):
         raise UnauthorizedError(
             f"command {command.number} is not signed with the control key that"
@@ -142,7 +144,7 @@ def _ed25519() -> Any:
     return ed25519
 
 
-def _signed_part(command: Command) -> bytes:
+def _encode_signed_fields(command: Command) -> bytes:
     """Return the signed bytes: all fields except the signatures.
 
     Empty fields are omitted, so that a later version's new field changes nothing if it is not used.

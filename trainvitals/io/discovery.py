@@ -79,7 +79,7 @@ def journal_directory(run_folder: Path, identity: Identity) -> Path:
     return run_folder / f"{identity.source.replace(':', '-')}-{identity.incarnation}"
 
 
-def discover(base: Path, run_id: str = "") -> list[JournalRef]:
+def find_journals(base: Path, run_id: str = "") -> list[JournalRef]:
     """Return the journals under the private base, of all runs or of one; others are skipped.
 
     An agent of one run lists only that run, twice a second: with 50 other jobs on its node it would
@@ -96,7 +96,7 @@ def discover(base: Path, run_id: str = "") -> list[JournalRef]:
     return sorted(journals)
 
 
-def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
+def mark_journal_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
     """Create the closed marker: no row will be written. For a writer known to be dead."""
     _write_private_file(
         directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))

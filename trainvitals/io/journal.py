@@ -21,9 +21,9 @@ from trainvitals.io.discovery import (
     JournalRef,
     announce_run,
     check_room,
-    discover,
+    find_journals,
     journal_directory,
-    mark_closed,
+    mark_journal_closed,
 )
 from trainvitals.io.journal_reader import JournalReader
 from trainvitals.io.private import ensure_private_dir, is_memory_backed
@@ -45,9 +45,9 @@ __all__ = [
     "StreamWriter",
     "announce_run",
     "check_room",
-    "discover",
+    "find_journals",
     "journal_directory",
-    "mark_closed",
+    "mark_journal_closed",
 ]
 
 _PAGE = 4096
@@ -129,7 +129,7 @@ class JournalWriter:
         for stream in self._streams.values():
             stream._close_segment()
         try:
-            mark_closed(
+            mark_journal_closed(
                 self.directory, {s.schema.stream: s.next_seq for s in self._streams.values()}
             )
         except OSError as error:
@@ -150,7 +150,7 @@ class JournalWriter:
                 identity=self.identity, stream_schema=schema, first_seq=first_seq, index=index
             )
         )
-        bound = self._bound()
+        bound = self._current_max_bytes()
         needed = len(header) + num_rows * schema.row_size
         preferred_bytes = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
         # Room for two segments of each stream, so that a sealed one can always be deleted.
@@ -163,7 +163,7 @@ class JournalWriter:
         self._segments.append((schema.stream, path, size))
         return _OpenSegment(file, schema, len(header), first_seq)
 
-    def _bound(self) -> int:
+    def _current_max_bytes(self) -> int:
         """Current bound of all segments: free memory changes during training."""
         if not self.in_memory:
             return self.max_bytes
@@ -179,7 +179,7 @@ class JournalWriter:
         if self._used_bytes() + size > bound:  # the reader may have freed some
             self._segments = [entry for entry in self._segments if entry[1].exists()]
         while self._used_bytes() + size > bound:
-            victim = self._victim(bound)
+            victim = self._find_deletable_segment(bound)
             if victim is None:
                 raise OSError(errno.ENOSPC, f"the journal's bound of {bound} bytes is reached")
             victim[1].unlink(missing_ok=True)
@@ -188,7 +188,7 @@ class JournalWriter:
     def _used_bytes(self) -> int:
         return sum(size for _, _, size in self._segments)
 
-    def _victim(self, bound: int) -> tuple[str, Path, int] | None:
+    def _find_deletable_segment(self, bound: int) -> tuple[str, Path, int] | None:
         """The oldest sealed segment: of samples, unless events use more than half the bound."""
         events = EVENT_SCHEMA.stream
         active = {stream._segment_path for stream in self._streams.values()}

@@ -12,10 +12,10 @@ from trainvitals.io.segments import (
     CLOSED,
     ClosedMarker,
     SegmentHeader,
+    find_valid_rows,
     list_names,
     read_bytes,
     read_header,
-    runs_of_rows,
     sort_segments,
 )
 from trainvitals.records import EVENT_SCHEMA
@@ -175,15 +175,15 @@ class JournalReader:
         header, base, raw = self._new_rows(path)
         schema = header.stream_schema
         size = schema.row_size
-        runs = list(runs_of_rows(schema, raw, base))
+        runs = list(find_valid_rows(schema, raw, base))
         if len(runs) > 1 or (runs and runs[0][0] > 0):
             # A row that was copied during its write looks damaged; it was complete before a later
             # row was started, so a second read distinguishes the two.
             raw = self._new_rows(path)[2][: len(raw)]
-            runs = list(runs_of_rows(schema, raw, base))
+            runs = list(find_valid_rows(schema, raw, base))
         batches: list[Batch] = []
         for begin, end in runs:
-            for first, last in _cuts(schema, raw, begin, end, max_rows):
+            for first, last in _split_rows(schema, raw, begin, end, max_rows):
                 batches.append(
                     self._build_batch(header, base + first, raw[first * size : last * size])
                 )
@@ -211,8 +211,8 @@ class JournalReader:
         schema = header.stream_schema
         return any(
             True
-            for begin, end in runs_of_rows(schema, raw, base)
-            for _ in _cuts(schema, raw, begin, end, end - begin)
+            for begin, end in find_valid_rows(schema, raw, base)
+            for _ in _split_rows(schema, raw, begin, end, end - begin)
         )
 
     def _build_batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
@@ -235,7 +235,9 @@ class JournalReader:
         )
 
 
-def _cuts(schema: Schema, raw: bytes, begin: int, end: int, max_rows: int) -> list[tuple[int, int]]:
+def _split_rows(
+    schema: Schema, raw: bytes, begin: int, end: int, max_rows: int
+) -> list[tuple[int, int]]:
     """Return where to split rows into batches; for events, only after an event's last row.
 
     The rows of an event that is not complete are left out: the rest comes, or its writer is dead.

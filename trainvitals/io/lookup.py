@@ -9,10 +9,10 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorAddress,
     CollectorTokens,
-    client_of,
     collector_on,
     discover_collector,
-    first_that_answers,
+    first_responding_url,
+    open_collector_client,
     read_collector_file,
     read_tokens,
 )
@@ -31,7 +31,7 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     # A named collector must respond or fail; a file may be left over from a crash.
     if collector is None or url or os.environ.get("VITALS_COLLECTOR_URL"):
         return collector
-    with client_of(collector, "") as client:
+    with open_collector_client(collector, "") as client:
         return collector if client.answers() else None
 
 
@@ -59,7 +59,7 @@ def known_collector(named: str, token_file: Path | None = None) -> CollectorAddr
             return collector
         return CollectorAddress(url=collector.url, tokens=read_tokens(token_file))
     tokens = read_tokens(file) if file else CollectorTokens()
-    url = first_that_answers(named, tokens.tls).rstrip("/")
+    url = first_responding_url(named, tokens.tls).rstrip("/")
     return CollectorAddress(url=url, tokens=tokens if file else _own_tokens(url))
 
 
@@ -73,7 +73,7 @@ def _own_tokens(url: str) -> CollectorTokens:
     return collector.tokens if collector is not None else CollectorTokens()
 
 
-def default_folder() -> Path:
+def default_runs_directory() -> Path:
     """Return the default directory of run directories.
 
     Raises:

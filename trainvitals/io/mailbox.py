@@ -29,7 +29,7 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
-from trainvitals.io.control_key import verify_order
+from trainvitals.io.control_key import verify_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.records import Command, CommandAck
 from trainvitals.rows import FORMAT_VERSION
@@ -192,7 +192,7 @@ class CommandInbox:
         try:
             verify_command(command, self.key, run_id=self.run_id, now_unix_ns=now, last_number=last)
             if command.control_signature:
-                verify_order(command, self.keys)
+                verify_manual_command(command, self.keys)
         except ExpiredError as error:
             self.last_number = number
             return CommandAck(number=number, status="expired", step=step, detail=error.text)
@@ -224,7 +224,7 @@ def verify_command(
             hint="the agent signs what a control key has signed, and `vitals command` what the"
             " run's owner leaves in its folder, both with command.key",
         )
-    check_order(command, run_id, now_unix_ns)
+    check_command(command, run_id, now_unix_ns)
     if command.number <= last_number:
         raise UsageError(
             f"command {command.number} is not newer than {last_number}, the last one accepted"
@@ -232,7 +232,7 @@ def verify_command(
     return command
 
 
-def check_order(command: Command, run_id: str, now_unix_ns: int) -> None:
+def check_command(command: Command, run_id: str, now_unix_ns: int) -> None:
     """Raise an error for a command of another run, or an expired one.
 
     Raises:

@@ -24,7 +24,7 @@ class Spot(msgspec.Struct, frozen=True):
     """Names the process ids that can be seen."""
 
 
-def spot_of(host: str, run_folder: Path | None) -> Spot:
+def locate_process(host: str, run_folder: Path | None) -> Spot:
     """Return the location of this process; ``run_folder`` is the run's, in the private base."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if run_folder is None:

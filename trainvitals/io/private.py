@@ -97,7 +97,9 @@ def ensure_private_dir(path: Path) -> Path:
         pass  # whatever is there is judged below
     except OSError as error:
         raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
-    _check_path_security(path, path.lstat(), stat.S_ISDIR, "folder", Owner.us(), private=True)
+    _check_path_security(
+        path, path.lstat(), stat.S_ISDIR, "folder", FileOwner.current_user(), private=True
+    )
     return path
 
 
@@ -117,14 +119,16 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
             opened for writing.
         OSError: as ``os.open``.
     """
-    return _open_checked(path, flags, 0o600, Owner.us(), private=True, any_links=any_links)
+    return _open_checked(
+        path, flags, 0o600, FileOwner.current_user(), private=True, any_links=any_links
+    )
 
 
 # ---------------------------------------------------------------- what others may read, not write
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class FileOwner:
     """User whose files are trusted, and whether the file system has modes.
 
     A network file system may map root's files to nobody, and another may show every mode as 0777.
@@ -135,12 +139,12 @@ class Owner:
     """Write bits for others that it shows for a directory created with 0700."""
 
     @classmethod
-    def us(cls) -> Self:
+    def current_user(cls) -> Self:
         """Return this process's user."""
         return cls(os.geteuid())
 
     @classmethod
-    def of(cls, status: os.stat_result) -> Self:
+    def from_status(cls, status: os.stat_result) -> Self:
         """Return the owner and modes of something that we created with mode 0700."""
         return cls(status.st_uid, status.st_mode & _WRITABLE)
 
@@ -200,7 +204,7 @@ def _is_private_group(gid: int, uid: int) -> bool:
 
 
 def open_own(
-    path: Path, flags: int = os.O_RDONLY, *, owner: Owner | None = None, mode: int = 0o644
+    path: Path, flags: int = os.O_RDONLY, *, owner: FileOwner | None = None, mode: int = 0o644
 ) -> int:
     """Return a descriptor of a regular file which others may read at most. The caller closes it.
 
@@ -215,10 +219,10 @@ def open_own(
             second name when opened for writing.
         OSError: as ``os.open``.
     """
-    return _open_checked(path, flags, mode, owner or Owner.us())
+    return _open_checked(path, flags, mode, owner or FileOwner.current_user())
 
 
-def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
+def stream_own(path: Path, *, owner: FileOwner | None = None) -> BinaryIO:
     """Return a file opened by ``open_own`` as a stream.
 
     Raises:
@@ -227,7 +231,7 @@ def stream_own(path: Path, *, owner: Owner | None = None) -> BinaryIO:
     return open(path, "rb", opener=lambda _, flags: open_own(path, flags, owner=owner))
 
 
-def read_own(path: Path, *, owner: Owner | None = None, max_bytes: int = MAX_BYTES) -> bytes:
+def read_own(path: Path, *, owner: FileOwner | None = None, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the bytes of a file that ``open_own`` opens.
 
     Raises:
@@ -271,7 +275,7 @@ def ensure_own_dir(path: Path, *, read: int | None = None) -> Path:
         InsecurePathError: it belongs to another user, or is another user's link.
         OSError: it cannot be created or opened.
     """
-    owner = Owner.us()
+    owner = FileOwner.current_user()
     with contextlib.suppress(FileExistsError):  # whatever is there is judged below
         path.mkdir(mode=0o700)
         readable_by = (path.parent.stat().st_mode if read is None else read) & _READABLE
@@ -371,7 +375,7 @@ def _open_checked(
     path: Path,
     flags: int,
     mode: int,
-    owner: Owner,
+    owner: FileOwner,
     *,
     private: bool = False,
     any_links: bool = False,
@@ -402,7 +406,7 @@ def _open_checked(
     return fd
 
 
-def _raise_if_insecure(path: Path, owner: Owner, error: OSError, *, private: bool) -> None:
+def _raise_if_insecure(path: Path, owner: FileOwner, error: OSError, *, private: bool) -> None:
     """Raise an error for a file that cannot be opened because it is insecure."""
     try:
         status = path.lstat()
@@ -420,7 +424,7 @@ def _check_path_security(
     status: os.stat_result,
     is_kind: Callable[[int], bool],
     kind: str,
-    owner: Owner,
+    owner: FileOwner,
     *,
     private: bool,
 ) -> None:

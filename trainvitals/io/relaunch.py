@@ -29,7 +29,7 @@ _FOLDER = ".launches"
 
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
     """Return the ``nth`` run of this launch's first start; None if this is the first."""
-    for key, is_restart in _launches(environ, sys.argv, nth):
+    for key, is_restart in _list_launch_keys(environ, sys.argv, nth):
         for path in (
             (_launch_path(_user_directory(base), key), _launch_path(base / _FOLDER, key))
             if is_restart
@@ -53,7 +53,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
         OSError: it cannot be written; a restart would then start a new run.
         InsecurePathError: another user has a directory with that name; likewise.
     """
-    for key, _ in _launches(environ, sys.argv, nth):
+    for key, _ in _list_launch_keys(environ, sys.argv, nth):
         base.mkdir(parents=True, exist_ok=True)
         folder = ensure_own_dir(_user_directory(base), read=0)
         replace_file(_launch_path(folder, key), run_id.encode() + b"\n", mode=0o600)
@@ -73,7 +73,9 @@ def _forget_oldest(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list[tuple[str, bool]]:
+def _list_launch_keys(
+    environ: Mapping[str, str], argv: Sequence[str], nth: int
+) -> list[tuple[str, bool]]:
     """Return (key, whether it proves a restart) of each launcher above this process."""
     command = "\0".join([*argv, str(nth)])
     launches = []

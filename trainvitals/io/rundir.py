@@ -36,7 +36,7 @@ from trainvitals.errors import (
 from trainvitals.identity import check_run_id
 from trainvitals.io.private import (
     MAX_BYTES,
-    Owner,
+    FileOwner,
     ensure_own_dir,
     mac_of,
     open_own,
@@ -108,7 +108,9 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             run_dir = cls(path)
-            run_dir._was_open = path.is_dir() and Owner.us().is_writable_by_others(path.stat())
+            run_dir._was_open = path.is_dir() and FileOwner.current_user().is_writable_by_others(
+                path.stat()
+            )
             ensure_own_dir(path, read=_SHARES[share])
             run_dir._rename_foreign_files()
         except OSError as error:
@@ -125,7 +127,7 @@ class RunDir:
                 status = (self.path / name).lstat()
             except FileNotFoundError:
                 continue  # nothing is there to be judged
-            if not Owner.us().owns(status):
+            if not FileOwner.current_user().owns(status):
                 aside = f".refused-{name}-{secrets.token_hex(4)}"
                 (self.path / name).rename(self.path / aside)
                 _LOG.warning(
@@ -419,9 +421,9 @@ class RunDir:
         line = msgspec.json.encode(dict(entry))
         return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 
-    def _owner(self) -> Owner:
+    def _owner(self) -> FileOwner:
         """The directory's owner, whose files are trusted. A reader may be another user."""
-        return Owner(self.path.stat().st_uid)
+        return FileOwner(self.path.stat().st_uid)
 
     def _read_file(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         try:

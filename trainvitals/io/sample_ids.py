@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import UNREADABLE
-from trainvitals.io.private import Owner, ensure_private_dir, open_private, stream_own
+from trainvitals.io.private import FileOwner, ensure_private_dir, open_private, stream_own
 
 FOLDER = "data"
 _MAX_LINE = 8 << 20
@@ -64,7 +64,7 @@ class SampleFile:
             self._rotate_file()
             self.append(line)
             return
-        make_room(self._folder, f"rank-{self._rank}.*.jsonl", self._max_bytes - len(raw))
+        delete_oldest_files(self._folder, f"rank-{self._rank}.*.jsonl", self._max_bytes - len(raw))
         while raw:
             written = os.write(self._fd, raw)
             raw, self._size = raw[written:], self._size + written
@@ -82,7 +82,9 @@ class SampleFile:
             self._fd, self._size = -1, 0
 
 
-def make_room(folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None) -> None:
+def delete_oldest_files(
+    folder: Path, pattern: str, max_bytes: int, *, max_files: int | None = None
+) -> None:
     """Delete the oldest files of ``pattern`` above ``max_bytes`` or ``max_files``."""
     files = [(path.stat(), path) for path in folder.glob(pattern)]
     files.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
@@ -103,7 +105,7 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
         match = _NAME.match(path.name)
         if match is None:
             continue
-        with stream_own(path, owner=Owner.from_directory(path.parent)) as file:
+        with stream_own(path, owner=FileOwner.from_directory(path.parent)) as file:
             while raw := file.readline(_MAX_LINE):
                 if not raw.startswith(b'{"step":%d,' % step):
                     continue

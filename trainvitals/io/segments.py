@@ -125,7 +125,7 @@ def read_fd(fd: int, offset: int = 0, size: int = 1 << 20) -> bytes:
         os.close(fd)
 
 
-def runs_of_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[int, int]]:
+def find_valid_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[int, int]]:
     """Yield each run of valid rows as (first slot, slot after the last).
 
     A row is valid if its checksum holds and its number is the one of its slot.

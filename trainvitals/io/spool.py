@@ -31,7 +31,7 @@ import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.io.private import (
-    Owner,
+    FileOwner,
     ensure_own_dir,
     open_own,
     replace_file,
@@ -42,19 +42,19 @@ from trainvitals.io.private import (
 from trainvitals.io.rundir import is_full
 from trainvitals.io.spool_files import (
     STATE_FILE,
-    Headers,
+    SpoolHeaders,
     SpoolPosition,
     encode_state,
     load_state,
     own_files,
     read_batches,
     scan_file,
-    scan_folder,
+    scan_spool,
     spool_files,
 )
 from trainvitals.wire import BatchHeader, decode_batch
 
-__all__ = ["Spool", "SpoolPosition", "read_batches", "unacknowledged"]
+__all__ = ["Spool", "SpoolPosition", "read_batches", "read_unacknowledged_headers"]
 
 FILE_BYTES = 8 << 20
 SAVE_BYTES = 1 << 18
@@ -111,14 +111,14 @@ class Spool:
         self._corrupt_at: set[SpoolPosition] = set()
         self._fd = -1  # of the latest file, while it is appended to
         self._number = -1
-        self._headers = Headers()
+        self._headers = SpoolHeaders()
         self._synced_size = 0
         self._unsynced: dict[Key, int] = {}
         self._refused: dict[Key, int] = {}  # dealt with once their count is saved
         self._gave_up = False
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            self._owner = Owner.from_directory(ensure_own_dir(directory))
+            self._owner = FileOwner.from_directory(ensure_own_dir(directory))
             files = self._own_files()
             self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
@@ -195,7 +195,7 @@ class Spool:
                 return True
             has_room = key not in self._refused and self._drop_until_fits(len(raw))
             if has_room:
-                self._write_if_retained_must_go(raw)
+                self._write_freeing_retained(raw)
             else:
                 self._update_state(dropped_rows=self._state.dropped_rows + header.num_rows)
             added = self._unsynced if has_room else self._refused
@@ -222,7 +222,7 @@ class Spool:
     def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
         """Yield the batches after ``start``, each with the position after it; counts damage."""
         with self._translate_disk_errors("cannot be read"):
-            for position, raw in scan_folder(self.directory, start):
+            for position, raw in scan_spool(self.directory, start):
                 if raw is None:
                     with self._lock:
                         self._corrupt_at.add(position)
@@ -294,7 +294,7 @@ class Spool:
 
     # -------------------------------------------------------------------------- writing
 
-    def _write_if_retained_must_go(self, raw: bytes) -> None:
+    def _write_freeing_retained(self, raw: bytes) -> None:
         """Write the batch; on a full disk, delete acknowledged files, the oldest first."""
         while True:
             try:
@@ -335,7 +335,7 @@ class Spool:
             path.unlink(missing_ok=True)
             raise
         empty = [number for number, size in self._sizes.items() if not size]
-        self._fd, self._synced_size, self._headers = fd, 0, Headers()
+        self._fd, self._synced_size, self._headers = fd, 0, SpoolHeaders()
         self._sizes[self._number] = 0
         for number in empty:
             self._remove_file(number)
@@ -405,7 +405,7 @@ class Spool:
         try:
             with self._open_file(number) as file:
                 for _, raw in scan_file(file, start, complete=True):
-                    header = None if raw is None else _header(raw)
+                    header = None if raw is None else _decode_header(raw)
                     num_rows += header.num_rows if header is not None else 0
         except OSError:
             self._num_corrupt += 1  # it is unreadable, and has to be deleted anyway
@@ -515,7 +515,7 @@ class Spool:
         with self._open_file(number) as file:
             for here, raw in scan_file(file, start, complete=complete):
                 end = here
-                header = None if raw is None else _header(raw)
+                header = None if raw is None else _decode_header(raw)
                 if raw is None:
                     self._corrupt_at.add(SpoolPosition(number, here))
                     is_noted = complete
@@ -551,14 +551,14 @@ class Spool:
             raise StorageError(text, hint=_HINT) from error
 
 
-def unacknowledged(directory: Path) -> Iterator[BatchHeader]:
+def read_unacknowledged_headers(directory: Path) -> Iterator[BatchHeader]:
     """Yield the header of each intact, unacknowledged batch in a spool, for any reader.
 
     Raises:
         OSError: the directory cannot be read.
     """
     for _, raw in read_batches(directory, load_state(directory / STATE_FILE).acked):
-        header = _header(raw)
+        header = _decode_header(raw)
         if header is not None:
             yield header
 
@@ -570,7 +570,7 @@ def _record_last_seq(last: dict[Key, int], key: Key, seq: int) -> None:
         del last[next(iter(last))]
 
 
-def _header(raw: bytes) -> BatchHeader | None:
+def _decode_header(raw: bytes) -> BatchHeader | None:
     """Return the header of an intact batch; None if it has a later version, which is forwarded."""
     try:
         return decode_batch(raw).header

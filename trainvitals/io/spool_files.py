@@ -17,8 +17,8 @@ from typing import BinaryIO
 import msgspec
 
 from trainvitals.errors import UNREADABLE, FormatError, InsecurePathError
-from trainvitals.io.private import Owner, read_own, stream_own
-from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
+from trainvitals.io.private import FileOwner, read_own, stream_own
+from trainvitals.wire import MAGIC, PREFIX, batch_size, is_intact_batch
 
 GROWING_SECONDS = 30.0
 SKEWED_SECONDS = 600.0
@@ -66,7 +66,7 @@ def read_batches(
         damaged: called with the start and end of each skipped range.
     """
     here = start or SpoolPosition()
-    for end, raw in scan_folder(directory, here, lambda number: is_settled(directory, number, now)):
+    for end, raw in scan_spool(directory, here, lambda number: is_settled(directory, number, now)):
         if raw is None:
             damaged(here if here.file == end.file else SpoolPosition(end.file), end)
         else:
@@ -102,7 +102,7 @@ def own_files(
     directory: Path, files: list[tuple[int, Path]]
 ) -> list[tuple[int, Path, os.stat_result]]:
     """Return the files of the directory's owner; other users' files are no spool."""
-    owner = Owner.from_directory(directory) if files else Owner.us()
+    owner = FileOwner.from_directory(directory) if files else FileOwner.current_user()
     spool_files = []
     for number, path in files:
         try:
@@ -114,7 +114,7 @@ def own_files(
     return spool_files
 
 
-def scan_folder(
+def scan_spool(
     directory: Path, start: SpoolPosition, settled: Callable[[int], bool] = lambda number: True
 ) -> Iterator[tuple[SpoolPosition, bytes | None]]:
     """Yield (end, batch) from ``start`` on, and (end, None) for each damaged range."""
@@ -124,7 +124,7 @@ def scan_folder(
         is_newest = i + 1 == len(files)
         offset = start.offset if number == start.file else 0
         try:
-            file = stream_own(path, owner=Owner.from_directory(directory))
+            file = stream_own(path, owner=FileOwner.from_directory(directory))
         except FileNotFoundError:
             continue  # acknowledged or dropped by its owner
         with file:
@@ -134,7 +134,7 @@ def scan_folder(
                 yield SpoolPosition(number, end), raw
 
 
-class Headers:
+class SpoolHeaders:
     """Offsets of the headers in the file being written; ``stored`` shortens batches by them."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _SpoolFileScan:
         rest = file.read(size - len(prefix))
         if not is_short:
             raw = prefix + rest
-            return (offset + size, raw) if is_whole(raw) else None
+            return (offset + size, raw) if is_intact_batch(raw) else None
         header_offset = int.from_bytes(rest[: _PLACE.size], "little")
         if header_offset not in self._headers:
             file.seek(header_offset)
@@ -224,7 +224,7 @@ class _SpoolFileScan:
                 self._headers.clear()
             self._headers[header_offset] = file.read(header_size)
         raw = b"".join((prefix, self._headers[header_offset], memoryview(rest)[_PLACE.size :]))
-        if is_whole(raw):
+        if is_intact_batch(raw):
             return offset + size, raw
         del self._headers[header_offset]  # its content may still be arriving
         return None
@@ -251,7 +251,7 @@ class _SpoolFileScan:
 STATE_FILE = "state.json"
 
 
-class State(msgspec.Struct, kw_only=True):
+class SpoolState(msgspec.Struct, kw_only=True):
     """The content of ``state.json``; it may be stale, and then more is sent again."""
 
     acked: SpoolPosition = SpoolPosition()
@@ -270,26 +270,28 @@ class _Sealed(msgspec.Struct):
     state: msgspec.Raw
 
 
-def load_state(path: Path) -> State:
+def load_state(path: Path) -> SpoolState:
     """Return the state in the file; a new one if it is missing or damaged."""
-    return read_state(path) or State()
+    return read_state(path) or SpoolState()
 
 
-def read_state(path: Path) -> State | None:
+def read_state(path: Path) -> SpoolState | None:
     """Return the state in the file, a new one if it is missing; None: it is damaged."""
     try:
-        raw = read_own(path, owner=Owner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES)
+        raw = read_own(
+            path, owner=FileOwner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES
+        )
         sealed = msgspec.json.decode(raw, type=_Sealed)
         if sealed.crc != zlib.crc32(sealed.state):
             return None
-        return msgspec.json.decode(sealed.state, type=State)
+        return msgspec.json.decode(sealed.state, type=SpoolState)
     except FileNotFoundError:
-        return State()
+        return SpoolState()
     except (FormatError, InsecurePathError, *UNREADABLE):
         return None
 
 
-def encode_state(state: State) -> bytes:
+def encode_state(state: SpoolState) -> bytes:
     """Return the bytes of a spool's ``state.json`` with a checksum."""
     raw = msgspec.json.encode(state)
     return msgspec.json.encode(_Sealed(zlib.crc32(raw), msgspec.Raw(raw)))

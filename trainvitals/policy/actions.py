@@ -114,7 +114,7 @@ def log_decision(
     return PolicyResult(replace(state, facts=facts), decision)
 
 
-def without_entry(result: PolicyResult) -> PolicyState:
+def state_without_entry(result: PolicyResult) -> PolicyState:
     """Return the result's state as if its decision had no entry: at most one entry per step."""
     state = result.state
     if result.decision is None:
@@ -135,7 +135,7 @@ def evidence_of(record: StepRecord, state: PolicyState) -> dict[str, float]:
 # ------------------------------------------------------------------------------------- actions
 
 
-def skip(
+def log_skip(
     state: PolicyState, context: DecisionContext, finding: Finding | None, *, reason: str, rule: str
 ) -> PolicyResult:
     """Log a step that the device skipped before the host knew about it."""
@@ -146,7 +146,7 @@ def skip(
     )  # fmt: skip
 
 
-def halt(
+def halt_run(
     state: PolicyState,
     context: DecisionContext,
     finding: Finding | None,
@@ -226,7 +226,7 @@ _SAME_CAUSE_STEPS = 10
 """Steps after the skipped batches in which the same problem has the same cause."""
 
 
-def spent_causes(facts: DurablePolicyState, config: PolicyConfig) -> tuple[int, ...]:
+def treated_cause_times(facts: DurablePolicyState, config: PolicyConfig) -> tuple[int, ...]:
     """Return the times within the window at which causes were treated by rollback."""
     return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
 
@@ -234,7 +234,7 @@ def spent_causes(facts: DurablePolicyState, config: PolicyConfig) -> tuple[int, 
 def budget_left(facts: DurablePolicyState, config: PolicyConfig) -> int:
     """Return the rollbacks left before the run must halt: the smaller of both budgets."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
-    return max(0, min(tries, config.max_causes - len(spent_causes(facts, config))))
+    return max(0, min(tries, config.max_causes - len(treated_cause_times(facts, config))))
 
 
 def recurring_cause(facts: DurablePolicyState, kind: str, onset: int) -> Cause | None:
@@ -276,7 +276,7 @@ def prepare_rollback(
         tries=tries,
         target_step=target.step,
     )
-    causes = spent_causes(facts, config)
+    causes = treated_cause_times(facts, config)
     causes = causes if cause is not None else (*causes, facts.clock)
     facts = replace(facts, cause=treated, causes=causes)
     if tries > 1:  # only if skipping batches did not help

@@ -8,12 +8,12 @@ from trainvitals.policy.actions import (
     PolicyResult,
     Rollback,
     evidence_of,
-    halt,
+    halt_run,
     log_decision,
+    log_skip,
     prepare_rollback,
     recurring_cause,
     roll_back_as_planned,
-    skip,
 )
 from trainvitals.policy.evidence import DecisionContext
 from trainvitals.policy.state import DurablePolicyState, PolicyConfig, PolicyState, RollbackPlan
@@ -51,12 +51,12 @@ def _request_approval(
     if pending is not None:
         if pending.vetoed and state.nonfinite >= config.max_skips_in_a_row:
             text = f"{rollback.reason}; vetoed by an operator, and the run makes no progress"
-            return halt(state, context, finding, reason=text, rule="stuck")
+            return halt_run(state, context, finding, reason=text, rule="stuck")
         if not record.skipped or record.overflow:
             return PolicyResult(state)
         status = "was vetoed" if pending.vetoed else f"{pending.number} waits for approval"
         text = f"{finding.reason}; the rollback {status}"
-        return skip(state, context, finding, reason=text, rule=finding.detector)
+        return log_skip(state, context, finding, reason=text, rule=finding.detector)
     number, until = state.facts.ledger_seq + 1, state.facts.clock + config.ask_steps
     last = context.inputs.decided_at_step + config.ask_steps
     default = "it is done" if config.ask_default == "approve" else "it is vetoed"
@@ -84,23 +84,25 @@ def _request_approval(
     return result._replace(findings=(request,))
 
 
-def on_timeout(state: PolicyState, config: PolicyConfig) -> tuple[PolicyState, bool]:
+def expire_approval(state: PolicyState, config: PolicyConfig) -> tuple[PolicyState, bool]:
     """Return the state after ``ask_steps`` without a response, and whether the default approves."""
     facts, waiting = state.facts, state.facts.waiting
     if waiting is None or facts.clock < waiting.until:
         return state, False
     if not waiting.vetoed and config.ask_default == "approve":
         return state, True
-    over = None if waiting.vetoed else vetoed(facts, waiting, config)
+    over = None if waiting.vetoed else veto_rollback(facts, waiting, config)
     return replace(state, facts=replace(facts, waiting=over)), False
 
 
-def vetoed(facts: DurablePolicyState, plan: RollbackPlan, config: PolicyConfig) -> RollbackPlan:
+def veto_rollback(
+    facts: DurablePolicyState, plan: RollbackPlan, config: PolicyConfig
+) -> RollbackPlan:
     """Return a vetoed rollback: no approval is requested for ``ask_steps``."""
     return replace(plan, vetoed=True, until=facts.clock + config.ask_steps)
 
 
-def on_approved(
+def roll_back_approved(
     state: PolicyState, context: DecisionContext, command_number: int = 0
 ) -> PolicyResult:
     """Roll back as requested, to a checkpoint that is healthy by now."""

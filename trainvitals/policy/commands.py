@@ -12,12 +12,12 @@ from trainvitals.policy.actions import (
     Rollback,
     commanded_checkpoint,
     evidence_of,
-    halt,
+    halt_run,
     log_decision,
     roll_back,
-    without_entry,
+    state_without_entry,
 )
-from trainvitals.policy.approval import on_approved, vetoed
+from trainvitals.policy.approval import roll_back_approved, veto_rollback
 from trainvitals.policy.evidence import DecisionContext
 from trainvitals.policy.state import (
     FOREVER,
@@ -30,10 +30,10 @@ from trainvitals.policy.state import (
     RollbackPlan,
     outliers_around,
 )
-from trainvitals.records import CommandAck, Profiled
+from trainvitals.records import CommandAck, ProfileArgument
 
 
-def respond(
+def execute_command(
     result: PolicyResult, before: PolicyState, command: Proposal, context: DecisionContext
 ) -> PolicyResult:
     """Carry out a command or refuse it, on top of the step's own verdict."""
@@ -42,19 +42,19 @@ def respond(
     if refusal:
         return _acknowledge_command(result, command, "refused", refusal, context)
     if command.action == "accept":
-        return _accept(result, command, context)
+        return _accept_level(result, command, context)
     if command.action not in ("approve", "halt", "rollback"):
-        return _apply(result, command, context)
+        return _apply_command(result, command, context)
     # The step's skip is part of the command's entry: at most one log entry per step.
     state = replace(before, facts=replace(before.facts, num_skips=result.state.facts.num_skips))
     if command.action == "approve":
-        done = on_approved(state, context, command.number)
+        done = roll_back_approved(state, context, command.number)
         status: Literal["done", "refused"] = "done" if done.decision is not None else "refused"
         reason = done.decision.reason if done.decision else done.findings[0].reason
         return _acknowledge_command(done, command, status, reason, context)
     suffix = f"; this step: {decision.reason}" if decision else ""
     if command.action == "halt":
-        done = halt(
+        done = halt_run(
             state, context, None, reason=f"manual command{suffix}", rule="command",
             command_number=command.number,
         )  # fmt: skip
@@ -70,7 +70,9 @@ def respond(
     return _acknowledge_command(done, command, "done", reason, context)
 
 
-def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) -> PolicyResult:
+def _apply_command(
+    result: PolicyResult, command: Proposal, context: DecisionContext
+) -> PolicyResult:
     """Apply a command about later steps, or about actions outside the step; keep the verdict."""
     state, argument, first = result.state, command.argument, context.inputs.decided_at_step + 1
     facts, detail = state.facts, ""
@@ -91,7 +93,7 @@ def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) ->
     elif command.action == "resume":
         detail = f"training continues with step {first}"
     elif command.action == "profile":
-        profiled = Profiled.of(argument)
+        profiled = ProfileArgument.from_argument(argument)
         last = first + profiled.num_steps - 1
         ranks = (
             f"rank {profiled.rank}" if profiled.rank >= 0 else "the slowest rank and a typical one"
@@ -105,7 +107,7 @@ def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) ->
             f"the rollback {facts.waiting.number} is not made; approval is requested again after "
             f"at least {context.config.ask_steps} steps"
         )
-        facts = replace(facts, waiting=vetoed(facts, facts.waiting, context.config))
+        facts = replace(facts, waiting=veto_rollback(facts, facts.waiting, context.config))
     if command.action in ("lr", "lr_factor"):  # the command announces the jump: it is intended
         until = max(state.announced_until, first + context.config.lr_jump_steps)
         state = replace(state, announced_until=until, lr_jump=None)
@@ -113,7 +115,9 @@ def _apply(result: PolicyResult, command: Proposal, context: DecisionContext) ->
     return _acknowledge_command(result, command, "done", detail, context)
 
 
-def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -> PolicyResult:
+def _accept_level(
+    result: PolicyResult, command: Proposal, context: DecisionContext
+) -> PolicyResult:
     """Apply an operator's statement that a step, or its level, was healthy.
 
     Outliers there define a level from now on, and their onsets no longer count against the state.
@@ -135,10 +139,10 @@ def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -
             return _acknowledge_command(
                 result, command, "refused", f"rolled back in this step: {decision.reason}", context
             )
-    state = without_entry(result)
+    state = state_without_entry(result)
     facts = state.facts
     blamed = (*facts.blamed, *(outlier.step for outlier in outliers))[-MAX_BLAMED:]
-    accepted = _with_level(facts.accepted, outliers, context.record.turn)
+    accepted = _raise_accepted_levels(facts.accepted, outliers, context.record.turn)
     state = replace(
         state,
         facts=replace(facts, blamed=blamed, accepted=accepted),
@@ -155,7 +159,7 @@ def _accept(result: PolicyResult, command: Proposal, context: DecisionContext) -
     return _acknowledge_command(done, command, "done", detail, context)
 
 
-def _with_level(
+def _raise_accepted_levels(
     levels: tuple[AcceptedLevel, ...], outliers: Sequence[Outlier], turn: int
 ) -> tuple[AcceptedLevel, ...]:
     """Return the accepted levels, raised to the largest values of these outliers."""
@@ -185,7 +189,7 @@ def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionCo
     if command.action in context.inputs.unavailable_commands:
         return context.inputs.unavailable_commands[command.action]
     if command.action == "profile":
-        num_steps = Profiled.of(command.argument).num_steps
+        num_steps = ProfileArgument.from_argument(command.argument).num_steps
         return "" if num_steps >= 1 else "it takes a number of steps above 0"
     if command.action == "skip":
         return "" if 1 <= command.argument <= FOREVER else "it takes a number of steps above 0"

@@ -21,15 +21,15 @@ from msgspec.structs import replace
 
 from trainvitals.policy.actions import (
     PolicyResult,
-    halt,
+    halt_run,
+    log_skip,
     prepare_rollback,
     recurring_cause,
-    skip,
-    spent_causes,
-    without_entry,
+    state_without_entry,
+    treated_cause_times,
 )
-from trainvitals.policy.approval import decide_rollback, on_approved, on_timeout
-from trainvitals.policy.commands import respond
+from trainvitals.policy.approval import decide_rollback, expire_approval, roll_back_approved
+from trainvitals.policy.commands import execute_command
 from trainvitals.policy.evidence import (
     DecisionContext,
     Trigger,
@@ -43,7 +43,7 @@ from trainvitals.policy.evidence import (
 from trainvitals.policy.state import (
     MAX_BLAMED,
     REPORT_AGAIN_STEPS,
-    Lasting,
+    LastingProblem,
     LrJump,
     PolicyConfig,
     PolicyState,
@@ -93,7 +93,7 @@ def decide(
     before = state
     state, is_approved = _advance_clock(state, context), False
     if state.facts.waiting is not None:
-        state, is_approved = on_timeout(state, context.config)
+        state, is_approved = expire_approval(state, context.config)
     result = _judge_step(state, findings, context)
     if record.learning_rate is not None:
         result = _report_lr_jump(result, before, context)
@@ -104,10 +104,10 @@ def decide(
     if record.replicas_differ or record.settings_differ:
         result = _check_replicas(result, context)
     if is_approved and not _ends_attempt(result):
-        result = _add_rule_result(result, on_approved(without_entry(result), context))
+        result = _add_rule_result(result, roll_back_approved(state_without_entry(result), context))
     if command is None or command.number <= state.facts.last_command:
         return result
-    return respond(result, state, command, context)
+    return execute_command(result, state, command, context)
 
 
 def _advance_clock(state: PolicyState, context: DecisionContext) -> PolicyState:
@@ -143,7 +143,7 @@ def _judge_step(
     if is_outlier(record) and not record.overflow:
         return _probe_findings(_act_on_outlier(state, bad.get("spike"), context), findings, context)
     if record.skipped and record.commanded:
-        return skip(state, context, None, reason="manual command: skip", rule="command")
+        return log_skip(state, context, None, reason="manual command: skip", rule="command")
     if record.overflow or record.failed_ranks:
         return _log_device_skip(state, findings, context)  # neither counts in a row nor ends it
     if state.row or state.nonfinite:
@@ -178,9 +178,9 @@ def _log_device_skip(
         return PolicyResult(state)
     finding = next((f for f in findings if f.kind == "rank_failed"), None)
     if finding is not None:
-        return skip(state, context, finding, reason=finding.reason, rule=finding.detector)
+        return log_skip(state, context, finding, reason=finding.reason, rule=finding.detector)
     reason = "the device skipped the step; no detector gave a reason"
-    return skip(state, context, None, reason=reason, rule="device")
+    return log_skip(state, context, None, reason=reason, rule="device")
 
 
 # --------------------------------------------------------------------------- certain evidence
@@ -193,7 +193,7 @@ def _act_on_nonfinite_params(
     record = context.record
     onset = min(step for step in (record.step, _current_onset(state)) if step >= 0)
     state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
-    if context.heals:
+    if context.can_roll_back:
         # A bit flip or a broken kernel: no batch caused it, so all batches are trained again.
         plan = RollbackPlan(
             rule="nonfinite_params", kind="nonfinite_params", onset_step=onset, reason=bad.reason,
@@ -204,7 +204,7 @@ def _act_on_nonfinite_params(
         f"{bad.reason}: all further steps would be lost, and mode {context.mode!r} has no "
         "checkpoint to roll back to; use mode 'heal' with checkpoints"
     )
-    return halt(state, context, bad, reason=reason, rule="nonfinite_params")
+    return halt_run(state, context, bad, reason=reason, rule="nonfinite_params")
 
 
 def _current_onset(state: PolicyState) -> int:
@@ -246,13 +246,13 @@ def _act_on_damaged_state(
 ) -> PolicyResult:
     """Roll back a state that the probe found damaged; if not allowed, log the skip."""
     finding = damage_finding(read, max_healthy_ratio(state, onset, context), context, bad.rank)
-    if context.heals:
+    if context.can_roll_back:
         reason = f"{bad.reason}; {finding.reason}"
         plan = RollbackPlan(
             rule="state_damaged", kind="nonfinite", onset_step=onset, reason=reason, finding=bad
         )
         return _act_on_certain_evidence(state, context, plan)
-    result = skip(state, context, bad, reason=bad.reason, rule=bad.detector)
+    result = log_skip(state, context, bad, reason=bad.reason, rule=bad.detector)
     return result._replace(findings=(finding,))
 
 
@@ -268,7 +268,7 @@ def _act_on_nonfinite_row(
             "loss on earlier batches is unchanged: the data are bad; each update is skipped"
         )
         findings = (replace(bad, kind="nonfinite_streak", level="advisory", reason=text),)
-    elif not state.sound and context.heals and num >= config.nonfinite_in_a_row:
+    elif not state.sound and context.can_roll_back and num >= config.nonfinite_in_a_row:
         reason = f"{num} non-finite steps in a row; the last: {bad.reason}"
         plan = RollbackPlan(
             rule="nonfinite_streak", kind="nonfinite", onset_step=onset, reason=reason, finding=bad
@@ -279,9 +279,9 @@ def _act_on_nonfinite_row(
             f"{num} non-finite steps in a row, up to step {context.record.step}: the run is making "
             "no progress"
         )
-        return halt(state, context, bad, reason=reason, rule="stuck")
+        return halt_run(state, context, bad, reason=reason, rule="stuck")
     reason = bad.reason if num == 1 else f"{bad.reason} ({num} non-finite steps in a row)"
-    result = skip(state, context, bad, reason=reason, rule=bad.detector)
+    result = log_skip(state, context, bad, reason=reason, rule=bad.detector)
     return result._replace(findings=findings)
 
 
@@ -298,7 +298,7 @@ def _act_on_outlier(
         return PolicyResult(state)
     num = len(state.row)
     reason = spike.reason if num == 1 else f"{spike.reason} ({num} outliers in a row)"
-    return skip(state, context, spike, reason=reason, rule="outlier")
+    return log_skip(state, context, spike, reason=reason, rule="outlier")
 
 
 def _probe_findings(
@@ -346,7 +346,9 @@ def _probe_findings(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
         reason=f"{what}; {describe_damage(read)}",
     )  # fmt: skip
-    return _add_rule_result(result, _act_on_finite_evidence(without_entry(result), context, plan))
+    return _add_rule_result(
+        result, _act_on_finite_evidence(state_without_entry(result), context, plan)
+    )
 
 
 # ------------------------------------------------------------------------- learning-rate jumps
@@ -381,7 +383,7 @@ def is_lr_jump(record: StepRecord, last: float, config: PolicyConfig) -> bool:
     return rate is not None and last > 0.0 and rate >= config.lr_jump * last
 
 
-def is_restart(record: StepRecord, state: PolicyState, config: PolicyConfig) -> bool:
+def is_lr_restart(record: StepRecord, state: PolicyState, config: PolicyConfig) -> bool:
     """Return whether the rate jumps to an expected value: scheduled, or already trained with."""
     rate = record.learning_rate or 0.0
     return is_lr_jump(record, state.learning_rate, config) and (
@@ -430,7 +432,7 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
     finding = _make_finding(record, "nonfinite_state", "snapshots", reason, rank=rank, value=value)
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
-        result, _act_on_nonfinite_state(without_entry(result), context, finding)
+        result, _act_on_nonfinite_state(state_without_entry(result), context, finding)
     )
 
 
@@ -457,7 +459,7 @@ def _ends_attempt(result: PolicyResult) -> bool:
 def _add_rule_result(result: PolicyResult, done: PolicyResult) -> PolicyResult:
     """Return ``result`` with a rule's result about the state: at most one entry per step.
 
-    ``done`` is the result of that rule for ``without_entry(result)``.
+    ``done`` is the result of that rule for ``state_without_entry(result)``.
     """
     if done.decision is None:
         facts = replace(done.state.facts, ledger_seq=result.state.facts.ledger_seq)
@@ -478,7 +480,7 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
             record, "settings_differ", "replicas", reason, "advisory", rank=rank
         )
         finding = replace(finding, onset_step=since)
-        state = replace(result.state, settings=Lasting(record.step, since))
+        state = replace(result.state, settings=LastingProblem(record.step, since))
         result = result._replace(state=state, findings=(*result.findings, finding))
     if not record.replicas_differ or _ends_attempt(result):
         return result
@@ -487,7 +489,7 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
     finding = _make_finding(record, "replica_corrupted", "replicas", reason, rank=rank)
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
-        result, _act_on_differing_replicas(without_entry(result), context, finding)
+        result, _act_on_differing_replicas(state_without_entry(result), context, finding)
     )
 
 
@@ -544,7 +546,9 @@ def _check_evaluation(
         rule="evaluation", kind="state", onset_step=onset, reason=reason, finding=finding,
         is_finite=True,
     )  # fmt: skip
-    return _add_rule_result(result, _act_on_finite_evidence(without_entry(result), context, plan))
+    return _add_rule_result(
+        result, _act_on_finite_evidence(state_without_entry(result), context, plan)
+    )
 
 
 # ------------------------------------------------------------------------------------- rollbacks
@@ -556,7 +560,7 @@ def _act_on_certain_evidence(
     """Roll back on certain evidence, or halt if no budget or no checkpoint is left."""
     config, facts = context.config, state.facts
     cause = recurring_cause(facts, plan.kind, plan.onset_step)
-    num_causes, over = len(spent_causes(facts, config)), ""
+    num_causes, over = len(treated_cause_times(facts, config)), ""
     if cause is not None and cause.tries >= config.max_tries:
         over = f"{cause.tries} rollbacks (the limit) did not fix it"
     elif cause is None and num_causes >= config.max_causes:
@@ -565,11 +569,13 @@ def _act_on_certain_evidence(
             f"{config.budget_window} steps"
         )
     if over:
-        return halt(state, context, plan.finding, reason=f"{plan.reason}; {over}", rule="budget")
+        return halt_run(
+            state, context, plan.finding, reason=f"{plan.reason}; {over}", rule="budget"
+        )
     rollback, note = prepare_rollback(facts, context, plan, cause)
     if rollback is None:
         reason = f"{plan.reason}; {note}"
-        return halt(state, context, plan.finding, reason=reason, rule="no_checkpoint")
+        return halt_run(state, context, plan.finding, reason=reason, rule="no_checkpoint")
     return decide_rollback(state, context, plan, rollback)
 
 
@@ -583,16 +589,16 @@ def _act_on_nonfinite_state(
     no further rollback is spent on it within the budget's window.
     """
     config, facts, note = context.config, state.facts, ""
-    if not context.heals or context.mode == "observe":
+    if not context.can_roll_back or context.mode == "observe":
         note = f"mode {context.mode!r} does not roll back"
     elif facts.clock < facts.uncured_until:
         note = "an earlier rollback did not fix it"
     elif recurring_cause(facts, finding.kind, context.record.step) is not None:
         facts = replace(facts, uncured_until=facts.clock + config.budget_window)
         state, note = replace(state, facts=facts), "it is there again after a rollback"
-    elif len(spent_causes(facts, config)) >= config.max_causes:
+    elif len(treated_cause_times(facts, config)) >= config.max_causes:
         note = f"the rollback budget is used up ({config.max_causes} causes)"
-    return _replay_all(state, context, finding, "hidden", note)
+    return _replay_all_batches(state, context, finding, "hidden", note)
 
 
 def _act_on_differing_replicas(
@@ -618,21 +624,21 @@ def _act_on_differing_replicas(
             "the same difference recurred after a rollback, bit for bit: the cause is software, or "
             "a fault that repeats itself"
         )
-    elif not context.heals or context.mode == "observe":
+    elif not context.can_roll_back or context.mode == "observe":
         note = f"mode {context.mode!r} does not roll back"
     elif any(-1 in (who, rank) or who == rank for _, who in earlier):
         when = humanize_count(facts.clock - earlier[-1][0], "step")
         where = f"on rank {rank}" if rank >= 0 else "and two replicas cannot tell whose fault it is"
         text = f"{finding.reason}; it is there again {when} after a rollback, {where}"
         text += ": a persistent fault"
-        return halt(state, context, finding, reason=text, rule=finding.kind)
-    elif len(spent_causes(facts, config)) >= config.max_causes:
+        return halt_run(state, context, finding, reason=text, rule=finding.kind)
+    elif len(treated_cause_times(facts, config)) >= config.max_causes:
         note = f"the rollback budget is used up ({config.max_causes} causes)"
     corrupted = (*earlier, (facts.clock, rank))
-    return _replay_all(state, context, finding, "replicas", note, corrupted=corrupted)
+    return _replay_all_batches(state, context, finding, "replicas", note, corrupted=corrupted)
 
 
-def _replay_all(
+def _replay_all_batches(
     state: PolicyState,
     context: DecisionContext,
     finding: Finding,
@@ -654,10 +660,10 @@ def _replay_all(
     if rollback is not None:
         facts = replace(rollback.facts, **budget_update)
         return decide_rollback(state, context, plan, rollback._replace(facts=facts))
-    report: Lasting | None = getattr(state, lasting).report(context.record.step)
+    report: LastingProblem | None = getattr(state, lasting).report(context.record.step)
     if report is None:
         return PolicyResult(state)
-    saves = context.heals or lasting == "replicas"
+    saves = context.can_roll_back or lasting == "replicas"
     text = f"{finding.reason}; {note}, so training continues"
     text += "; no snapshot or checkpoint is made while it is so" if saves else ""
     finding = replace(finding, reason=text, onset_step=report.since)
@@ -681,7 +687,7 @@ def _act_on_finite_evidence(
     why_not, suffix, rollback = "", "", None
     if is_again:
         why_not = ", as before the rollback: the data is at fault; training continues"
-    elif not context.heals:
+    elif not context.can_roll_back:
         why_not = (
             f"; mode {context.mode!r} does not roll back: stop the job and restart it from a "
             f"checkpoint before step {max(0, onset - config.margin)} (`vitals checkpoints list` "

@@ -101,7 +101,7 @@ class DecisionContext(NamedTuple):
     """A function, because the trend costs more than a step without findings."""
 
     @property
-    def heals(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether a rollback is the next action: in heal mode, or in observe with checkpoints."""
         return self.mode == "heal" or (self.mode == "observe" and bool(self.inputs.checkpoints))
 

@@ -21,8 +21,8 @@ from trainvitals.detect.detector_set import DetectConfig, DetectorSet
 from trainvitals.detect.outliers import Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.actions import PolicyResult
-from trainvitals.policy.commands import respond
-from trainvitals.policy.decide import decide, is_restart
+from trainvitals.policy.commands import execute_command
+from trainvitals.policy.decide import decide, is_lr_restart
 from trainvitals.policy.evidence import DecisionContext, LossTrend, StepInputs
 from trainvitals.policy.state import (
     DurablePolicyState,
@@ -151,7 +151,7 @@ class Judge:
         """State of the optimizers other than the current one."""
         self._last_step = -1
 
-    def _switch(self, turn: int) -> None:
+    def _switch_optimizer(self, turn: int) -> None:
         """Judge the steps of another optimizer from now on."""
         before = self._current
         self._waiting[self._turn] = before
@@ -176,7 +176,7 @@ class Judge:
         it, then call ``rolled_back``.
         """
         if record.turn != self._turn:
-            self._switch(record.turn)
+            self._switch_optimizer(record.turn)
         optimizer, before = self._current, self._current.policy
         attempt = before.facts.attempt
         if attempt == 0 and record.attempt:
@@ -197,7 +197,7 @@ class Judge:
         optimizer.policy, self._last_step = result.state, record.step
         if result.decision is not None and result.decision.rule == "operator_accepted":
             optimizer.detectors.accept_level()
-        elif is_restart(record, before, self.config.ladder):
+        elif is_lr_restart(record, before, self.config.ladder):
             # A warm restart: the loss rises as expected, and nothing is withheld for it.
             optimizer.outliers.suspend(self.config.ladder.lr_jump_steps)
             if record.rate_declared:
@@ -227,13 +227,13 @@ class Judge:
         inputs = StepInputs(decided_at_step, unavailable_commands=unavailable_commands)
         context = DecisionContext(record, inputs, self.mode, self.config.ladder)
         policy = self._current.policy
-        result = respond(PolicyResult(policy), policy, command, context)
+        result = execute_command(PolicyResult(policy), policy, command, context)
         self._current.policy = result.state
         is_done = result.ack is not None and result.ack.status == "done"
         return Judgement(ack=result.ack, order=command if is_done else None)
 
     def _loss_trend(self) -> LossTrend:
-        return LossTrend(*self._current.outliers.course())
+        return LossTrend(*self._current.outliers.loss_statistics())
 
     def rolled_back(
         self, *, detector_state: Mapping[str, Any] | None, attempt: int, step: int = -1
@@ -247,7 +247,7 @@ class Judge:
         saved = detector_state or {}
         turn = int(saved.get("turn", self._turn))
         if turn != self._turn:
-            self._switch(turn)
+            self._switch_optimizer(turn)
         states = {turn: saved, **{int(k): v for k, v in saved.get("others", {}).items()}}
         policies = {turn: self._current.policy, **{k: v.policy for k, v in self._waiting.items()}}
         self._waiting = {t: _OptimizerJudge(self.config) for t in {*states, *policies}}

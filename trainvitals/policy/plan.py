@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Id of the latest attempt in the plan journal; 0 before the first."""
         return max((self.facts.attempt, *(branch.id for branch in self.branches)))
 
-    def holds(self, step: int, attempt: int) -> bool:
+    def is_in_lineage(self, step: int, attempt: int) -> bool:
         """Return whether the state before ``step`` of ``attempt`` belongs to the current lineage.
 
         States of a discarded attempt do not. Before the first attempt all of them do. A start that
@@ -82,7 +82,7 @@ class PlanLine(msgspec.Struct, frozen=True, omit_defaults=True):
     expired: int = 0
 
 
-def extend(plan: Plan, line: PlanLine) -> Plan:
+def extend_plan(plan: Plan, line: PlanLine) -> Plan:
     """Return the plan with one more line; the later line of an attempt replaces the earlier one."""
     branches, windows = plan.branches, plan.windows
     if line.branch is not None:
@@ -105,5 +105,5 @@ def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
     """
     plan = Plan()
     for line in lines:
-        plan = extend(plan, msgspec.convert(line, PlanLine))
+        plan = extend_plan(plan, msgspec.convert(line, PlanLine))
     return plan

@@ -139,7 +139,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_id: str = ""
 
     @classmethod
-    def of(cls, command: Command) -> Proposal:
+    def from_command(cls, command: Command) -> Proposal:
         """Return the part of a command that decides. A rollback without an id means the latest."""
         argument = NEWEST if command.action == "rollback" else command.argument
         return cls(
@@ -285,7 +285,7 @@ REPORT_AGAIN_STEPS = 50
 """Steps after which a lasting problem is reported again: its alert would resolve after 100."""
 
 
-class Lasting(msgspec.Struct, frozen=True, array_like=True):
+class LastingProblem(msgspec.Struct, frozen=True, array_like=True):
     """A problem that is reported at its first step, and again while it lasts."""
 
     reported_step: int = -1
@@ -293,12 +293,12 @@ class Lasting(msgspec.Struct, frozen=True, array_like=True):
     since: int = -1
     """First step of the problem."""
 
-    def report(self, step: int) -> Lasting | None:
+    def report(self, step: int) -> LastingProblem | None:
         """Return the problem's state after a report; None if reported recently."""
         passed = step - self.reported_step if self.reported_step >= 0 else FOREVER
         if passed < REPORT_AGAIN_STEPS:
             return None
-        return Lasting(step, self.since if passed <= 2 * REPORT_AGAIN_STEPS else step)
+        return LastingProblem(step, self.since if passed <= 2 * REPORT_AGAIN_STEPS else step)
 
 
 class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,11 +318,11 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the queries to the probe about finite values within the window."""
     passes_until: int = 0
     """Outliers are applied before this time on the clock: the probe has responded."""
-    hidden: Lasting = Lasting()
+    hidden: LastingProblem = LastingProblem()
     """Reports of a non-finite state without a rollback."""
-    replicas: Lasting = Lasting()
+    replicas: LastingProblem = LastingProblem()
     """Reports of replicas that differ without a rollback."""
-    settings: Lasting = Lasting()
+    settings: LastingProblem = LastingProblem()
     """Settings of ranks that differ in this attempt: the latest such step, and the first."""
     num_missed: int = 0
     """Snapshots that could not be taken."""

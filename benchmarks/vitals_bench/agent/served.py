@@ -88,10 +88,10 @@ def main() -> None:
     meter = Meter()
     meter.wrap(agent_module, "discover", "discovery")
     meter.wrap(ServedRun, "copy", "tailing and spooling")
-    meter.wrap(ServedRun, "sweep", "sweeping")
+    meter.wrap(ServedRun, "delete_finished_journals", "sweeping")
     meter.wrap(Sampling, "sample", "samples of node and ranks")
     meter.wrap(GpuSampler, "sample", "samples of GPUs")
-    meter.wrap(Sampling, "collect", "writing the samples of GPUs")
+    meter.wrap(Sampling, "write_gpu_samples", "writing the samples of GPUs")
     meter.wrap(IoLoop, "serve_runs", "shipping and relaying")
     gpus = [{**H100, "uuid": f"GPU-{index}"} for index in range(NUM_GPUS)]
     agent = Agent(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainvitals.detect.attribution import Onset, OnsetTracker, origin
+from trainvitals.detect.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 from vitals_bench.attribution.rank import JUMP_STEPS, TASK, Work
 from vitals_bench.attribution.runs import Recorded, as_seen, record, told
@@ -141,7 +141,7 @@ def windows_named(
         which = i % len(runs)
         asked = int(draws.integers(_FIRST_ASKED, len(runs[which].run)))
         planned = ((TASK, JUMP_STEPS),)
-        onset = origin(onsets[which], attempt=1, step=asked, planned=planned)
+        onset = find_origin_onset(onsets[which], attempt=1, step=asked, planned=planned)
         if onset is not None:
             found.append((which, asked, onset))
     return found

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from trainvitals.detect.attribution import Onset, OnsetTracker, origin
+from trainvitals.detect.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.records import NamesDefined, decode_events
 from trainvitals.rows import rows_of
@@ -27,8 +27,8 @@ from vitals_collector.live.step_join import (
     LAYER_COLUMNS,
     LayerPart,
     RowWriters,
-    decode,
-    merge,
+    decode_rank_rows,
+    merge_steps,
     step_columns,
 )
 
@@ -106,12 +106,14 @@ def _merged(parts: Sequence[Part]) -> list[MergedStep]:
             raw = rows_of(schema, batch.rows)
             of = RowWriters(*(np.full(len(raw), number) for number in (rank, RANKS, rank)))
             if schema.stream == "steps":
-                rows.append(decode(schema, raw, step_columns(schema, is_rank0=rank == 0), of))
+                rows.append(
+                    decode_rank_rows(schema, raw, step_columns(schema, is_rank0=rank == 0), of)
+                )
             else:
-                found = decode(schema, raw, ["layer", *LAYER_COLUMNS], of)
+                found = decode_rank_rows(schema, raw, ["layer", *LAYER_COLUMNS], of)
                 layers.append(LayerPart(names, found))
     first = parts[0].first_step
-    steps = merge(rows, layers).steps
+    steps = merge_steps(rows, layers).steps
     return [replace(step, step=step.step + first, attempt=1) for step in steps]
 
 
@@ -131,7 +133,7 @@ def told(recorded: Recorded, *, by_default: bool = False) -> Iterator[tuple[Faul
         for step in steps:
             # The first steps of a copy have nothing behind them; the run's own do.
             own.update(as_seen(step, by_default=by_default, is_near=step.step >= fault.step))
-        yield fault, origin(own.onsets, attempt=1, step=fault.asked_at)
+        yield fault, find_origin_onset(own.onsets, attempt=1, step=fault.asked_at)
 
 
 _NOT_DEFAULT = ("rank_grad_norm",)

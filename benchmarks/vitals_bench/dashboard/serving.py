@@ -80,8 +80,8 @@ def serve(folder: Path, size: Size) -> Iterator[Serving]:
     with Started("collector", command, folder) as collector:
         collector.wait_for(lambda: answers(f"http://127.0.0.1:{port}/healthz"), 180.0)
         collector.settle(_CAUGHT_UP_SECONDS)  # it looks at all that was stored before it started
-        place = launch.place_on(data, "")
-        with launch.pages(place, launch.free_port(0), os.environ) as pages:
+        place = launch.locate_collector(data, "")
+        with launch.run_page_server(place, launch.free_port(0), os.environ) as pages:
             pids = [collector.popen.pid, pages.program.process.pid]
             yield Serving(filling, place.url, read_tokens(place.token_file), pages.address, pids)
 

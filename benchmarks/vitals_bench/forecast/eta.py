@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.forecast import Finish, finish
+from trainvitals.forecast import Finish, forecast_finish
 from vitals_bench.rows import Cell, Grid, Row, at_least, at_most
 
 _Ints = npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ class _Outcome(NamedTuple):
 def _told(kind: _Kind, seed: int) -> _Outcome:
     at, attempt = _job(kind, seed)
     done = _NUM_STEPS // 4
-    foreseen = finish(
+    foreseen = forecast_finish(
         np.arange(done),
         at[:done],
         attempt[:done],

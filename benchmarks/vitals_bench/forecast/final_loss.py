@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainvitals.forecast import FINAL_SHARE, final_loss
+from trainvitals.forecast import FINAL_SHARE, forecast_final_loss
 from vitals_bench.rows import Cell, Grid, Row, at_least, at_most
 
 _SHARES = (0.3, 0.5, 0.7)
@@ -102,7 +102,7 @@ def _told(curves: Iterable[_Curve], share: float) -> _Told:
         is_last = curve.step + 1 > (1 - FINAL_SHARE) * total
         came = float(np.nanmedian(curve.loss[is_last]))
         is_done = curve.step + 1 <= share * total
-        outcome = final_loss(curve.step[is_done], curve.loss[is_done], total_steps=total)
+        outcome = forecast_final_loss(curve.step[is_done], curve.loss[is_done], total_steps=total)
         if not isinstance(outcome, str):
             off.append(abs(outcome.loss / came - 1))
             hits += outcome.low <= came <= outcome.high

@@ -17,7 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from vitals_bench.rows import Cell, Grid, Row, at_most
-from vitals_plugins.lab.plan.training_plan import Memory, Shape, Strategy, TrainingType, memory
+from vitals_plugins.lab.plan.training_plan import (
+    GpuMemoryNeed,
+    Shape,
+    Strategy,
+    TrainingType,
+    peak_gpu_memory,
+)
 
 _LIMIT = 0.10
 _NUM_RANKS = 4
@@ -121,7 +127,7 @@ class _Model(nn.Module):
         return scores
 
 
-def _held(case: _Case) -> tuple[Memory, float]:
+def _held(case: _Case) -> tuple[GpuMemoryNeed, float]:
     """Return what is planned for a rank of it, and the most bytes of tensors it had at once."""
     torch.manual_seed(0)
     with _ranks(case.num_gpus):
@@ -150,7 +156,7 @@ def _held(case: _Case) -> tuple[Memory, float]:
         with tracker:
             _step(trained, words)
         (peak,) = tracker.get_tracker_snapshot("peak").values()
-    planned = memory(
+    planned = peak_gpu_memory(
         case.strategy,
         num_params=num_params,
         shape=case.shape,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import trainvitals
-from trainer_hooks.demo.model import Block
+from trainer_hooks.demo.model import TransformerBlock
 from vitals_bench.gpu.loops import DEVICE, HALF, HAS_CUDA, INF, SINGLE
 from vitals_bench.gpu.parts import Facts, SkipPartError, part
 from vitals_bench.measure import medians, spread
@@ -226,7 +226,7 @@ class TokenGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, width // 64) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)

@@ -13,7 +13,7 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import Identity
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.rows import Column, Schema
-from trainvitals.wire import PREFIX, BatchHeader, encode_batch, frame
+from trainvitals.wire import PREFIX, BatchHeader, encode_batch, frame_batch
 
 RANKS_PER_NODE = 8
 NAMES = tuple(m.column for m in STEP_METRICS if m.dtype == "f8")[:20]
@@ -101,7 +101,9 @@ class Writers:
     def batches(self, block: Block) -> list[bytes]:
         """Return one batch for each rank."""
         rows = rows_bytes(block)
-        return [frame(self._header(i, block), head, rows[i]) for i, head in enumerate(self._heads)]
+        return [
+            frame_batch(self._header(i, block), head, rows[i]) for i, head in enumerate(self._heads)
+        ]
 
     def _header(self, i: int, block: Block) -> BatchHeader:
         return BatchHeader(

@@ -222,7 +222,7 @@ def _one_step(
         begin = time.process_time()
         acting.engine.poll(only_new=not (is_due and n == 0))
         polls.append(time.process_time() - begin)
-        acting.dispatcher.pump()
+        acting.dispatcher.deliver_due()
         clock.advance(1 / _POLLS_A_STEP)
     return hook, polls
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainvitals.alerting import Alert, alerts_for_decision, alerts_for_finding, is_answered
-from trainvitals.io.journal import JournalReader, discover
+from trainvitals.io.journal import JournalReader, find_journals
 from trainvitals.io.private import private_base
 from trainvitals.records import (
     Decision,
@@ -53,7 +53,7 @@ class Ledger:
 
     def read(self) -> None:
         """Take in what is new in the journal of rank 0, which writes what all have in common."""
-        for ref in discover(private_base(os.environ)):
+        for ref in find_journals(private_base(os.environ)):
             if ref.run_id == self.run_id and ref.directory.name.startswith("rank-0-"):
                 reader = self._readers.setdefault(ref.directory, JournalReader(ref.directory))
                 while batches := reader.read():

@@ -35,7 +35,7 @@ from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
 from vitals_collector.numbers.interface import AttemptRow, Points
 from vitals_collector.queries import series
 from vitals_collector.queries.query import Query
-from vitals_collector.queries.why import explain
+from vitals_collector.queries.why import explain_step
 from vitals_collector.storage.store import Store, open_data_store
 
 METRIC = "steps.loss"
@@ -131,7 +131,7 @@ class Asking:
     def why(self) -> str:
         """Return the paragraph about the incident."""
         run, query = self.filling.run_id, self._query
-        return explain(
+        return explain_step(
             query.ask(RunQuestion(run_id=run)).summary,
             query.ask(StepQuestion(run_id=run, step=self.filling.incident)),
             query.ask(DecisionsQuestion(run_id=run)),

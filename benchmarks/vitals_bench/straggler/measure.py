@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.sections import SECTIONS, Sections
+from trainer_hooks.measures.sections import SECTIONS, SectionTimer
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.fleet.straggler import StragglerWatcher
 from trainvitals.errors import VitalsError
@@ -301,7 +301,7 @@ def measure_cost(*, quick: bool) -> Iterator[Row | Grid]:
 def _seconds_a_step(times: int, *, is_placed: bool) -> float:
     model, x = nn.Linear(4, 1), torch.ones(2, 4)
     wrappers: list[nn.Module] = [model] if is_placed else []
-    sections = Sections(wrappers, torch.device("cpu"), FaultCounter())
+    sections = SectionTimer(wrappers, torch.device("cpu"), FaultCounter())
     began = time.thread_time()  # what else the machine does is not counted
     for _ in range(times):
         if is_placed:

@@ -7,7 +7,7 @@ from trainvitals.redaction import redact_text
 from trainvitals.views import AnnotationRequest, AnnotationView
 from vitals_collector.alerts.commands import CONFLICT
 from vitals_collector.storage.schema import annotations, audit, runs
-from vitals_collector.storage.store import Store, clean, unknown_run
+from vitals_collector.storage.store import Store, remove_nul, unknown_run
 
 MAX_TEXT = 300
 MAX_BY = 80
@@ -68,7 +68,7 @@ def annotate(
 
 def _clean_note_text(name: str, text: str, most: int) -> str:
     """Return the text as it can be stored, without secrets and the white space around it."""
-    text = redact_text(clean(text).encode(errors="replace").decode().strip())
+    text = redact_text(remove_nul(text).encode(errors="replace").decode().strip())
     if len(text) > most:
         raise UsageError(f"{name} has {len(text)} characters; it may have {most}")
     return text

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import apprise
 
 from trainvitals.views import AlertView
-from vitals_collector.alerts.messages import Links, message_of
+from vitals_collector.alerts.messages import AlertLinks, build_alert_message
 from vitals_collector.alerts.notifiers import (
     DELIVERED,
     UNREADABLE,
@@ -35,7 +35,7 @@ class AppriseNotifier:
     reposts = False
     takes_log = False
 
-    def __init__(self, url: str, *, name: str, links: Links) -> None:
+    def __init__(self, url: str, *, name: str, links: AlertLinks) -> None:
         self.name = name
         self._url = url
         self._links = links
@@ -49,7 +49,9 @@ class AppriseNotifier:
                 scheme = redacted(self._url).partition(":")[0]
                 error = f"apprise cannot read its {scheme}:// address"
                 return DeliveryResult(recoverable=False, error=error)
-            message = message_of(alert, self._links, self.ack_links.get(alert.fingerprint, ""))
+            message = build_alert_message(
+                alert, self._links, self.ack_links.get(alert.fingerprint, "")
+            )
             is_over = alert.state == "resolved"
             kind = apprise.NotifyType.SUCCESS if is_over else _TYPES[alert.severity]
             body = f"{message.body}\nDelivery: {delivery_id(alert, self.name)}"

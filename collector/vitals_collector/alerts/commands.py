@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 
 from trainvitals.errors import UnauthorizedError, UsageError, VitalsError
 from trainvitals.identity import check_run_id
-from trainvitals.io.control_key import verify_order
+from trainvitals.io.control_key import verify_manual_command
 from trainvitals.io.mailbox import check_time, sign_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
@@ -59,8 +59,8 @@ def issue(
         UsageError: unknown run, checkpoint or step, an action not offered, a value out of bounds,
             a clock that differs, or too many commands that still wait.
     """
-    verify_order(command, keys)
-    request = CommandRequest.of(command)
+    verify_manual_command(command, keys)
+    request = CommandRequest.from_command(command)
     request.check()
     check_run_id(run_id)
     if command.run_id != run_id:
@@ -69,7 +69,7 @@ def issue(
     with store.write() as connection:
         _check_run(connection, run_id, now_unix_ns)
         check_checkpoint(request.checkpoint_id, _load_checkpoint_states(connection, run_id))
-        check_step(request, _last_step(connection, run_id))
+        check_accepted_step(request, _last_step(connection, run_id))
         _check_number(connection, command)
         connection.execute(insert(commands).values(_command_row(command)))
         who = f"{command.issued_by} (control key)"
@@ -86,7 +86,7 @@ def issue(
     return view
 
 
-def check_step(request: CommandRequest, last_step: int) -> None:
+def check_accepted_step(request: CommandRequest, last_step: int) -> None:
     """Reject the acceptance of a step that was not reached yet. Pure.
 
     Raises:
@@ -167,7 +167,7 @@ def mark_delivered(
     return msgspec.structs.replace(view, status="delivered")
 
 
-def expire(store: Store, now_unix_ns: int) -> int:
+def expire_commands(store: Store, now_unix_ns: int) -> int:
     """Mark pending commands that have expired; return their number."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
     with store.read_transaction() as connection:
@@ -350,10 +350,10 @@ def _insert_audit_row(
 
 
 __all__ = [
+    "check_accepted_step",
     "check_checkpoint",
-    "check_step",
     "count_commands",
-    "expire",
+    "expire_commands",
     "issue",
     "list_commands",
     "mark_delivered",

@@ -14,7 +14,7 @@ from vitals_collector.storage.schema import alerts, deliveries
 from vitals_collector.storage.store import Store, insert
 
 
-class SqlLedger:
+class SqlDeliveryLedger:
     """Records deliveries in a store: any collector on it continues where another one stopped."""
 
     def __init__(self, store: Store, *, clock: Clock) -> None:
@@ -42,7 +42,7 @@ class SqlLedger:
         had: set[str] = set()
         for view in checked_alerts:
             row, last = present.get(view.fingerprint), had_ids.get(view.fingerprint)
-            if row is None or row.state != view.state or quiet.of(view) is not None:
+            if row is None or row.state != view.state or quiet.silence_of(view) is not None:
                 continue  # its current state is delivered separately
             # A receiver that never got this firing, such as during a silence, need not get its end.
             as_fired = delivery_id(replace(view, state="firing"), receiver)
@@ -81,4 +81,4 @@ class SqlLedger:
         )
 
 
-__all__ = ["SqlLedger"]
+__all__ = ["SqlDeliveryLedger"]

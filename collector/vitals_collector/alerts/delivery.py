@@ -65,7 +65,7 @@ class DeliveryCheck(NamedTuple):
     """Fingerprints of those that the receiver has had, or does not need."""
 
 
-class Ledger(Protocol):
+class DeliveryLedger(Protocol):
     """Records deliveries, and checks alerts for changes since they were queued."""
 
     def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> DeliveryCheck:
@@ -151,7 +151,7 @@ class Dispatcher:
         config: DispatchConfig | None = None,
         on_settled: Callable[[AlertView], None] | None = None,
         report: Callable[[AlertView], None] | None = None,
-        ledger: Ledger | None = None,
+        ledger: DeliveryLedger | None = None,
         is_pager: Callable[[], bool] = lambda: True,
     ) -> None:
         self.notifiers = tuple(notifiers)
@@ -194,7 +194,7 @@ class Dispatcher:
             ]
         self._queue_for_receivers(alert, lines, settled=True)
 
-    def adopt(self, failing: Iterable[AlertView]) -> list[AlertView]:
+    def load_failing_receivers(self, failing: Iterable[AlertView]) -> list[AlertView]:
         """Load failing receivers that an earlier process reported; return unknown ones' alerts."""
         by_receiver = {alert.labels.get("receiver", ""): alert for alert in failing}
         with self._lock:
@@ -202,7 +202,7 @@ class Dispatcher:
                 line.failing = by_receiver.pop(name, None)
         return list(by_receiver.values())
 
-    def forget(self) -> None:
+    def drop_queues(self) -> None:
         """Drop the queues: undelivered alerts are submitted again."""
         with self._lock:
             for line in self._lines.values():
@@ -267,7 +267,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------- threads
 
-    def pump(self) -> float | None:
+    def deliver_due(self) -> float | None:
         """Deliver everything that is due; return the seconds until the next delivery, or None."""
         for line in self._lines.values():
             self._process_queue(line)
@@ -314,7 +314,7 @@ class Dispatcher:
 
     def _process_queue(self, line: _ReceiverQueue) -> float | None:
         """Deliver a receiver's due alerts; return the seconds until the next one."""
-        while due := self._take_due(line):
+        while due := self._pop_due_alerts(line):
             self._deliver_alerts(line, due)
         self._tell_if_failing(line)
         return self._seconds_until_due(line)
@@ -330,7 +330,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------ delivery
 
-    def _take_due(self, line: _ReceiverQueue) -> list[_PendingAlert]:
+    def _pop_due_alerts(self, line: _ReceiverQueue) -> list[_PendingAlert]:
         now = self._clock.monotonic_ns()
         is_pager = self.is_pager()
         with self._lock:
@@ -348,7 +348,7 @@ class Dispatcher:
         return due
 
     def _deliver_alerts(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
-        due = self._still_wanted(line, due)
+        due = self._select_needed_alerts(line, due)
         if not due:
             return
         notifier = line.notifier
@@ -363,7 +363,9 @@ class Dispatcher:
         else:
             self._after_delivery(line, due)
 
-    def _still_wanted(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> list[_PendingAlert]:
+    def _select_needed_alerts(
+        self, line: _ReceiverQueue, due: list[_PendingAlert]
+    ) -> list[_PendingAlert]:
         """Return the alerts that the receiver still needs, by the store if it is readable."""
         name = line.notifier.name
         if line.unrecorded:
@@ -531,4 +533,4 @@ def resolve_alert(alert: AlertView, now: int) -> AlertView:
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
 
 
-__all__ = ["DeliveryCheck", "DispatchConfig", "Dispatcher", "Ledger", "resolve_alert"]
+__all__ = ["DeliveryCheck", "DeliveryLedger", "DispatchConfig", "Dispatcher", "resolve_alert"]

@@ -31,17 +31,17 @@ from trainvitals.views import (
     SilenceView,
 )
 from vitals_collector.alerts.silences import (
-    Silences,
+    ActiveSilences,
     add_silence,
     end_silence,
-    listed_silences,
     load_active_silences,
+    load_open_silences,
     names_run,
     parse_matchers,
     unknown_silence,
 )
 from vitals_collector.storage.schema import alerts, audit, engine_state
-from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, clean, insert
+from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, insert, remove_nul
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
@@ -138,7 +138,7 @@ def list_alerts(
     return tuple(_apply_silence(alert_from_row(row).view, quiet) for row in rows[:MAX_LISTED])
 
 
-def silences_listed(
+def list_silences(
     store: Store, *, now_unix_ns: int, reach: frozenset[str] | None = None
 ) -> tuple[SilenceView, ...]:
     """Return the silences in force and to come, with how many alerts each silences now.
@@ -146,7 +146,7 @@ def silences_listed(
     Only silences that concern these runs alone, if there is a ``reach``.
     """
     with store.read_transaction() as connection:
-        views = listed_silences(connection, _open_views(connection), now_unix_ns)
+        views = load_open_silences(connection, _open_views(connection), now_unix_ns)
         return tuple(view for view in views if _is_silence_in_reach(connection, view, reach))
 
 
@@ -167,7 +167,7 @@ def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -
     Raises:
         UsageError: there is no such silence.
     """
-    views = silences_listed(store, now_unix_ns=0, reach=reach) if reach is not None else ()
+    views = list_silences(store, now_unix_ns=0, reach=reach) if reach is not None else ()
     if reach is not None and all(view.id != silence_id for view in views):
         raise unknown_silence(silence_id)
 
@@ -221,7 +221,7 @@ class Inbox:
         with self._store.write() as connection:
             for occurrence in occurrences:
                 entry = _load_alert(connection, occurrence.alert.fingerprint)
-                raised = _raised(entry, occurrence, now)
+                raised = _raise_point_alert(entry, occurrence, now)
                 _save_alert(connection, raised)
                 fingerprint = raised.view.fingerprint
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
@@ -353,7 +353,7 @@ class Inbox:
             action = "silence" if request.silence_seconds else "acknowledge"
             _write_audit(connection, action, f"alert/{fingerprint}", request, now, caller)
             quiet = load_active_silences(connection, now)
-        if quiet.of(entry.view) is not None:
+        if quiet.silence_of(entry.view) is not None:
             self._hush(fingerprint)
         elif entry.view.acknowledged_by and entry.view.state == "firing":
             self._hush(fingerprint, keep_posting=True)
@@ -442,7 +442,9 @@ class Inbox:
                 | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
             )
             entries = [alert_from_row(row) for row in connection.execute(query)]
-        loud = [e for e in entries if quiet.of(e.view) is None and e.view.state != "pending"]
+        loud = [
+            e for e in entries if quiet.silence_of(e.view) is None and e.view.state != "pending"
+        ]
         new = [
             e
             for e in loud
@@ -465,7 +467,7 @@ class Inbox:
         with self._store.read_transaction() as connection:
             quiet = load_active_silences(connection, self._clock.time_ns())
         for view in views:
-            if view.state != "pending" and quiet.of(view) is None:
+            if view.state != "pending" and quiet.silence_of(view) is None:
                 self._tell(view)
 
 
@@ -498,7 +500,7 @@ def _alert_view(
         severity=alert.severity,
         state=state,
         summary=_one_line(alert.summary),
-        labels={key: clean(value) for key, value in alert.labels.items()},
+        labels={key: remove_nul(value) for key, value in alert.labels.items()},
         step=alert.step,
         started_unix_ns=started,
         updated_unix_ns=now,
@@ -510,11 +512,13 @@ def _one_line(text: str) -> str:
 
     A new line could forge one of the collector's log, and others could steer a terminal.
     """
-    printable = "".join(c if c.isprintable() else " " for c in clean(text)[: 2 * MAX_WORDS])
+    printable = "".join(c if c.isprintable() else " " for c in remove_nul(text)[: 2 * MAX_WORDS])
     return " ".join(printable.split())[:MAX_WORDS]
 
 
-def _raised(entry: InboxAlert | None, occurrence: AlertOccurrence, now: int) -> InboxAlert:
+def _raise_point_alert(
+    entry: InboxAlert | None, occurrence: AlertOccurrence, now: int
+) -> InboxAlert:
     """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
     alert = occurrence.alert
     is_new = entry is None or entry.view.state != "firing"
@@ -655,9 +659,9 @@ def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: in
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 
-def _apply_silence(view: AlertView, quiet: Silences) -> AlertView:
+def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
     """Return the view with the silence that is in force on it."""
-    silence = quiet.of(view)
+    silence = quiet.silence_of(view)
     if silence is None:
         return view
     return replace(view, silenced_until_unix_ns=silence.ends_unix_ns, silence_reason=silence.reason)
@@ -704,6 +708,6 @@ __all__ = [
     "check_alert",
     "check_silence",
     "list_alerts",
+    "list_silences",
     "settle_alert",
-    "silences_listed",
 ]

@@ -11,7 +11,7 @@ from trainvitals.views import AlertView
 _PREFIXES = {"page": "Page", "notify": "Notice", "log": "Info"}
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class AlertLinks(msgspec.Struct, frozen=True, kw_only=True):
     """Targets of the links in messages."""
 
     public_url: str = ""
@@ -22,14 +22,14 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
     """URL of the runbook."""
 
 
-class Message(NamedTuple):
+class AlertMessage(NamedTuple):
     """A title of one line, and a body of a few."""
 
     title: str
     body: str
 
 
-def details_of(alert: AlertView, links: Links) -> dict[str, str]:
+def alert_details(alert: AlertView, links: AlertLinks) -> dict[str, str]:
     """Return the fields of an alert for programs; empty ones are omitted.
 
     The names are a promise: those of a webhook's body and of Alertmanager's annotations.
@@ -47,12 +47,12 @@ def details_of(alert: AlertView, links: Links) -> dict[str, str]:
     return details
 
 
-def message_of(alert: AlertView, links: Links, ack_link: str = "") -> Message:
+def build_alert_message(alert: AlertView, links: AlertLinks, ack_link: str = "") -> AlertMessage:
     """Return the alert's message."""
     is_over = alert.state == "resolved"
     prefix = "Resolved" if is_over else _PREFIXES[alert.severity]
     run = f" (run {alert.run_id})" if alert.run_id else ""
-    details = details_of(alert, links)
+    details = alert_details(alert, links)
     lines = [f"It is over. It was: {alert.summary}" if is_over else alert.summary]
     if "to_do" in details and not is_over:
         lines += [details["description"], details["action_taken"], f"To do: {details['to_do']}"]
@@ -64,7 +64,7 @@ def message_of(alert: AlertView, links: Links, ack_link: str = "") -> Message:
         lines.append(f"Run: {details['dashboard_url']}")
     if ack_link:
         lines.append(f"Acknowledge: {ack_link}")
-    return Message(f"{prefix}: {alert.title}{run}", "\n".join(lines))
+    return AlertMessage(f"{prefix}: {alert.title}{run}", "\n".join(lines))
 
 
-__all__ = ["Links", "Message", "details_of", "message_of"]
+__all__ = ["AlertLinks", "AlertMessage", "alert_details", "build_alert_message"]

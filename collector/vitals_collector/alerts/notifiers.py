@@ -32,7 +32,7 @@ import msgspec
 from trainvitals.clock import Clock
 from trainvitals.errors import ConfigError
 from trainvitals.views import AlertView
-from vitals_collector.alerts.messages import Links, details_of
+from vitals_collector.alerts.messages import AlertLinks, alert_details
 
 WEBHOOK_VERSION = 1
 UNREADABLE = 3
@@ -116,11 +116,11 @@ class WebhookNotifier:
         clock: Clock,
         name: str = "webhook",
         secret: str = "",
-        links: Links | None = None,
+        links: AlertLinks | None = None,
         timeout: float = 10.0,
     ) -> None:
         self.name = name
-        self._links = links or Links()
+        self._links = links or AlertLinks()
         self._url = check_url(url)
         self._clock = clock
         self._secret = secret
@@ -141,7 +141,7 @@ class WebhookNotifier:
     def _webhook_body(self, alert: AlertView, delivery: str) -> dict[str, object]:
         link = self.ack_links.get(alert.fingerprint, "")
         extra = {"delivery_id": delivery} | ({"ack_url": link} if link else {})
-        return {**msgspec.to_builtins(alert), **details_of(alert, self._links), **extra}
+        return {**msgspec.to_builtins(alert), **alert_details(alert, self._links), **extra}
 
     def close(self) -> None:
         """Close persistent connections."""
@@ -165,12 +165,12 @@ class AlertmanagerNotifier:
         url: str,
         *,
         clock: Clock,
-        links: Links | None = None,
+        links: AlertLinks | None = None,
         hold_seconds: float = 86_400.0,
         timeout: float = 10.0,
     ) -> None:
         self._url = check_url(url).rstrip("/") + "/api/v2/alerts"
-        self._links = links or Links()
+        self._links = links or AlertLinks()
         self._client = _build_client(timeout)
         self._clock = clock
         self._hold_ns = int(hold_seconds * 1e9)
@@ -183,7 +183,7 @@ class AlertmanagerNotifier:
         """
         until = self._clock.time_ns() + self._hold_ns
         posted = [
-            _alertmanager_alert(a, until, details_of(a, self._links))
+            _alertmanager_alert(a, until, alert_details(a, self._links))
             for a in alerts
             if a.state != "pending"
         ]

@@ -41,7 +41,7 @@ import msgspec
 
 from trainvitals.alerting import RUNBOOK
 from trainvitals.errors import ConfigError
-from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.messages import AlertLinks
 from vitals_collector.alerts.notifiers import UNREADABLE, check_url, redacted
 
 
@@ -73,7 +73,7 @@ class NotifierSettings:
 
     receivers: tuple[ReceiverSettings, ...] = ()
     """The receivers. With an Alertmanager among them, it alone routes."""
-    links: Links = field(default_factory=Links)
+    links: AlertLinks = field(default_factory=AlertLinks)
     """Targets of the links in messages."""
     remote_write: str = field(default="", repr=False)
     """URL for pushes of run metrics, also a secret; "" pushes nothing."""
@@ -127,7 +127,7 @@ def notifier_settings(
         ReceiverSettings(name="webhook" if i == 0 else f"webhook-{i + 1}", kind="webhook", url=url)
         for i, url in enumerate(webhooks)
     ]
-    receivers += [_resolved(receiver) for receiver in content.receivers]
+    receivers += [_resolve_receiver(receiver) for receiver in content.receivers]
     if alertmanager:
         url = alertmanager
         receivers.append(ReceiverSettings(name="alertmanager", kind="alertmanager", url=url))
@@ -136,7 +136,7 @@ def notifier_settings(
         _check_receiver(receiver, names)
     for url in filter(None, (content.public_url, content.collector_url)):
         check_url(url)
-    links = Links(
+    links = AlertLinks(
         public_url=content.public_url.rstrip("/"),
         collector_url=content.collector_url.rstrip("/"),
         runbook_url=content.runbook_url,
@@ -166,7 +166,7 @@ def _read_settings_file(file: Path) -> _NotifierFile:
         raise ConfigError(f"{file}: {error}", hint="see docs/guides/alerts.md") from None
 
 
-def _resolved(receiver: ReceiverSettings) -> ReceiverSettings:
+def _resolve_receiver(receiver: ReceiverSettings) -> ReceiverSettings:
     """Return the receiver with its URL from the environment, if it names a variable."""
     url = _resolve_url(f"receiver {receiver.name!r}", receiver.url, receiver.env)
     return msgspec.structs.replace(receiver, url=url, env="")

@@ -26,7 +26,7 @@ _MAX_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Matcher:
+class SilenceMatcher:
     """One condition that an alert fits or not."""
 
     field: str
@@ -43,7 +43,7 @@ class Matcher:
         return any(self.pattern.fullmatch(value) for value in values)
 
 
-def parse_matchers(arguments: Sequence[str]) -> tuple[Matcher, ...]:
+def parse_matchers(arguments: Sequence[str]) -> tuple[SilenceMatcher, ...]:
     """Return the matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
 
     Raises:
@@ -54,7 +54,7 @@ def parse_matchers(arguments: Sequence[str]) -> tuple[Matcher, ...]:
     return tuple(_parse_matcher(word) for word in arguments)
 
 
-def _parse_matcher(word: str) -> Matcher:
+def _parse_matcher(word: str) -> SilenceMatcher:
     field, equals, value = word.partition("=")
     if not equals or not field.isidentifier() or len(word) > _MAX_LENGTH or not word.isprintable():
         raise UsageError(
@@ -74,19 +74,19 @@ def _parse_matcher(word: str) -> Matcher:
         raise UsageError(f"matcher {word[:80]!r} has no valid pattern: {error}") from error
 
 
-def _compile_matcher(word: str) -> Matcher:
+def _compile_matcher(word: str) -> SilenceMatcher:
     """Return the matcher of a stored term, which was validated when it was received."""
     field, _, value = word.partition("=")
     is_pattern = value.startswith("~")
-    return Matcher(field, re.compile(value[1:] if is_pattern else re.escape(value)))
+    return SilenceMatcher(field, re.compile(value[1:] if is_pattern else re.escape(value)))
 
 
-class Silences:
+class ActiveSilences:
     """The silences that are active at one time."""
 
     def __init__(self, rows: Iterable[Row[Any]]) -> None:
         self._by_fingerprint: dict[str, Row[Any]] = {}
-        self._by_matchers: list[tuple[tuple[Matcher, ...], Row[Any]]] = []
+        self._by_matchers: list[tuple[tuple[SilenceMatcher, ...], Row[Any]]] = []
         for row in rows:
             if row.fingerprint:
                 self._by_fingerprint[row.fingerprint] = row
@@ -94,7 +94,7 @@ class Silences:
                 matchers = msgspec.json.decode(row.matchers, type=tuple[str, ...])
                 self._by_matchers.append((tuple(map(_compile_matcher, matchers)), row))
 
-    def of(self, view: AlertView) -> Row[Any] | None:
+    def silence_of(self, view: AlertView) -> Row[Any] | None:
         """Return the active silence of an alert that ends last, or None."""
         rows = [row for matchers, row in self._by_matchers if all(m.fits(view) for m in matchers)]
         if (silence_id := self._by_fingerprint.get(view.fingerprint)) is not None:
@@ -102,14 +102,14 @@ class Silences:
         return max(rows, key=lambda row: int(row.ends_unix_ns), default=None)
 
 
-def load_active_silences(connection: Connection, now: int) -> Silences:
+def load_active_silences(connection: Connection, now: int) -> ActiveSilences:
     """Return the silences in force."""
     query = (
         select(silences)
         .where(silences.c.starts_unix_ns <= now, silences.c.ends_unix_ns > now)
         .order_by(silences.c.ends_unix_ns)
     )
-    return Silences(connection.execute(query))
+    return ActiveSilences(connection.execute(query))
 
 
 def add_silence(
@@ -133,14 +133,16 @@ def add_silence(
     return int(connection.execute(statement).scalar_one())
 
 
-def listed_silences(
+def load_open_silences(
     connection: Connection, open_alerts: Sequence[AlertView], now: int
 ) -> tuple[SilenceView, ...]:
     """Return the silences that are not over; the one that ends first is first."""
     query = select(silences).where(silences.c.ends_unix_ns > now)
     rows = connection.execute(query.order_by(silences.c.ends_unix_ns, silences.c.id)).all()
     return tuple(
-        _silence_view(row, sum(Silences([row]).of(view) is not None for view in open_alerts))
+        _silence_view(
+            row, sum(ActiveSilences([row]).silence_of(view) is not None for view in open_alerts)
+        )
         if row.starts_unix_ns <= now
         else _silence_view(row, 0)
         for row in rows
@@ -189,11 +191,11 @@ def _silence_view(row: Row[Any], num_firing: int) -> SilenceView:
 
 
 __all__ = [
-    "Silences",
+    "ActiveSilences",
     "add_silence",
     "end_silence",
-    "listed_silences",
     "load_active_silences",
+    "load_open_silences",
     "names_run",
     "parse_matchers",
     "unknown_silence",

@@ -21,7 +21,7 @@ import msgspec
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
-from vitals_collector.alerts.messages import Links
+from vitals_collector.alerts.messages import AlertLinks
 from vitals_collector.alerts.notifiers import (
     AlertmanagerNotifier,
     DeliveryResult,
@@ -41,13 +41,13 @@ class _DeliveryRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Alerts that the separate process of a receiver must deliver."""
 
     receiver: ReceiverSettings
-    links: Links
+    links: AlertLinks
     ack_links: dict[str, str]
     alerts: tuple[AlertView, ...]
 
 
 @runtime_checkable
-class AckLinked(Protocol):
+class AckLinkNotifier(Protocol):
     """A notifier whose messages contain links to acknowledge, by fingerprint."""
 
     ack_links: dict[str, str]
@@ -62,7 +62,7 @@ class WorkerNotifier:
         self,
         receiver: ReceiverSettings,
         *,
-        links: Links | None = None,
+        links: AlertLinks | None = None,
         ack_link: Callable[[AlertView], str] | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
@@ -71,7 +71,7 @@ class WorkerNotifier:
         self.after_seconds = receiver.after_minutes * 60.0
         self.receiver = receiver
         self.one_by_one = receiver.kind == "apprise"
-        self._links = links or Links()
+        self._links = links or AlertLinks()
         self._ack_link = ack_link
         self._deadline_seconds = deadline_seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -239,7 +239,7 @@ def main() -> None:
             return
         if notifier is None:
             notifier = make_notifier(request.receiver, request.links)
-        if isinstance(notifier, AckLinked):
+        if isinstance(notifier, AckLinkNotifier):
             notifier.ack_links = request.ack_links
         answers.write(msgspec.json.encode(_notify_or_failure(notifier, request.alerts)) + b"\n")
 
@@ -259,7 +259,7 @@ def _notify_or_failure(notifier: Notifier, alerts: Sequence[AlertView]) -> Deliv
         return DeliveryResult(recoverable=False, error=f"it raised {type(error).__name__}")
 
 
-def make_notifier(receiver: ReceiverSettings, links: Links) -> Notifier:
+def make_notifier(receiver: ReceiverSettings, links: AlertLinks) -> Notifier:
     """Return the notifier that posts alerts to the receiver."""
     if receiver.kind == "webhook":
         return WebhookNotifier(

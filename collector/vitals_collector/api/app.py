@@ -34,19 +34,24 @@ from vitals_collector.api.auth import (
     AuthMiddleware,
     GatedApi,
     access_config,
-    bug,
+    json_response,
     load_or_create_tokens,
     principal_of,
-    problem,
-    reply,
+    problem_response,
     require,
+    unexpected_error_response,
 )
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.health import HealthCheck
 from vitals_collector.api.ingest_route import COMMIT_SECONDS, IngestApp
-from vitals_collector.api.questions import answers, document, question_router, takes
+from vitals_collector.api.questions import (
+    add_openapi_document,
+    openapi_request_body,
+    openapi_responses,
+    question_router,
+)
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
@@ -171,7 +176,7 @@ def create_app(
             ack_router(links, acting.inbox),
         )
         _add_error_handlers(app, store)
-        document(app)
+        add_openapi_document(app)
         access = access_config(
             tokens,
             find=known_tokens.find,
@@ -180,7 +185,9 @@ def create_app(
             origins=settings.origins,
         )
         count = store.counters.refuse
-        app.gate = AuthMiddleware(app.behind, ingest=ingest_app, config=access, count=count)
+        app.gate = AuthMiddleware(
+            app.handle_authenticated, ingest=ingest_app, config=access, count=count
+        )
         app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
     except BaseException:
         store.close()
@@ -341,8 +348,8 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         "/v1/ingest",
         tags=["ingest"],
         dependencies=[Depends(require("ingest"))],
-        responses=answers(list[IngestReply]),
-        openapi_extra=takes(bytes, "application/octet-stream"),
+        responses=openapi_responses(list[IngestReply]),
+        openapi_extra=openapi_request_body(bytes, "application/octet-stream"),
     )
     async def ingest_batches(request: Request) -> Response:
         """Store batches (``trainvitals.wire``), one after the other; durable when this returns 200.
@@ -352,15 +359,15 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         (``Retry-After``).
         """
         # IngestApp serves this path before it gets here; this documents it.
-        return await ingest_app.answer(await request.body(), principal_of(request))
+        return await ingest_app.ingest_body(await request.body(), principal_of(request))
 
     health = HealthCheck(store)
 
-    @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
+    @router.get("/healthz", tags=["health"], responses=openapi_responses(dict[str, str]))
     async def healthz() -> Response:
         """Report that the store responds, or why it stores nothing (503). Needs no token."""
         status = await health.status()
-        return reply({"status": status or "ok"}, 503 if status else 200)
+        return json_response({"status": status or "ok"}, 503 if status else 200)
 
     return router
 
@@ -376,7 +383,7 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
         OTLP_PATH,
         tags=["ingest"],
         dependencies=[Depends(require("ingest"))],
-        responses=answers(dict[str, str]),
+        responses=openapi_responses(dict[str, str]),
     )
     def refuse_metrics() -> Response:
         """Respond that this installation does not store OpenTelemetry metrics."""
@@ -392,21 +399,21 @@ def _add_error_handlers(app: FastAPI, store: Store) -> None:
         assert isinstance(error, VitalsError)
         if isinstance(error, UnauthorizedError):
             store.counters.refuse(error.code)
-        return problem(error)
+        return problem_response(error)
 
     async def wrong_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         explanation = "; ".join(
             f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()
         )
-        return problem(UsageError(explanation))
+        return problem_response(UsageError(explanation))
 
     async def no_route(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return reply(Problem(code="V100", text=str(error.detail)), error.status_code)
+        return json_response(Problem(code="V100", text=str(error.detail)), error.status_code)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return bug(request.url.path, error)
+        return unexpected_error_response(request.url.path, error)
 
     app.add_exception_handler(VitalsError, ours)
     app.add_exception_handler(RequestValidationError, wrong_request)

@@ -270,11 +270,11 @@ class AuthMiddleware:
         except Refused as refused:
             if isinstance(refused.error, UnauthorizedError):
                 self._count(refused.error.code)
-            await problem(refused.error, refused.status)(scope, receive, send)
+            await problem_response(refused.error, refused.status)(scope, receive, send)
             return
         except ClientDisconnect:
             return
-        await self._app(scope, _replay_body(body, receive), hardened(send))
+        await self._app(scope, _replay_body(body, receive), add_security_headers(send))
 
     def _authenticate_request(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -345,7 +345,7 @@ class GatedApi(FastAPI):
         """Handle one connection."""
         await self.gate(scope, receive, send)
 
-    async def behind(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle_authenticated(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an authenticated request."""
         await super().__call__(scope, receive, send)
 
@@ -506,7 +506,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def hardened(send: Send) -> Send:
+def add_security_headers(send: Send) -> Send:
     """Return an ASGI ``send`` that adds the security headers of every response."""
 
     async def hardened(message: Message) -> None:
@@ -536,12 +536,12 @@ _STATUS: tuple[tuple[type[VitalsError], int], ...] = (
 _RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
 
 
-def reply(body: object, status: int = 200) -> Response:
+def json_response(body: object, status: int = 200) -> Response:
     """Return a view as a JSON response of the API."""
     return Response(to_json(body), status, media_type="application/json")
 
 
-def problem(error: VitalsError, status: int = 0) -> Response:
+def problem_response(error: VitalsError, status: int = 0) -> Response:
     """Return an error as a JSON response, with this status or that of its type."""
     status = (
         status
@@ -559,11 +559,11 @@ def problem(error: VitalsError, status: int = 0) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-def bug(path: str, error: Exception) -> Response:
+def unexpected_error_response(path: str, error: Exception) -> Response:
     """Log an unexpected error; return a response without its details."""
     _LOG.error("unexpected error in %s", path, exc_info=error)
     text = "internal error in the collector; see its log"
-    return reply(Problem(code="V000", text=text), 500)
+    return json_response(Problem(code="V000", text=text), 500)
 
 
 # ------------------------------------------------------------------------------ before any request

@@ -15,7 +15,7 @@ SYSTEM_CA = "system"
 _FILE = "tls.pem"
 
 
-def own_certificate(data: Path) -> Path:
+def load_or_create_certificate(data: Path) -> Path:
     """Return the file (0600) with this collector's key and certificate; create it if missing.
 
     Raises:
@@ -64,7 +64,7 @@ def _self_signed() -> bytes:
     ) + certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
+def write_client_trust(token_file: Path, certificate: Path, *, ca: str = "") -> None:
     """Write the certificate that clients trust into the token file.
 
     Existing certificates stay: several collectors on one database share one token file, with the
@@ -83,7 +83,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
     try:
         fields = msgspec.json.decode(token_file.read_bytes(), type=dict[str, object])
         before = msgspec.convert(fields, CollectorTokens).tls
-        trust = _updated_trust(before, certificate, ca)
+        trust = _build_client_trust(before, certificate, ca)
         if trust != before:
             fields["tls"] = msgspec.to_builtins(trust)
             replace_file(token_file, msgspec.json.encode(fields) + b"\n", mode=0o600)
@@ -95,7 +95,7 @@ def tell_clients(token_file: Path, certificate: Path, *, ca: str = "") -> None:
         ) from error
 
 
-def _updated_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
+def _build_client_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
     """Return the trust of clients, with this collector's certificate or its CA."""
     certificates: tuple[str, ...] = ()
     if not ca:
@@ -121,4 +121,4 @@ def _read_certificate(path: Path, *, whole: bool = False) -> str:
     return pem
 
 
-__all__ = ["SYSTEM_CA", "own_certificate", "tell_clients"]
+__all__ = ["SYSTEM_CA", "load_or_create_certificate", "write_client_trust"]

@@ -28,12 +28,12 @@ from vitals_collector.alerts.inbox import Inbox, check_alert, check_silence
 from vitals_collector.alerts.silences import names_run
 from vitals_collector.api.auth import (
     check_run,
+    json_response,
     principal_of,
-    reply,
     require,
     require_unlimited_token,
 )
-from vitals_collector.api.questions import answers, body_of, takes
+from vitals_collector.api.questions import body_decoder, openapi_request_body, openapi_responses
 from vitals_collector.storage.store import Store
 
 
@@ -70,15 +70,17 @@ def _add_command_routes(
         "/runs/{run_id}/commands",
         tags=["commands"],
         dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=answers(CommandView),
-        openapi_extra=takes(Command),
+        responses=openapi_responses(CommandView),
+        openapi_extra=openapi_request_body(Command),
     )
-    def send_command(run_id: str, body: Annotated[Command, Depends(body_of(Command))]) -> Response:
+    def send_command(
+        run_id: str, body: Annotated[Command, Depends(body_decoder(Command))]
+    ) -> Response:
         """Send a signed command to the run's policy; it is stored before the response."""
         view = commands.issue(
             store, run_id, body, keys=keys, now_unix_ns=clock.time_ns(), folders=folders
         )
-        return reply(view)
+        return json_response(view)
 
 
 def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
@@ -86,14 +88,14 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
         "/runs/{run_id}/commands/{number}/delivered",
         tags=["commands"],
         dependencies=[Depends(require("ingest")), Depends(require_run_reach(store, "ingest"))],
-        responses=answers(CommandView),
-        openapi_extra=takes(DeliveredRequest),
+        responses=openapi_responses(CommandView),
+        openapi_extra=openapi_request_body(DeliveredRequest),
     )
     def mark_delivered(
         run_id: str,
         number: Annotated[int, Path(ge=0, le=2**63 - 1)],
-        who: Annotated[str, Depends(caller)],
-        body: Annotated[DeliveredRequest, Depends(body_of(DeliveredRequest))],
+        who: Annotated[str, Depends(caller_name)],
+        body: Annotated[DeliveredRequest, Depends(body_decoder(DeliveredRequest))],
     ) -> Response:
         """Record that a command is in the run's mailbox; called by the agent that holds the run."""
         view = commands.mark_delivered(
@@ -104,7 +106,7 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
             incarnation=body.incarnation,
             now_unix_ns=clock.time_ns(),
         )
-        return reply(view)
+        return json_response(view)
 
 
 def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
@@ -112,49 +114,49 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         "/alerts/{fingerprint}/ack",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=answers(AlertView),
-        openapi_extra=takes(AckRequest),
+        responses=openapi_responses(AlertView),
+        openapi_extra=openapi_request_body(AckRequest),
     )
     def acknowledge_alert(
         fingerprint: str,
         request: Request,
-        body: Annotated[AckRequest, Depends(body_of(AckRequest))],
+        body: Annotated[AckRequest, Depends(body_decoder(AckRequest))],
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
         check_alert(store, fingerprint, _reachable_runs(store, request))
-        return reply(inbox.acknowledge(fingerprint, body, caller=caller(request)))
+        return json_response(inbox.acknowledge(fingerprint, body, caller=caller_name(request)))
 
     @router.post(
         "/silences",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=answers(SilenceView),
-        openapi_extra=takes(SilenceRequest),
+        responses=openapi_responses(SilenceView),
+        openapi_extra=openapi_request_body(SilenceRequest),
     )
     def silence_alerts(
-        request: Request, body: Annotated[SilenceRequest, Depends(body_of(SilenceRequest))]
+        request: Request, body: Annotated[SilenceRequest, Depends(body_decoder(SilenceRequest))]
     ) -> Response:
         """Silence all alerts that fit the matchers, now or in a maintenance window."""
         reach = _reachable_runs(store, request)
         if reach is not None and not names_run(body.matchers, reach):
             require_unlimited_token(request)
-        return reply(inbox.silence(body, caller=caller(request)))
+        return json_response(inbox.silence(body, caller=caller_name(request)))
 
     @router.post(
         "/silences/{silence_id}/end",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=answers(SilenceView),
-        openapi_extra=takes(EndSilenceRequest),
+        responses=openapi_responses(SilenceView),
+        openapi_extra=openapi_request_body(EndSilenceRequest),
     )
     def end_silence(
         silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
         request: Request,
-        body: Annotated[EndSilenceRequest, Depends(body_of(EndSilenceRequest))],
+        body: Annotated[EndSilenceRequest, Depends(body_decoder(EndSilenceRequest))],
     ) -> Response:
         """End a silence that is in force or to come."""
         check_silence(store, silence_id, _reachable_runs(store, request))
-        return reply(inbox.end_silence(silence_id, body, caller=caller(request)))
+        return json_response(inbox.end_silence(silence_id, body, caller=caller_name(request)))
 
 
 def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> None:
@@ -162,19 +164,19 @@ def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> Non
         "/runs/{run_id}/annotations",
         tags=["look back"],
         dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=answers(AnnotationView),
-        openapi_extra=takes(AnnotationRequest),
+        responses=openapi_responses(AnnotationView),
+        openapi_extra=openapi_request_body(AnnotationRequest),
     )
     def write_annotation(
         run_id: str,
-        who: Annotated[str, Depends(caller)],
-        body: Annotated[AnnotationRequest, Depends(body_of(AnnotationRequest))],
+        who: Annotated[str, Depends(caller_name)],
+        body: Annotated[AnnotationRequest, Depends(body_decoder(AnnotationRequest))],
     ) -> Response:
         """Write a line at a step; it is kept as long as the run."""
-        return reply(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
+        return json_response(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
 
 
-def caller(request: Request) -> str:
+def caller_name(request: Request) -> str:
     """Return who asks, as far as a token can say: its name. An address is nobody."""
     return f"{getattr(request.state, 'token_name', '') or 'no'} token"
 

@@ -24,9 +24,9 @@ from starlette.responses import Response
 from trainvitals.errors import ConfigError
 from trainvitals.identity import safe_node_id
 from vitals_collector.alerts.notifiers import refuse_address
-from vitals_collector.api.auth import reply, require, require_unlimited_token
-from vitals_collector.api.questions import answers
-from vitals_collector.live.run_status import Liveness, SourceState, absent, run_state
+from vitals_collector.api.auth import json_response, require, require_unlimited_token
+from vitals_collector.api.questions import openapi_responses
+from vitals_collector.live.run_status import Liveness, SourceState, find_absent_parts, run_state
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store
 
@@ -68,13 +68,13 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
     permitted = [Depends(require("read")), Depends(require_unlimited_token)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
-    @router.get("/v1/sd/agents", responses=answers(tuple[TargetGroup, ...]))
+    @router.get("/v1/sd/agents", responses=openapi_responses(tuple[TargetGroup, ...]))
     def agents(request: Request) -> Response:
         """Return the agents of running runs, for Prometheus' ``http_sd_configs``."""
         here = _this_node() if _is_local_request(request) else ""
         with store.read_transaction() as connection:
             heard = scrapable(connection, liveness())
-        return reply(target_groups(heard, this_node=here))
+        return json_response(target_groups(heard, this_node=here))
 
     return router
 
@@ -124,7 +124,7 @@ def _scrapable_agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[A
     parts = [SourceState._make(row[2:]) for row in rows]
     if run_state(parts, when) != "running":
         return
-    away = absent(parts, when)
+    away = find_absent_parts(parts, when)
     away_nodes = {*away.nodes, *away.agents}
     since = when.now_unix_ns - int(SILENT_SECONDS * 1e9)
     agents = (row for row in rows if row.source.startswith("node:"))

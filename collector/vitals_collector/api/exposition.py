@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from trainvitals.alerting import ALERTS
-from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
+from trainvitals.catalog import STEP_METRICS, MetricSpec, find_metric
 from trainvitals.clock import Clock
-from trainvitals.detect.registry import ACTED_CAUSES, acted_cause
+from trainvitals.detect.registry import ACTED_CAUSES, countable_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
 from vitals_collector.alerts import commands
@@ -111,10 +111,10 @@ class StoreCollector(Collector):
             lost_after_seconds=self._lost_after_seconds,
         )
         with self._store.read_transaction() as connection:
-            shown = _exposed_runs(overview.summaries(connection, when), now)
+            shown = _exposed_runs(overview.load_run_summaries(connection, when), now)
             moment = self._store.snapshot_on(connection)
             families = _run_families(moment, shown)
-            families["train_goodput_seconds_total"] = self._buckets(shown)
+            families["train_goodput_seconds_total"] = self._goodput_samples(shown)
             families |= _collector_families(self._store)
         families["collector_commands_total"] = _with_zero_counts(
             product(get_args(CommandStatus)),
@@ -124,7 +124,7 @@ class StoreCollector(Collector):
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
         families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
         families["collector_rows_left_to_store_total"] = {(): float(watching.num_left_to_store)}
-        families["collector_alert_firing"] = self._firing(now)
+        families["collector_alert_firing"] = self._alert_samples(now)
         families["collector_alerts_total"] = _with_zero_counts(
             ((alert.name, alert.severity) for alert in ALERTS), self._acting.inbox.fired().items()
         )
@@ -132,9 +132,9 @@ class StoreCollector(Collector):
             product(self._acting.receivers, OUTCOMES), self._acting.dispatcher.outcomes().items()
         )
         for name, samples in families.items():
-            yield _metric_family(spec(name), samples)
+            yield _metric_family(find_metric(name), samples)
 
-    def _buckets(self, shown: Sequence[RunSummary]) -> Samples:
+    def _goodput_samples(self, shown: Sequence[RunSummary]) -> Samples:
         """Return the runs' time by bucket, as it was trained: a counter must not decrease.
 
         A run whose rows were not read yet is absent: 0 would look like a decrease.
@@ -148,7 +148,7 @@ class StoreCollector(Collector):
                 self._spent[key] = max(seconds, before.get(key, 0.0))
         return self._spent
 
-    def _firing(self, now_unix_ns: int) -> Samples:
+    def _alert_samples(self, now_unix_ns: int) -> Samples:
         """Return 1 for firing alerts and 0 for those that no longer do; pages come first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
@@ -157,13 +157,15 @@ class StoreCollector(Collector):
             silences = load_active_silences(connection, now_unix_ns)
             for row in connection.execute(_recent_alerts(horizon)):
                 view = alert_from_row(row).view
-                is_loud = row.state == "firing" and silences.of(view) is None
+                is_loud = row.state == "firing" and silences.silence_of(view) is None
                 about: Labels = (row.run_id or "", row.name, row.severity)
                 by_alert.setdefault(about, []).append(
                     (row.started_unix_ns, _cause_of(view), is_loud)
                 )
         for about, alerts_of_it in by_alert.items():
-            for (*_, is_loud), cause in zip(alerts_of_it, _bounded(alerts_of_it), strict=True):
+            for (*_, is_loud), cause in zip(
+                alerts_of_it, _limit_alert_causes(alerts_of_it), strict=True
+            ):
                 key = (*about, cause)
                 samples[key] = max(float(is_loud), samples.get(key, 0.0))
         self._fired = {key: at for key, at in self._fired.items() if at >= horizon}
@@ -181,7 +183,7 @@ def _cause_of(alert: AlertView) -> str:
     return _clean_label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 
 
-def _bounded(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
+def _limit_alert_causes(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
     """Yield the exported cause of each alert; the earliest ones keep their own."""
     first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
     shown_causes = set(list(first)[:MAX_CAUSES])
@@ -275,7 +277,7 @@ def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Sa
     skips = overview.skips_by_cause(connection)
     families["train_skipped_steps_total"] = _counts_by_cause(ids, skips)
     families["train_rollbacks_total"] = _counts_by_cause(ids, _count_rollbacks(connection, ids))
-    lost = overview.lost_work(connection, ids)
+    lost = overview.count_lost_steps(connection, ids)
     families["train_lost_steps_total"] = {(of,): float(steps) for of, (steps, _) in lost.items()}
     families["train_dropped_batches_total"] = {(of,): float(num) for of, (_, num) in lost.items()}
     families["train_nonfinite_total"] = _nonfinite_counts(connection, ids)
@@ -349,7 +351,7 @@ def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> S
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     for (run_id, cause), num in counts.items():
         if run_id in ids:
-            samples[run_id, acted_cause(cause)] += num
+            samples[run_id, countable_cause(cause)] += num
     return samples
 
 

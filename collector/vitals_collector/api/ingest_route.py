@@ -40,14 +40,14 @@ from trainvitals.wire import ASK_HEADER, WRITER_KEY_HEADER, IngestReply, is_of_e
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
     Refused,
+    add_security_headers,
     announced_bytes,
-    bug,
     check_scopes,
-    hardened,
-    problem,
+    problem_response,
     read_body,
+    unexpected_error_response,
 )
-from vitals_collector.ingest.ingest import Stored, answer_of, store_bodies
+from vitals_collector.ingest.ingest import BatchResult, reply_to_body, store_bodies
 from vitals_collector.storage.store import SteadyClock, Store
 from vitals_collector.storage.tokens import OWN, Principal
 
@@ -85,7 +85,7 @@ class PendingBody:
     """Whether its sender would rather fill holes than have them counted as lost."""
     principal: Principal = OWN
     """The sender."""
-    _stored: dict[int, Stored] = field(default_factory=dict)
+    _stored: dict[int, BatchResult] = field(default_factory=dict)
     """By index, the result of a batch; each lane adds its own."""
     _error: Exception | None = None
     _num_left: int = field(init=False)
@@ -94,7 +94,9 @@ class PendingBody:
     def __post_init__(self) -> None:
         self._num_left = len(self.raws)
 
-    def record_results(self, places: Sequence[int], stored: Sequence[Stored] | Exception) -> bool:
+    def record_results(
+        self, places: Sequence[int], stored: Sequence[BatchResult] | Exception
+    ) -> bool:
         """Note what became of some of its batches; return whether that is known of all."""
         if isinstance(stored, Exception):
             self._error = self._error or stored
@@ -108,7 +110,7 @@ class PendingBody:
         """Response for the sender of the body: replies, or an error."""
         if self._error is not None:
             return self._error
-        return answer_of([self._stored[index] for index in range(len(self.raws))])
+        return reply_to_body([self._stored[index] for index in range(len(self.raws))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class _LaneBatches(NamedTuple):
     since: float
 
 
-class _Lane:
+class _WriterLane:
     """Queue of one writer thread. All methods except ``pop_batches`` are called under ``lock``."""
 
     def __init__(self, lock: threading.Lock, seconds: float, limits: CommitLimits) -> None:
@@ -217,8 +219,8 @@ class CommitQueue:
         self._on_done = on_done
         self._limits = limits or CommitLimits()
         self._lock = threading.Lock()
-        self._rows = _Lane(self._lock, self._limits.seconds, self._limits)
-        self._events = _Lane(self._lock, 0.0, self._limits)
+        self._rows = _WriterLane(self._lock, self._limits.seconds, self._limits)
+        self._events = _WriterLane(self._lock, 0.0, self._limits)
         self._num_bytes = 0
         self._is_closed = False
         self._threads = [
@@ -283,7 +285,7 @@ class CommitQueue:
             if thread.ident is not None:  # was started
                 thread.join()
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _WriterLane) -> None:
         """Store the bodies of one lane until the queue closes."""
         while group := lane.pop_batches():
             outcomes = self._store_group(group)
@@ -303,7 +305,9 @@ class CommitQueue:
                 self._store.counters.fail("ingest")
                 _LOG.exception("answers_not_given num=%d", len(done))
 
-    def _store_group(self, group: Sequence[_LaneBatches]) -> Sequence[Sequence[Stored] | Exception]:
+    def _store_group(
+        self, group: Sequence[_LaneBatches]
+    ) -> Sequence[Sequence[BatchResult] | Exception]:
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
             asking, now = [part.body.accepts_resend for part in group], self._arrivals.time_ns()
@@ -405,16 +409,16 @@ class IngestApp:
             response = await self._serve(scope, receive)
         except UnauthorizedError as error:
             self._store.counters.refuse(error.code)
-            response = problem(error)
+            response = problem_response(error)
         except VitalsError as error:
-            response = problem(error)
+            response = problem_response(error)
         except (Refused, ClientDisconnect):
             raise  # the authentication handles it
         except Exception as error:  # noqa: BLE001 - nothing stands before us that would answer
-            response = bug(scope["path"], error)
-        await response(scope, receive, hardened(send))
+            response = unexpected_error_response(scope["path"], error)
+        await response(scope, receive, add_security_headers(send))
 
-    async def answer(
+    async def ingest_body(
         self, body: bytes, principal: Principal, *, accepts_resend: bool = False
     ) -> Response:
         """Store a body's batches; return the response once they are durable.
@@ -481,7 +485,7 @@ class IngestApp:
             for name, value in scope["headers"]:
                 if name == _WRITER_KEY:
                     principal = principal.with_writer_key(value)
-            return await self.answer(body, principal, accepts_resend=accepts_resend)
+            return await self.ingest_body(body, principal, accepts_resend=accepts_resend)
         finally:
             self._room.release(num_bytes)
 

@@ -24,7 +24,7 @@ from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.question import ROUTES, Question, Route
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
-from vitals_collector.api.auth import principal_of, reply, require, unreachable_run_error
+from vitals_collector.api.auth import json_response, principal_of, require, unreachable_run_error
 from vitals_collector.queries.query import Query, within
 from vitals_collector.storage.tokens import Principal
 
@@ -51,7 +51,7 @@ def _add_route(router: APIRouter, route: Route) -> None:
     if body is None:
         parameters += [_parameter(field, QueryParameter) for field in route.others]
     else:
-        decoded = Annotated[body, Depends(body_of(body))]
+        decoded = Annotated[body, Depends(body_decoder(body))]
         parameters.append(Parameter(_BODY, Parameter.KEYWORD_ONLY, annotation=decoded))
     of_address = route.in_path if body is not None else (*route.in_path, *route.others)
 
@@ -60,11 +60,11 @@ def _add_route(router: APIRouter, route: Route) -> None:
         query, principal = asker.app.state.query, principal_of(asker)
         sent = values.get(_BODY) if body is not None else None
         if isinstance(sent, route.kind):
-            return reply(ask_as(query, principal, route, sent))
+            return json_response(ask_within_reach(query, principal, route, sent))
         fields = {field.name: values[field.encode_name] for field in of_address}
         if sent is not None:
             fields |= {field.name: getattr(sent, field.name) for field in route.others}
-        return reply(ask_as(query, principal, route, route.kind(**fields)))
+        return json_response(ask_within_reach(query, principal, route, route.kind(**fields)))
 
     # FastAPI reads a route's parameters from its function's signature.
     endpoint.__signature__ = Signature(parameters, return_annotation=Response)  # type: ignore[attr-defined]
@@ -76,12 +76,12 @@ def _add_route(router: APIRouter, route: Route) -> None:
         description=route.kind.__doc__,
         tags=[route.tag],
         dependencies=[Depends(require(*route.scopes))],
-        responses=answers(route.answer),
-        openapi_extra=None if body is None else takes(body),
+        responses=openapi_responses(route.answer),
+        openapi_extra=None if body is None else openapi_request_body(body),
     )
 
 
-def ask_as(query: Query, principal: Principal, route: Route, question: Question[T]) -> T:
+def ask_within_reach(query: Query, principal: Principal, route: Route, question: Question[T]) -> T:
     """Return the response, for the runs that the token reaches; others do not exist for it.
 
     Raises:
@@ -162,7 +162,7 @@ _REF = "#/components/schemas/{name}"
 _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
 
 
-def answers(body: Any) -> dict[int | str, dict[str, Any]]:
+def openapi_responses(body: Any) -> dict[int | str, dict[str, Any]]:
     """Return a route's OpenAPI ``responses``: its view, and a problem."""
     return {
         200: _openapi_response("The answer.", body),
@@ -170,14 +170,14 @@ def answers(body: Any) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
+def openapi_request_body(body: Any, media_type: str = "application/json") -> dict[str, Any]:
     """Return a route's ``openapi_extra``: its body, if FastAPI does not parse it."""
     schema = {"type": "string", "format": "binary"} if body is bytes else _schema_ref(body)
     content = {media_type: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+def body_decoder(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 
@@ -191,7 +191,7 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     return decode
 
 
-def document(app: FastAPI) -> None:
+def add_openapi_document(app: FastAPI) -> None:
     """Give the app an OpenAPI document with the schema of every view."""
 
     def openapi() -> dict[str, Any]:
@@ -228,4 +228,10 @@ def _schema_ref(body: Any) -> dict[str, Any]:
     return schema
 
 
-__all__ = ["answers", "body_of", "document", "question_router", "takes"]
+__all__ = [
+    "add_openapi_document",
+    "body_decoder",
+    "openapi_request_body",
+    "openapi_responses",
+    "question_router",
+]

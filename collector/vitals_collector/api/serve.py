@@ -80,7 +80,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def only_one(data: Path) -> Iterator[str]:
+def lock_data_dir(data: Path) -> Iterator[str]:
     """Hold the data directory's lock; it ends with the process, however that ends.
 
     Identifies the lock: of two processes with the same value, one has ended. A copy of the

@@ -240,18 +240,20 @@ def _serve(
     from dataclasses import replace
 
     from vitals_collector.api.app import TOKENS_FILE, create_app
-    from vitals_collector.api.certificate import own_certificate, tell_clients
-    from vitals_collector.api.serve import bind, log_to_stderr, only_one, serve, url_of
+    from vitals_collector.api.certificate import load_or_create_certificate, write_client_trust
+    from vitals_collector.api.serve import bind, lock_data_dir, log_to_stderr, serve, url_of
 
     log_to_stderr()
-    sys.meta_path.insert(0, _NotHere())
-    with only_one(settings.data) as data_lock, bind(where) as bound:
+    sys.meta_path.insert(0, _BlockedImports())
+    with lock_data_dir(settings.data) as data_lock, bind(where) as bound:
         if not plain:
-            where = replace(where, tls_cert=where.tls_cert or own_certificate(settings.data))
+            where = replace(
+                where, tls_cert=where.tls_cert or load_or_create_certificate(settings.data)
+            )
         settings = replace(settings, url=url_of(bound, where, of_this_machine=True))
         app = create_app(settings, host_port=data_lock)
         if where.tls_cert is not None:
-            tell_clients(settings.data / TOKENS_FILE, where.tls_cert, ca=tls_ca)
+            write_client_trust(settings.data / TOKENS_FILE, where.tls_cert, ca=tls_ca)
         # A commit creates thousands of short-lived objects and hardly any cycle. With Python's
         # default, the search for cycles among them, and among all imported objects, takes a third
         # of a commit's time. The threshold exceeds the live objects of a commit of 4,096 ranks.
@@ -261,7 +263,7 @@ def _serve(
         serve(app, bound, where, settings.data)
 
 
-class _NotHere(MetaPathFinder):
+class _BlockedImports(MetaPathFinder):
     """Prevents libraries from importing installed modules that this process never uses.
 
     pyarrow imports pandas to check whether a list is a series, and DuckDB imports pyarrow.dataset

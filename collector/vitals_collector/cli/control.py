@@ -14,7 +14,7 @@ from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.options import Dir, Form
 from trainvitals.cli.output import Format, format_time, write_json, write_rows, write_table
 from trainvitals.errors import UsageError
-from trainvitals.io.client import CollectorClient, client_of
+from trainvitals.io.client import CollectorClient, open_collector_client
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
 from trainvitals.views import (
@@ -34,8 +34,8 @@ from trainvitals.views import (
     StacksQuestion,
     StacksView,
 )
-from vitals_collector.cli.opening import Server, as_folder, choose_run
-from vitals_collector.cli.replay import folder_here
+from vitals_collector.cli.opening import CollectorOptions, as_folder, choose_run
+from vitals_collector.cli.replay import find_vitals_dir
 from vitals_collector.cli.store import user
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
 from vitals_collector.queries.stacks import grouped_stacks_text
@@ -117,7 +117,7 @@ def command(
         float, typer.Option(help="Seconds to wait for the run's response, through a collector.")
     ] = 15.0,
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """Command a run: halt, roll back, pause, skip updates, change the rate, save, profile.
@@ -166,7 +166,7 @@ def stacks(
     run: Run,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the ranks.", min=1.0)] = 15.0,
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """Show the stack of each rank of a running job, even if it hangs.
@@ -185,14 +185,16 @@ def stacks(
             with open_reader(folder) as opened:
                 return _stacks(opened.reader, sent)
 
-        views, world_size = _until_all(look, wait, pause=1.0)
+        views, world_size = _wait_for_stacks(look, wait, pause=1.0)
     else:
         keys = control_folder(os.environ, server.token_file, server.collector)
         with _control_client(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
             sent = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
-            views, world_size = _until_all(lambda: _stacks(client, sent), wait, pause=_LOOK_SECONDS)
+            views, world_size = _wait_for_stacks(
+                lambda: _stacks(client, sent), wait, pause=_LOOK_SECONDS
+            )
     if form is Format.JSON:
         write_json(views)
     elif form is Format.CSV:
@@ -213,7 +215,7 @@ def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], 
     return tuple(view for view in views if view.command_number == number), world_size
 
 
-def _until_all(
+def _wait_for_stacks(
     look: Callable[[], tuple[tuple[StacksView, ...], int]], wait: float, *, pause: float
 ) -> tuple[tuple[StacksView, ...], int]:
     """Poll until the stacks of all ranks have come, at most for ``wait`` seconds."""
@@ -253,8 +255,8 @@ def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> Co
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
+        check_accepted_step,
         check_checkpoint,
-        check_step,
     )
 
     with open_reader(folder) as opened:
@@ -263,7 +265,7 @@ def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> Co
     _check_open(summary)
     _check_rank(request.rank, summary.world_size)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
-    check_step(request, summary.last_step)
+    check_accepted_step(request, summary.last_step)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
     unsigned = request.command(summary.run_id, issued_by=user(), now_unix_ns=time.time_ns())
@@ -291,7 +293,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
     rows = [
         (
             v.command.number,
-            CommandRequest.of(v.command).text,
+            CommandRequest.from_command(v.command).text,
             v.status,
             v.step if v.step >= 0 else None,
             v.command.reason,
@@ -310,7 +312,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
 def _list_by_default(context: typer.Context) -> None:
     """List the alerts if ``vitals alerts`` is called without a command."""
     if context.invoked_subcommand is None:
-        list_alerts(server=Server())
+        list_alerts(server=CollectorOptions())
 
 
 def list_alerts(
@@ -318,7 +320,7 @@ def list_alerts(
     run: Annotated[str, typer.Option(help="Only alerts of this run.")] = "",
     state: Annotated[str, typer.Option(help="pending, firing or resolved.")] = "",
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """List alerts, latest first."""
@@ -345,7 +347,7 @@ def ack(
     by: By = "",
     run: OfRun = "",
     reason: Annotated[str, typer.Option(help="What you are doing about it.")] = "",
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """Acknowledge an alert: show that you are working on it."""
@@ -369,7 +371,7 @@ def silence(
     ] = 0.0,
     by: By = "",
     run: OfRun = "",
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """Silence the notifications of some alerts for some hours; they stay listed.
@@ -397,7 +399,7 @@ def silence(
     _write_silences((view,), form)
 
 
-def list_silences(*, server: Server, form: Form = Format.TABLE) -> None:
+def list_silences(*, server: CollectorOptions, form: Form = Format.TABLE) -> None:
     """List current and future silences."""
     with _control_client(server, needs="read") as client:
         _write_silences(client.ask(SilencesQuestion()), form)
@@ -408,7 +410,7 @@ def unsilence(
     number: Annotated[int, typer.Argument(help="The silence's number.", min=0)],
     by: By = "",
     reason: Annotated[str, typer.Option(help="Reason.")] = "",
-    server: Server,
+    server: CollectorOptions,
     form: Form = Format.TABLE,
 ) -> None:
     """End a silence now. Alerts it hid that still fire are sent within a minute."""
@@ -518,13 +520,13 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 # -------------------------------------------------------------------------------------- helpers
 
 
-def _default_folder(server: Server) -> Path | None:
+def _default_folder(server: CollectorOptions) -> Path | None:
     """Return the directory to read, if no collector was given and this user has none."""
-    return None if known_collector(server.collector) is not None else folder_here()
+    return None if known_collector(server.collector) is not None else find_vitals_dir()
 
 
 @contextlib.contextmanager
-def _control_client(server: Server, *, needs: str) -> Iterator[CollectorClient]:
+def _control_client(server: CollectorOptions, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
     address = known_collector(server.collector, server.token_file)
     if address is None:
@@ -534,5 +536,5 @@ def _control_client(server: Server, *, needs: str) -> Iterator[CollectorClient]:
             "or give the run's folder",
         )
     scope = "control" if needs == "control" or not address.tokens.read else "read"
-    with client_of(address, scope) as client:
+    with open_collector_client(address, scope) as client:
         yield client

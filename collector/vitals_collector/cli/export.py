@@ -19,8 +19,8 @@ from trainvitals.views import (
     SeriesQuestion,
     TableQuestion,
 )
-from vitals_collector.cli.opening import RunChoice, Server
-from vitals_collector.cli.writing import parquet_file, replaced, write_parquet
+from vitals_collector.cli.opening import CollectorOptions, RunChoice
+from vitals_collector.cli.writing import parquet_file, replace_atomically, write_parquet
 from vitals_collector.queries.open import Reader
 
 _ROWS = 20_000
@@ -46,7 +46,7 @@ def export(
         Path | None, typer.Option(help="Write to this file [default: stdout, CSV only].")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    server: Server,
+    server: CollectorOptions,
 ) -> None:
     """Write all rows of a run's steps or ranks, or all values of its layers or scalars.
 
@@ -55,13 +55,13 @@ def export(
     with server.open(choice) as (opened, summary):
         stretches = _iter_column_chunks(opened.reader, summary, stream)
         if form == "parquet":
-            with replaced(_check_output_path(parquet_file(output), force=force)) as part:
+            with replace_atomically(_check_output_path(parquet_file(output), force=force)) as part:
                 write_parquet(stretches, part, _arrow_type)
         elif output is None:
             _write_csv(stretches, sys.stdout)
         else:
             with (
-                replaced(_check_output_path(output, force=force)) as part,
+                replace_atomically(_check_output_path(output, force=force)) as part,
                 part.open("w", newline="") as to,
             ):
                 _write_csv(stretches, to)

@@ -14,15 +14,15 @@ import typer
 
 from trainvitals.cli.output import format_time
 from trainvitals.errors import VitalsError
-from trainvitals.io.client import CollectorAddress, CollectorClient, client_of
+from trainvitals.io.client import CollectorAddress, CollectorClient, open_collector_client
 from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.printable import printable
 from trainvitals.units import humanize, humanize_count
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_collector.cli.opening import RunChoice, Server, as_folder
-from vitals_collector.queries.open import Opened, open_folder
-from vitals_collector.queries.progress import Progress, ProgressReader
+from vitals_collector.cli.opening import CollectorOptions, RunChoice, as_folder
+from vitals_collector.queries.open import OpenedReader, open_folder
+from vitals_collector.queries.progress import ProgressReader, RunProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,10 +36,10 @@ RESTART_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """Output for a run's progress."""
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Show the current progress."""
         ...
 
@@ -48,7 +48,7 @@ class Display(Protocol):
         ...
 
 
-def follow(choice: RunChoice, server: Server, *, every: int) -> None:
+def follow(choice: RunChoice, server: CollectorOptions, *, every: int) -> None:
     """Show the run until it ends, or until Ctrl-C.
 
     Args:
@@ -59,7 +59,7 @@ def follow(choice: RunChoice, server: Server, *, every: int) -> None:
     display = _build_display(every)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        opened_run(choice, server) as (opened, run_id),
+        open_followed_run(choice, server) as (opened, run_id),
     ):
         _follow_run(ProgressReader(opened.reader, run_id), opened.refresh, display)
 
@@ -67,7 +67,7 @@ def follow(choice: RunChoice, server: Server, *, every: int) -> None:
 def _follow_run(
     reader: ProgressReader,
     refresh: Callable[[], object],
-    display: Display,
+    display: ProgressDisplay,
     *,
     sleep: Callable[[float], None] = time.sleep,
     time_ns: Callable[[], int] = time.time_ns,
@@ -124,13 +124,15 @@ class RunEndCondition:
 
 
 @contextlib.contextmanager
-def opened_run(choice: RunChoice, server: Server) -> Iterator[tuple[Opened, str]]:
+def open_followed_run(
+    choice: RunChoice, server: CollectorOptions
+) -> Iterator[tuple[OpenedReader, str]]:
     """Provide the run's reader, once it has data."""
     folder, run = as_folder(choice.run, choice.folder)
     address = find_collector(server.collector, server.token_file) if folder is None else None
     if address is not None:
-        with client_of(address) as client:
-            yield Opened(client, lambda: None), run_of(client, address, run)
+        with open_collector_client(address) as client:
+            yield OpenedReader(client, lambda: None), run_of(client, address, run)
         return
     run_dir = run_dir_of(run, folder)
     # Only this run: data of others in the directory are not read.
@@ -172,11 +174,11 @@ def _run_dir(folder: Path, run: str) -> RunDir | None:
     check_folder(folder)
     if is_run_id(folder.absolute().name):
         return RunDir(folder.absolute())
-    runs = [_Named(run_dir) for run_dir in reversed(RunDir.find_all(folder))]
+    runs = [_NamedRunDir(run_dir) for run_dir in reversed(RunDir.find_all(folder))]
     return choose_run(runs, run).run_dir if runs else None
 
 
-class _Named:
+class _NamedRunDir:
     """A run directory in the form that ``choose_run`` takes."""
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -206,23 +208,23 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
 # -------------------------------------------------------------------------------- display
 
 
-def _build_display(every: int) -> Display:
+def _build_display(every: int) -> ProgressDisplay:
     if not sys.stdout.isatty():
-        return Lines(every)
+        return ProgressLines(every)
     from rich.console import Console
 
     console = Console(highlight=False)
-    return Lines(every) if console.is_dumb_terminal else LivePanel(console)
+    return ProgressLines(every) if console.is_dumb_terminal else LivePanel(console)
 
 
-class Lines:
+class ProgressLines:
     """One line every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._shown = 0, -1
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Write a line after enough steps, a rollback, or the start of another attempt."""
         attempt, last = self._shown
         is_soon = attempt == progress.attempt and progress.step < last + self._every
@@ -237,7 +239,7 @@ class Lines:
         sys.stdout.flush()
 
 
-def _status_texts(progress: Progress) -> list[str]:
+def _status_texts(progress: RunProgress) -> list[str]:
     """Return the latest step's values and the run's health, for one line."""
     values = _value_texts(progress)
     speed = values.pop("speed", "")
@@ -245,7 +247,7 @@ def _status_texts(progress: Progress) -> list[str]:
     return [*named, *([speed] if speed else []), progress.summary.health]
 
 
-def _value_texts(progress: Progress) -> dict[str, str]:
+def _value_texts(progress: RunProgress) -> dict[str, str]:
     """Return the values of the latest step as text, without those that were not measured."""
     values = progress.values
     texts = {"step": f"{progress.step:,}"}
@@ -281,7 +283,7 @@ class LivePanel:
         self._height = 0
         self._drawn = ""
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Replace the previous panel."""
         from rich.panel import Panel
         from rich.table import Table
@@ -326,7 +328,7 @@ def _panel_title(summary: RunSummary) -> str:
     )
 
 
-def _ending_line(progress: Progress, said: str) -> str:
+def _ending_line(progress: RunProgress, said: str) -> str:
     """Return the last line of ``vitals tail --follow``: how the run ended."""
     summary = progress.summary
     steps = f"after step {progress.step:,}" if progress.step >= 0 else "before its first step"

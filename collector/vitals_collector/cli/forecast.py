@@ -7,7 +7,7 @@ import typer
 from trainvitals.cli.options import FactsForm
 from trainvitals.cli.output import Format, write_table
 from trainvitals.views import ForecastQuestion
-from vitals_collector.cli.opening import RunChoice, Server, choose_run
+from vitals_collector.cli.opening import CollectorOptions, RunChoice, choose_run
 
 
 def show_forecast(
@@ -24,7 +24,7 @@ def show_forecast(
     against: Annotated[
         str, typer.Option(help="Another run: how many steps earlier it reached the current loss.")
     ] = "",
-    server: Server,
+    server: CollectorOptions,
     form: FactsForm = Format.TABLE,
 ) -> None:
     """Show when a run ends and at what loss, each with an interval, or why there is no forecast.

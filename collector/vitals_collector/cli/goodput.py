@@ -14,7 +14,7 @@ from trainvitals.io.rundir import holds_runs
 from trainvitals.plugins import load_plugin
 from trainvitals.units import humanize_seconds
 from trainvitals.views import GoodputQuestion, GoodputView, RunsQuestion
-from vitals_collector.cli.opening import RunChoice, Server, warn_of_unreadable
+from vitals_collector.cli.opening import CollectorOptions, RunChoice, warn_of_unreadable
 
 LABELS: Mapping[Bucket, str] = {bucket: bucket.replace("_", " ") for bucket in BUCKETS}
 
@@ -33,7 +33,7 @@ def show_goodput(
     run: RunOrLog = "",
     folder: Dir = None,
     every: Annotated[bool, typer.Option("--all", help="A line for each run.")] = False,
-    server: Server,
+    server: CollectorOptions,
     step: Annotated[str | None, typer.Option(help="Column of the steps in a log.")] = None,
     time: Annotated[
         str | None, typer.Option(help="Column of the times: seconds since 1970, or ISO 8601.")
@@ -111,7 +111,7 @@ def _log_goodput_view(source: str, sums: Goodput) -> GoodputView:
     )
 
 
-def _show_all(folder: Path | None, server: Server, form: Format) -> None:
+def _show_all(folder: Path | None, server: CollectorOptions, form: Format) -> None:
     """Write the goodput of every run as a table."""
     with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())

@@ -12,7 +12,7 @@ from trainvitals.cli.options import Collector, Dir, Run, TokenFile
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.printable import printable
 from trainvitals.views import RunsQuestion, RunSummary
-from vitals_collector.queries.open import Opened, find_run, open_reader
+from vitals_collector.queries.open import OpenedReader, find_run, open_reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,20 @@ class RunChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class CollectorOptions:
     """Options that name a collector."""
 
     collector: Collector = ""
     token_file: TokenFile = None
 
     @contextlib.contextmanager
-    def open(self, choice: RunChoice) -> Iterator[tuple[Opened, RunSummary]]:
+    def open(self, choice: RunChoice) -> Iterator[tuple[OpenedReader, RunSummary]]:
         """Open the run; a run in a directory is read without a server."""
         folder, run = as_folder(choice.run, choice.folder)
         with self.open_all(folder) as opened:
             yield opened, choose_run(opened, run)
 
-    def open_all(self, folder: Path | None) -> contextlib.AbstractContextManager[Opened]:
+    def open_all(self, folder: Path | None) -> contextlib.AbstractContextManager[OpenedReader]:
         """Open all runs of the directory, or of the collector if there is no directory."""
         return open_reader(folder, collector=self.collector, token_file=self.token_file)
 
@@ -59,7 +59,7 @@ def warn_of_unreadable(unreadable: Mapping[str, str]) -> None:
         typer.echo(f"warning: run {run_id} cannot be read: {printable(why)}", err=True)
 
 
-def choose_run(opened: Opened, run: str) -> RunSummary:
+def choose_run(opened: OpenedReader, run: str) -> RunSummary:
     """Return the requested run; "" is the latest one.
 
     Raises:

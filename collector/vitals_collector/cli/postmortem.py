@@ -10,7 +10,7 @@ import typer
 from trainvitals.cli.options import Dir, Force, Run
 from trainvitals.cli.output import write_json
 from trainvitals.errors import UsageError
-from vitals_collector.cli.opening import RunChoice, Server
+from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import write_file
 
 Incident = Annotated[str, typer.Option(help="Only this incident; the report lists their ids.")]
@@ -35,7 +35,7 @@ def postmortem(
     form: Form = "text",
     force: Force = False,
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
 ) -> None:
     """Report what went wrong in a run: when, where, what Vitals did, and the cost.
 
@@ -52,7 +52,7 @@ def postmortem(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
     blocks = report_blocks(facts)
-    for file, make in ((html, page.write), (md, markdown.write)):
+    for file, make in ((html, page.write_page), (md, markdown.write_markdown)):
         if file is not None:
             write_file(file, make(blocks).encode(), force=force)
             sys.stdout.write(f"{file}\n")
@@ -62,5 +62,5 @@ def postmortem(
         write_json(body)
     elif html is None and md is None:
         # Piped output may end up in a ticket, in which text from the run must not become a link.
-        write = markdown.write_text if sys.stdout.isatty() else markdown.write
+        write = markdown.write_text if sys.stdout.isatty() else markdown.write_markdown
         sys.stdout.write(write(blocks))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from trainvitals.cli.options import Dir
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, TableName, TableQuestion, TableReply
-from vitals_collector.cli.opening import Server, as_folder, choose_run, warn_of_unreadable
+from vitals_collector.cli.opening import CollectorOptions, as_folder, choose_run, warn_of_unreadable
 from vitals_collector.cli.writing import TableOutput
 
 _OF_ONE_RUN = ("steps", "ranks")
@@ -55,7 +55,7 @@ def query(
     to_step: ToStep = None,
     newest_first: NewestFirst = False,
     limit: Limit = 1_000,
-    server: Server,
+    server: CollectorOptions,
     out: TableOutput,
 ) -> None:
     """Filter stored rows and write them as a table. All conditions must hold."""

@@ -14,10 +14,10 @@ from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import RunsQuestion
 from vitals_collector.cli.follow import follow as show_progress
-from vitals_collector.cli.opening import RunChoice, Server, warn_of_unreadable
+from vitals_collector.cli.opening import CollectorOptions, RunChoice, warn_of_unreadable
 from vitals_collector.cli.writing import TableFormat, TableOutput
-from vitals_collector.queries.open import Opened
-from vitals_collector.queries.tail import Tail
+from vitals_collector.queries.open import OpenedReader
+from vitals_collector.queries.tail import StepTail
 
 _RUN_COLUMNS = (
     *("run", "name", "state", "health", "step", "loss"),
@@ -33,7 +33,7 @@ def list_runs(
             help="Folder with run directories [default: ask the collector].", readable=False
         ),
     ] = None,
-    server: Server,
+    server: CollectorOptions,
     out: TableOutput,
 ) -> None:
     """List the runs of a collector, or of a folder without any server."""
@@ -57,7 +57,7 @@ def list_runs(
         raise typer.Exit(1)
 
 
-def _runs_without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
+def _runs_without_rows(opened: OpenedReader, listed: Collection[str]) -> dict[str, str]:
     """Return the directory's runs without any rows to show, with a message for each."""
     folder = opened.folder
     if folder is None:
@@ -77,7 +77,7 @@ def why(
     ],
     step: Annotated[int, typer.Argument(help="The step.", min=0)],
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
     form: Annotated[
         Literal["text", "json", "csv"],
         typer.Option("--format", help="text is a paragraph to read."),
@@ -124,7 +124,7 @@ def tail(
     every: Annotated[
         int, typer.Option(help="With --follow in a pipe: steps between two lines.", min=1)
     ] = 10,
-    server: Server,
+    server: CollectorOptions,
     out: TableOutput,
 ) -> None:
     """Show the latest steps, or with --follow the running run.
@@ -145,14 +145,14 @@ def tail(
     with server.open(choice) as (opened, summary):
         first = max(0, summary.last_step - num + 1)
         if writes_file:
-            out.write(Tail(opened.reader, summary.run_id).columns(first))
+            out.write(StepTail(opened.reader, summary.run_id).columns(first))
             return
-        shown = Tail(opened.reader, summary.run_id, Format(out.form.value))
+        shown = StepTail(opened.reader, summary.run_id, Format(out.form.value))
         shown.write_header(first)
         while follow and summary.state == "running":
             time.sleep(1.0)
             opened.refresh()
-            summary = shown.go_on()
+            summary = shown.write_new_steps()
 
 
 def _nonfinite_cell(row: object) -> tuple[str]:

@@ -47,7 +47,7 @@ Data = Annotated[Path | None, typer.Option(help="A collector's data folder, inst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogSettings:
+class ReplayLogOptions:
     """Options for a log: settings and columns."""
 
     mode: Annotated[
@@ -93,7 +93,7 @@ class LogSettings:
         names = list(self.__dataclass_fields__)
         return {name: getattr(self, name) for name in names[names.index("step") :]}
 
-    def given_options(self) -> list[str]:
+    def log_option_names(self) -> list[str]:
         """Return the given options that apply only to a log."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         names = [name for name, value in values.items() if value not in (None, False)]
@@ -125,7 +125,7 @@ def replay(
     run: RunOrLog = "",
     folder: Dir = None,
     data: Data = None,
-    settings: LogSettings,
+    settings: ReplayLogOptions,
     plot: Plot = None,
     form: Form = "table",
 ) -> None:
@@ -139,7 +139,7 @@ def replay(
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
         _replay_history(*settings.read(Path(run)), plot, form)
         return
-    _reject_log_options(settings.given_options())
+    _reject_log_options(settings.log_option_names())
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, settings.config, plot, form)
@@ -189,18 +189,18 @@ def _replay_run(
 ) -> None:
     from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
-    from vitals_collector.queries.open import Opened
+    from vitals_collector.queries.open import OpenedReader
     from vitals_collector.queries.query import Query
     from vitals_collector.report.replay import replay as judge_again
     from vitals_collector.storage.store import open_data_store, open_store
 
     settings = None if config is None else _load_judge_settings(config)
     if folder is None and data is None:
-        folder = folder_here()
+        folder = find_vitals_dir()
     where = data or default_data_dir(os.environ)
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
-        opened = Opened(Query(store, clock=SystemClock()), refresh=lambda: None)
+        opened = OpenedReader(Query(store, clock=SystemClock()), refresh=lambda: None)
         if folder is not None:
             spools = FolderIngest(store, [folder])
             spools.poll()
@@ -224,7 +224,7 @@ def _replay_run(
         raise typer.Exit(1)
 
 
-def folder_here() -> Path | None:
+def find_vitals_dir() -> Path | None:
     """Return the directory of runs that VITALS_DIR names, or the one in the working directory."""
     folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
     return folder if folder.is_dir() else None
@@ -234,7 +234,7 @@ def folder_here() -> Path | None:
 
 
 def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportFormat) -> None:
-    from trainvitals.judged_log import document, judge_history
+    from trainvitals.judged_log import export_judged_steps, judge_history
 
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
@@ -258,7 +258,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         or judged.judgement.readings
         or judged.judgement.decision is not None
     ]
-    _write_judged_steps(judged_steps, document(judged_steps), form)
+    _write_judged_steps(judged_steps, export_judged_steps(judged_steps), form)
     _print_to_stderr(_counts_line(judged_steps))
 
 

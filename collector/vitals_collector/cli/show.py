@@ -30,10 +30,10 @@ from trainvitals.views import (
     VerdictQuestion,
     VerdictView,
 )
-from vitals_collector.cli.opening import RunChoice, Server
+from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
+from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
 from vitals_collector.report.run_tables import (
     checkpoint_table,
     decision_table,
@@ -58,7 +58,7 @@ def show(
     names: Annotated[
         bool, typer.Option("--series", help="List the names that --metric takes.")
     ] = False,
-    server: Server,
+    server: CollectorOptions,
     out: TableOutput,
 ) -> None:
     """Show one run: its curves, attempts, decisions and checkpoints, or one curve as data.
@@ -126,7 +126,7 @@ def write_run(
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
         *_waited(findings),
         *_trace_table(events),
-        *_user_alert_table(episodes(view.finding for view in findings)),
+        *_user_alert_table(user_alert_episodes(view.finding for view in findings)),
         checkpoint_table(saved),
         event_table(events[-MAX_EVENTS:]),
     ]

@@ -42,7 +42,7 @@ def sql(
     Tables: runs, steps (rank 0), ranks, levels, layers, scalars, nodes, gpus, processes, decisions,
     findings, alerts, checkpoints, events, annotations. The guide "Query with SQL" has examples.
     """
-    from vitals_collector.numbers.lake_sql import LakeReader, too_late
+    from vitals_collector.numbers.lake_sql import LakeReader, query_timeout_error
     from vitals_collector.storage.store import DATABASE_FILE, libpq_conninfo
 
     folder = data_dir(choice.data)
@@ -60,7 +60,7 @@ def sql(
             memory_limit=f"{memory}MB",
             max_seconds=seconds,
         ) as reader,
-        _ended_after(seconds + _GRACE_SECONDS, too_late(seconds)),
+        _exit_after(seconds + _GRACE_SECONDS, query_timeout_error(seconds)),
     ):
         answer = reader.ask(sql_text, max_rows=limit)
     write_table(answer.names, answer.rows, form)
@@ -92,7 +92,7 @@ def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
 
 
 @contextlib.contextmanager
-def _ended_after(seconds: float, error: StorageError) -> Iterator[None]:
+def _exit_after(seconds: float, error: StorageError) -> Iterator[None]:
     """End this process, which does nothing else, if the engine cannot be interrupted."""
 
     def end() -> None:

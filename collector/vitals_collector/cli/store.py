@@ -131,13 +131,13 @@ def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     Queries leave out damaged rows. The collector removes damaged files from the store, and agents
     resend the rows that they still have.
     """
-    from vitals_collector.retention.checkup import Damaged
+    from vitals_collector.retention.checkup import DamagedPart
     from vitals_collector.retention.checkup import check_store as check_all
 
     with choice.open() as store:
         damaged = check_all(store)
     rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
-    header = tuple(name.replace("_", " ") for name in Damaged._fields)
+    header = tuple(name.replace("_", " ") for name in DamagedPart._fields)
     write_table(header, rows, form, body={"damaged": [each._asdict() for each in damaged]})
     _print_to_stderr(f"everything was read; damaged: {len(damaged)}")
     if damaged:
@@ -176,12 +176,12 @@ def copy(
 def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
     """Merge and roll up everything now, and free disk space. Stop the collector first."""
     from trainvitals.clock import SystemClock
-    from vitals_collector.api.serve import only_one
+    from vitals_collector.api.serve import lock_data_dir
     from vitals_collector.retention.checkup import store_size
     from vitals_collector.retention.maintenance import LakeMaintenance
     from vitals_collector.retention.settings import VolumeSettings
 
-    with only_one(data_dir(choice.data)), choice.open() as store:
+    with lock_data_dir(data_dir(choice.data)), choice.open() as store:
         before = store_size(store)
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
         num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()

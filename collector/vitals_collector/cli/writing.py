@@ -91,12 +91,12 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
                 f"{path} exists and its content differs",
                 hint="write to another file, or overwrite it with --force",
             )
-    with replaced(path.resolve()) as part, part.open("xb") as to:
+    with replace_atomically(path.resolve()) as part, part.open("xb") as to:
         to.write(content)
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Provide a file that replaces ``path`` atomically once it is complete.
 
     Raises:
@@ -156,7 +156,7 @@ def write_parquet(
     with contextlib.ExitStack() as stack:
         writer = schema = None
         for columns in stretches:
-            arrays = {name: typed(values) for name, values in columns.items()}
+            arrays = {name: unify_value_types(values) for name, values in columns.items()}
             if schema is None and type_of is not None:
                 schema = arrow.schema([(n, type_of(arrow, n, v)) for n, v in arrays.items()])
             table = arrow.table(arrays, schema=schema)
@@ -167,7 +167,7 @@ def write_parquet(
             parquet.write_table(arrow.table({"step": arrow.array([], arrow.int64())}), to)
 
 
-def typed(values: Sequence[object]) -> list[object]:
+def unify_value_types(values: Sequence[object]) -> list[object]:
     """Return the values as one type: numbers if all are numbers, text if types are mixed."""
     non_null = [value for value in values if value is not None]
     numbers = [v for v in non_null if isinstance(v, int | float) and not isinstance(v, bool)]

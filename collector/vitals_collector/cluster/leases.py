@@ -2,8 +2,9 @@
 
 The database's clock decides when a lease expires, so no machine's clock needs to be right. A holder
 that could not renew stops some seconds before that, by its own monotonic clock, counted from before
-its request. One that was paused in the middle of a transaction is stopped by ``fence``. On SQLite
-there is one collector per store: it holds everything, and no row is written.
+its request. One that was paused in the middle of a transaction is stopped by
+``install_lake_fence``. On SQLite there is one collector per store: it holds everything, and no row
+is written.
 
 A collector that takes over the lease of a killed process waits until it expires, unless both have
 the same location: the lock of a data directory, which one process holds at a time. Then the former
@@ -100,7 +101,7 @@ class Lease:
         asked_ns = self._clock.monotonic_ns()
         is_held = self.epoch() is not None
         with self._store.write() as connection:
-            taken = acquire(connection, [self.name], self.holder, is_held=is_held)
+            taken = acquire_leases(connection, [self.name], self.holder, is_held=is_held)
             epoch = taken.get(self.name)
         # If it expired while the database was slow, a part of this process may have noticed: it is
         # acquired again next time, with a new number.
@@ -110,13 +111,13 @@ class Lease:
         self._epoch = epoch  # before the time is set, because that of an earlier epoch has passed
         self._until_ns = asked_ns + int((LEASE_SECONDS - MARGIN_SECONDS) * 1e9)
 
-    def fenced(self, epoch: int) -> AbstractContextManager[None]:
+    def fence_writes(self, epoch: int) -> AbstractContextManager[None]:
         """Make what this thread writes in the context fail once another collector is the holder.
 
         Args:
             epoch: the time as the holder in which it is written.
         """
-        return self._store.checked(self._lease_check(epoch))
+        return self._store.check_writes(self._lease_check(epoch))
 
     def start(self) -> None:
         """Try to acquire the lease once, then renew it in a thread."""
@@ -136,7 +137,7 @@ class Lease:
         self._until_ns = 0
         try:
             with self._store.write() as connection:
-                release(connection, [self.name], self.holder)
+                release_leases(connection, [self.name], self.holder)
         except StorageError as error:
             _LOG.warning("lease_not_released: %s; others have it in %g s", error, LEASE_SECONDS)
 
@@ -161,12 +162,12 @@ class Lease:
     def _lease_check(self, epoch: int) -> Callable[[Connection], None]:
         def check(connection: Connection) -> None:
             if self.is_shared:
-                hold(connection, self.name, self.holder, epoch)
+                lock_lease(connection, self.name, self.holder, epoch)
 
         return check
 
 
-def acquire(
+def acquire_leases(
     connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
 ) -> dict[str, int]:
     """Renew the holder's leases, or acquire those that have expired or whose process has ended.
@@ -180,7 +181,7 @@ def acquire(
     Returns:
         The epoch of each held lease; none of another collector's.
     """
-    _bound(connection)
+    _limit_lock_time(connection)
     rows = [
         {"name": name, "holder": holder, "epoch": 1, "expires_unix_ns": _lease_expiry()}
         for name in sorted(names)  # in order, to avoid deadlocks
@@ -218,11 +219,11 @@ def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> 
     return list(ended_names[: -(-len(ended_names) // num_holders)])
 
 
-def renew(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
+def renew_leases(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
     """Renew those of the names that the holder still has; return their epochs."""
-    _bound(connection)
+    _limit_lock_time(connection)
     condition = (leases.c.holder == holder) & leases.c.name.in_(names)
-    # In the order of ``acquire``: it locks those as well that it does not get.
+    # In the order of ``acquire_leases``: it locks those as well that it does not get.
     connection.execute(
         select(leases.c.name).where(condition).order_by(leases.c.name).with_for_update()
     )
@@ -237,9 +238,9 @@ def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]
     return {row.name: row.holder for row in connection.execute(query)}
 
 
-def release(connection: Connection, names: Collection[str], holder: str) -> None:
+def release_leases(connection: Connection, names: Collection[str], holder: str) -> None:
     """End the holder's leases now; their epochs stay, so that the next ones are above them."""
-    _bound(connection)
+    _limit_lock_time(connection)
     condition = leases.c.name.in_(names) & (leases.c.holder == holder)
     connection.execute(
         select(leases.c.name).where(condition).order_by(leases.c.name).with_for_update()
@@ -247,13 +248,13 @@ def release(connection: Connection, names: Collection[str], holder: str) -> None
     connection.execute(update(leases).where(condition).values(expires_unix_ns=0))
 
 
-def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
+def lock_lease(connection: Connection, name: str, holder: str, epoch: int) -> None:
     """Lock the lease until the end of this transaction.
 
     Raises:
         StorageError: another collector is the holder, or was since.
     """
-    if not held_names(connection, {name: epoch}, holder):
+    if not lock_held_leases(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
             hint="nothing to do: the other one continues from the stored data",
@@ -261,21 +262,21 @@ def hold(connection: Connection, name: str, holder: str, epoch: int) -> None:
         )
 
 
-def held_names(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
+def lock_held_leases(connection: Connection, epochs: Mapping[str, int], holder: str) -> set[str]:
     """Return the leases that the holder has with these epochs, locked against other holders.
 
     That is until this transaction ends.
     """
-    _bound(connection)
+    _limit_lock_time(connection)
     query = select(leases.c.name, leases.c.epoch).where(
         leases.c.name.in_(epochs), leases.c.holder == holder
     )
-    # In the order of ``acquire``, to avoid deadlocks.
+    # In the order of ``acquire_leases``, to avoid deadlocks.
     rows = connection.execute(query.order_by(leases.c.name).with_for_update(read=True))
     return {row.name for row in rows if row.epoch == epochs[row.name]}
 
 
-def _bound(connection: Connection) -> None:
+def _limit_lock_time(connection: Connection) -> None:
     """Limit how long a paused process can block leases in this transaction."""
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
@@ -314,7 +315,7 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 """
 
 
-def fence(connection: Connection) -> None:
+def install_lake_fence(connection: Connection) -> None:
     """Make the lake's catalog refuse commits of former owners, from now on.
 
     Args:
@@ -326,11 +327,11 @@ def fence(connection: Connection) -> None:
         connection.execute(text(_TRIGGER))
 
 
-def fence_off(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
+def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
     """Refuse commits under other epochs of the runs, once this transaction has ended."""
     rows = [
         {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
-        for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire``
+        for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire_leases``
     ]
     statement = insert(connection, leases).values(rows)
     changed = {name: statement.excluded[name] for name in ("holder", "epoch")}
@@ -348,13 +349,13 @@ __all__ = [
     "RUN",
     "UPKEEP",
     "Lease",
-    "acquire",
-    "fence",
-    "fence_off",
-    "held_names",
-    "hold",
+    "acquire_leases",
+    "fence_runs",
     "holders_of",
+    "install_lake_fence",
     "load_expired_leases",
-    "release",
-    "renew",
+    "lock_held_leases",
+    "lock_lease",
+    "release_leases",
+    "renew_leases",
 ]

@@ -19,16 +19,16 @@ from vitals_collector.cluster.leases import (
     LEASE_SECONDS,
     MARGIN_SECONDS,
     RUN,
-    acquire,
-    fence,
-    fence_off,
-    held_names,
+    acquire_leases,
+    fence_runs,
     holders_of,
+    install_lake_fence,
     load_expired_leases,
-    release,
-    renew,
+    lock_held_leases,
+    release_leases,
+    renew_leases,
 )
-from vitals_collector.cluster.reports import owned_elsewhere
+from vitals_collector.cluster.reports import load_runs_elsewhere
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.storage.store import OwnedElsewhere, Store
 
@@ -43,7 +43,7 @@ _ELSEWHERE_SECONDS = 1.0
 _LOG = logging.getLogger("vitals.collector.owners")
 
 
-class _Owned:
+class _OwnedRun:
     __slots__ = ("epoch", "until_ns", "used_ns")
 
     def __init__(self, epoch: int, until_ns: int, used_ns: int) -> None:
@@ -73,11 +73,11 @@ class RunOwners:
         """Guards changes of the held leases; may be held for seconds."""
         self._lock = threading.Lock()
         """Guards the two dicts below; renewals do not wait for ``_taking``."""
-        self._owned: dict[str, _Owned] = {}
+        self._owned: dict[str, _OwnedRun] = {}
         self._elsewhere: dict[str, tuple[NotOwnerError, int]] = {}
         """Runs of others, and until when they are thought to be."""
         with store.write() as connection:
-            fence(connection)
+            install_lake_fence(connection)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-owners", daemon=True)
 
@@ -95,15 +95,19 @@ class RunOwners:
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Acquire the runs without an owner; return the owners of the others."""
-        unowned, elsewhere = self._sorted(run_ids)
+        unowned, elsewhere = self._split_by_owner(run_ids)
         if unowned:
             with self._taking:
-                unowned, elsewhere = self._sorted(run_ids)  # another thread may have acquired some
+                unowned, elsewhere = self._split_by_owner(
+                    run_ids
+                )  # another thread may have acquired some
                 if unowned:
                     elsewhere |= self._acquire(unowned)
         return elsewhere
 
-    def _sorted(self, run_ids: Collection[str]) -> tuple[list[str], dict[str, NotOwnerError]]:
+    def _split_by_owner(
+        self, run_ids: Collection[str]
+    ) -> tuple[list[str], dict[str, NotOwnerError]]:
         """Return which of the runs are to be acquired, and the owners of the others."""
         unowned, elsewhere = list[str](), dict[str, NotOwnerError]()
         with self._lock:
@@ -126,25 +130,25 @@ class RunOwners:
             more = load_expired_leases(connection, RUN, _ENDED_SECONDS)
             lease_names = {RUN + run_id for run_id in run_ids}
             names = {name: name.removeprefix(RUN) for name in (*lease_names, *more)}
-            taken = acquire(connection, names, self._holder, is_held=False)
+            taken = acquire_leases(connection, names, self._holder, is_held=False)
             epochs = {names[name]: epoch for name, epoch in taken.items()}
             if epochs:
-                fence_off(connection, self._holder, epochs)
+                fence_runs(connection, self._holder, epochs)
             others = lease_names - taken.keys()
             holders = holders_of(connection, others) if others else {}
         elsewhere = {
             names[name]: _not_owner_error(names[name], holders.get(name, "").partition(" ")[0])
             for name in others
         }
-        owned: dict[str, _Owned] = {}
+        owned: dict[str, _OwnedRun] = {}
         if taken:
             self._lake.become_owner(epochs)
             asked_ns = self._clock.monotonic_ns()  # for many runs that took a while
             with self._store.write() as connection:
-                renewed = renew(connection, self._holder, taken)
+                renewed = renew_leases(connection, self._holder, taken)
             for name, epoch in renewed.items():
                 if epoch == taken[name]:
-                    owned[names[name]] = _Owned(epoch, _lease_end_ns(asked_ns), now_ns)
+                    owned[names[name]] = _OwnedRun(epoch, _lease_end_ns(asked_ns), now_ns)
             _LOG.info("runs_owned num=%d first=%s", len(epochs), min(epochs))
         with self._lock:
             # Runs that ended elsewhere are not requested again, and would stay.
@@ -167,11 +171,13 @@ class RunOwners:
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
         """Lock the leases of owned runs until the transaction ends; return these runs."""
         epochs = {RUN + run: epoch for run, epoch in self.owned().items() if run in run_ids}
-        return {name.removeprefix(RUN) for name in held_names(connection, epochs, self._holder)}
+        return {
+            name.removeprefix(RUN) for name in lock_held_leases(connection, epochs, self._holder)
+        }
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
         """Return the runs of other collectors, with their last reports."""
-        return owned_elsewhere(connection, self._holder)
+        return load_runs_elsewhere(connection, self._holder)
 
     def _run(self) -> None:
         """Renew the leases of owned runs at intervals, in a thread."""
@@ -200,7 +206,7 @@ class RunOwners:
         for start in range(0, len(current_runs), _NAMES_AT_ONCE):
             names = [RUN + run_id for run_id in current_runs[start : start + _NAMES_AT_ONCE]]
             with self._store.write() as connection:
-                renewed |= renew(connection, self._holder, names)
+                renewed |= renew_leases(connection, self._holder, names)
         with self._lock:
             later_ns = self._clock.monotonic_ns()
             for run_id in current_runs:
@@ -232,7 +238,7 @@ class RunOwners:
             if run_ids:
                 names = [RUN + run_id for run_id in run_ids]
                 with self._store.write() as connection:
-                    release(connection, names, self._holder)
+                    release_leases(connection, names, self._holder)
         except StorageError as error:
             _LOG.warning("runs_not_released: %s; others have them in %g s", error, LEASE_SECONDS)
 

@@ -15,7 +15,7 @@ from vitals_collector.storage.store import OwnedElsewhere, insert
 _REPORT = "report/"
 
 
-def owned_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]:
+def load_runs_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewhere]:
     """Return the runs of owners other than the holder, or its former process: one query."""
     report = engine_state.c.name == literal(_REPORT) + func.substr(leases.c.name, len(RUN) + 1)
     query = (
@@ -44,10 +44,10 @@ def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
     )
 
 
-def forget_reports(connection: Connection, run_ids: Iterable[str]) -> None:
+def delete_reports(connection: Connection, run_ids: Iterable[str]) -> None:
     """Delete the reports of runs."""
     names = [_REPORT + run_id for run_id in run_ids]
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
 
-__all__ = ["forget_reports", "owned_elsewhere", "write_reports"]
+__all__ = ["delete_reports", "load_runs_elsewhere", "write_reports"]

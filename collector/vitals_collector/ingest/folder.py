@@ -18,7 +18,13 @@ from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.io.spool import SpoolPosition, read_batches
 from trainvitals.io.spool_files import STATE_FILE
-from vitals_collector.ingest.ingest import Stored, announce, check_batches, runs_in, store_batches
+from vitals_collector.ingest.ingest import (
+    BatchResult,
+    announce,
+    check_batches,
+    runs_in,
+    store_batches,
+)
 from vitals_collector.ingest.tail_loss import LostRowCounter
 from vitals_collector.storage.schema import positions
 from vitals_collector.storage.store import Store, insert
@@ -117,13 +123,13 @@ class FolderIngest:
 
         def damaged(begin: SpoolPosition, end: SpoolPosition) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
-            self._count_damage(f"{where} are damaged and skipped")
+            self._count_spool_damage(f"{where} are damaged and skipped")
 
         # Left to the end, so that a file that grows faster than we read cannot block us here.
         positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
         num_new = 0
         while not stop.is_set() and (group := _next_batch_group(positioned_batches)):
-            stored, is_blocked = self._store_some(spool, group)
+            stored, is_blocked = self._store_spool_batches(spool, group)
             announce(self._store, stored)
             num_new += sum(outcome.reply.num_new for outcome in stored)
             if is_blocked:
@@ -135,17 +141,19 @@ class FolderIngest:
                 self._tail_loss.count(spool, version, state, position, now)
             else:
                 where = f"{spool / STATE_FILE} is damaged"
-                self._count_damage(f"{where}: rows lost at the end of a stream are not counted")
+                self._count_spool_damage(
+                    f"{where}: rows lost at the end of a stream are not counted"
+                )
         return num_new
 
-    def _count_damage(self, text: str) -> None:
+    def _count_spool_damage(self, text: str) -> None:
         if self._log_once(text):
             with self._store.counters.lock:
                 self._store.counters.num_damaged += 1
 
-    def _store_some(
+    def _store_spool_batches(
         self, spool: Path, group: Sequence[tuple[SpoolPosition, bytes]]
-    ) -> tuple[list[Stored], bool]:
+    ) -> tuple[list[BatchResult], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
         checked = check_batches([raw for _, raw in group])
         newer = next(

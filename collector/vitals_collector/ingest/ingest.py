@@ -76,7 +76,13 @@ from vitals_collector.storage.schema import (
     sources,
     streams,
 )
-from vitals_collector.storage.store import PreparedStatement, Store, StreamOffset, clean, insert
+from vitals_collector.storage.store import (
+    PreparedStatement,
+    Store,
+    StreamOffset,
+    insert,
+    remove_nul,
+)
 from vitals_collector.storage.tokens import OWN, Principal
 
 _FOREIGN_KEY = "23503"
@@ -106,7 +112,7 @@ Named = Mapping[int, Principal]
 """Sender of a batch by the batch's ``id``, for senders that may not write to all runs."""
 
 
-class Summary(NamedTuple):
+class BatchSummary(NamedTuple):
     """Data about one batch's rows for the database."""
 
     measured: int
@@ -120,7 +126,7 @@ class Summary(NamedTuple):
 LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
 
 
-class Stored(msgspec.Struct, frozen=True, gc=False):
+class BatchResult(msgspec.Struct, frozen=True, gc=False):
     """Result of one batch: response and new rows and events, or the error."""
 
     reply: IngestReply
@@ -181,7 +187,7 @@ def ingest_bodies(
     Arguments and errors as in ``store_bodies``.
     """
     stored = store_bodies(store, bodies, received_unix_ns, asking, principals)
-    return [answer_of(of_body) for of_body in stored]
+    return [reply_to_body(of_body) for of_body in stored]
 
 
 def store_bodies(
@@ -190,7 +196,7 @@ def store_bodies(
     received_unix_ns: int,
     asking: Sequence[bool] = (),
     principals: Sequence[Principal] = (),
-) -> list[tuple[Stored, ...] | NotOwnerError]:
+) -> list[tuple[BatchResult, ...] | NotOwnerError]:
     """Store the batches of all bodies in one transaction; return the result of each, in order.
 
     Args:
@@ -208,7 +214,7 @@ def store_bodies(
     named: dict[int, Principal] = {}
     for of_body, principal in zip(by_body, principals, strict=bool(principals)):
         if not principal.writes_all:
-            of_body[:] = [_within_limits(batch, principal) for batch in of_body]
+            of_body[:] = [_check_token_limits(batch, principal) for batch in of_body]
             named |= {id(batch): principal for batch in of_body if isinstance(batch, Batch)}
     run_ids = {run_id for of_body in by_body for run_id in runs_in(of_body)}
     elsewhere = store.claims.claim(run_ids)
@@ -253,7 +259,7 @@ def store_batches(
     checked: Sequence[Checked],
     received_unix_ns: int = 0,
     named: Named = MappingProxyType({}),
-) -> list[Stored]:
+) -> list[BatchResult]:
     """Store the valid batches. The caller commits, then calls ``announce``.
 
     Rows are durable when this returns, even if the caller's transaction fails: data about them is
@@ -261,7 +267,7 @@ def store_batches(
     """
     good = [batch for batch in checked if isinstance(batch, Batch)]
     lock_runs(connection, {batch.header.identity.run_id for batch in good})
-    written = _Written(connection, store, received_unix_ns, named)
+    written = _IngestTarget(connection, store, received_unix_ns, named)
     stored = iter(_store_or_halve(written, good) if good else ())
     return [
         _refused_result(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
@@ -269,7 +275,7 @@ def store_batches(
     ]
 
 
-def announce(store: Store, stored: Iterable[Stored]) -> None:
+def announce(store: Store, stored: Iterable[BatchResult]) -> None:
     """Count stored batches, and pass their new rows to the ``after_ingest`` hooks.
 
     A hook's error is logged and counted, never raised: the rows are stored, and refusing the batch
@@ -296,7 +302,7 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
-def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
+def reply_to_body(stored: Sequence[BatchResult] | NotOwnerError) -> Answer:
     """Return the response to a body, from the results of its batches, in order."""
     if isinstance(stored, NotOwnerError):
         return stored
@@ -306,15 +312,15 @@ def answer_of(stored: Sequence[Stored] | NotOwnerError) -> Answer:
     return tuple(outcome.reply for outcome in stored)
 
 
-def _refused_result(error: FormatError) -> Stored:
+def _refused_result(error: FormatError) -> BatchResult:
     """Return the result of a refused batch."""
     reply = IngestReply(
         durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
     )
-    return Stored(reply, error=error)
+    return BatchResult(reply, error=error)
 
 
-class _Written(NamedTuple):
+class _IngestTarget(NamedTuple):
     """Target of the batches, and data about all of them."""
 
     connection: Connection
@@ -324,13 +330,13 @@ class _Written(NamedTuple):
     named: Named
 
 
-def _store_or_halve(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
+def _store_or_halve(written: _IngestTarget, batches: Sequence[Batch]) -> list[BatchResult]:
     """Store the batches; if one cannot be stored, find it by bisection and refuse only it."""
     try:
         # A savepoint: a refused batch must be undone, but the transaction belongs to all batches.
         with written.connection.begin_nested():
             return _store_batches(written, batches)
-    except _MovedError:
+    except _StaleOffsetError:
         written.store.offsets.clear()
         return _store_or_halve(written, batches)
     except (OverflowError, DataError) as error:
@@ -361,7 +367,7 @@ def _is_batch_error(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, VitalsError))
 
 
-def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
+def _store_batches(written: _IngestTarget, batches: Sequence[Batch]) -> list[BatchResult]:
     """Store batches, their streams' offsets and their events in one transaction."""
     connection, store, received_unix_ns, named = written
     numbers = store.numbers
@@ -369,17 +375,17 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
     offsets = _take_offsets(connection, store, keys)
     # Removed runs are looked up only for new streams: the removal deleted the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
-    removed = _forgotten_runs(connection, unknown)
-    unknown = _without_forgotten(unknown, removed)
+    removed = _load_removed_runs(connection, unknown)
+    unknown = _drop_removed_batches(unknown, removed)
     foreign = _find_foreign_batches(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
     _register_streams(connection, store, offsets, unknown, named)
     run_ids = {run_id for run_id, _, stream in keys if stream != EVENTS}
     damaged = {run_id for run_id in run_ids if numbers.has_holes(run_id)}
-    stored, rows = list[Stored](), list[Batch]()
+    stored, rows = list[BatchResult](), list[Batch]()
     accepted: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):
-        if removed and is_forgotten(batch, removed):
+        if removed and is_of_removed_run(batch, removed):
             stored.append(_acknowledge_removed(batch))
             continue
         if id(batch) in foreign:
@@ -399,7 +405,7 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             if wanted >= 0:
                 stored.append(_request_missing_rows(offset, wanted))
                 continue
-        outcome = cut_off_known(batch, offset)
+        outcome = drop_stored_rows(batch, offset)
         if missing and outcome.batch is None:
             outcome = _acknowledge_up_to_hole(outcome, batch, missing)
         stored.append(outcome)
@@ -420,32 +426,32 @@ def _store_batches(written: _Written, batches: Sequence[Batch]) -> list[Stored]:
             projections.apply_events(connection, stored_events)
     if rows:
         numbers.append(rows)  # last, after every check that may refuse a batch
-    _remember(store, [offset for _, offset in accepted])
+    _cache_offsets(store, [offset for _, offset in accepted])
     return stored
 
 
-def _acknowledge_removed(batch: Batch) -> Stored:
+def _acknowledge_removed(batch: Batch) -> BatchResult:
     """Acknowledge rows of a removed run, so that they are not resent."""
     header = batch.header
     reply = IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=0)
-    return Stored(reply, num_forgotten=header.num_rows)
+    return BatchResult(reply, num_forgotten=header.num_rows)
 
 
-def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
+def drop_stored_rows(batch: Batch, offset: StreamOffset) -> BatchResult:
     """Return the new rows of the batch, and advance its stream's offset past it."""
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
     if num_ahead == 0 and header.stream_schema.stream != EVENTS:  # nearly always
         offset.last_seq = header.first_seq + header.num_rows - 1
         reply = IngestReply(durable_seq=offset.last_seq, num_new=header.num_rows, num_duplicate=0)
-        return Stored(reply, expected_seq=offset.expected_seq, batch=batch)
+        return BatchResult(reply, expected_seq=offset.expected_seq, batch=batch)
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
     if isinstance(batch, ResendableBatch) and num_lost > header.dropped:
         return _request_missing_rows(offset, offset.last_seq + 1)
     num_told = max(0, min(offset.expected_seq, header.first_seq - 1) - offset.last_seq)
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=offset.last_seq, num_new=0, num_duplicate=num_known)
-        return Stored(reply, expected_seq=offset.expected_seq)
+        return BatchResult(reply, expected_seq=offset.expected_seq)
     if num_known:
         rest = msgspec.structs.replace(
             header, first_seq=header.first_seq + num_known, num_rows=header.num_rows - num_known
@@ -457,7 +463,7 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     is_events = header.stream == EVENTS
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
-    return Stored(
+    return BatchResult(
         reply,
         num_lost=num_lost - num_told,
         expected_seq=offset.expected_seq,
@@ -466,19 +472,19 @@ def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
     )
 
 
-def _request_missing_rows(offset: StreamOffset, first_seq: int) -> Stored:
+def _request_missing_rows(offset: StreamOffset, first_seq: int) -> BatchResult:
     """Request the missing rows instead of storing later ones.
 
     A collector that was restored from a backup, or whose disk has damaged a file, lacks rows that
     agents still have; a batch that was damaged in transit is resent.
     """
     reply = IngestReply(durable_seq=first_seq - 1, num_new=0, num_duplicate=0, from_seq=first_seq)
-    return Stored(reply, expected_seq=offset.expected_seq)
+    return BatchResult(reply, expected_seq=offset.expected_seq)
 
 
 def _acknowledge_up_to_hole(
-    known: Stored, batch: Batch, missing: Sequence[tuple[int, int]]
-) -> Stored:
+    known: BatchResult, batch: Batch, missing: Sequence[tuple[int, int]]
+) -> BatchResult:
     """Return the response to known rows before missing ones: the missing rows must be resent."""
     last = batch.header.last_seq
     first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
@@ -505,7 +511,7 @@ def key_of(batch: Batch) -> StreamKey:
     return identity.run_id, identity.incarnation, header.stream_schema.stream
 
 
-class _MovedError(Exception):
+class _StaleOffsetError(Exception):
     """A stream's offset differs from the cached one: another process wrote to it, or removed it."""
 
 
@@ -518,8 +524,8 @@ def _take_offsets(
 ) -> dict[StreamKey, StreamOffset]:
     """Return the offsets of these streams; an unknown stream has none.
 
-    Their cache entries are removed until ``_remember``: after any error in between, the next call
-    reads the database.
+    Their cache entries are removed until ``_cache_offsets``: after any error in between, the next
+    call reads the database.
     """
     wanted = list(dict.fromkeys(keys))
     run_ids = {run_id for run_id, _, stream in wanted if stream != EVENTS}
@@ -551,7 +557,7 @@ def _take_offsets(
     return offsets
 
 
-def _remember(store: Store, offsets: Iterable[StreamOffset]) -> None:
+def _cache_offsets(store: Store, offsets: Iterable[StreamOffset]) -> None:
     """Cache the offsets of streams, so that their next rows need no query."""
     if len(store.offsets) > _MOST_REMEMBERED:
         store.offsets.clear()
@@ -640,7 +646,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
             hint="each start of each source makes an incarnation of its own",
         )
     begun_with = offset.token_id, offset.writer_key_hash
-    if error := _foreign_start(identity, principal, begun_with):
+    if error := _foreign_incarnation_error(identity, principal, begun_with):
         raise error
     return offset
 
@@ -695,8 +701,8 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
         "rank": identity.rank,
         "local_rank": identity.local_rank,
         "world_size": identity.world_size,
-        "gpu_uuid": clean(identity.gpu_uuid),
-        "metrics_url": clean(identity.metrics_url),
+        "gpu_uuid": remove_nul(identity.gpu_uuid),
+        "metrics_url": remove_nul(identity.metrics_url),
         "started_unix_ns": identity.started_unix_ns,
     }
 
@@ -737,7 +743,7 @@ _BOUNDED = (
 # --------------------------------------------------------------------------- removed runs
 
 
-def _forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
+def _load_removed_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
     """Return which of the batches' runs were removed, and when."""
     ids = sorted({batch.header.identity.run_id for batch in of})
     if not ids:
@@ -756,21 +762,21 @@ def is_being_removed() -> ColumnElement[bool]:
     return and_(begun.exists(), ~later.exists())
 
 
-def is_forgotten(batch: Batch, removed: Mapping[str, int]) -> bool:
+def is_of_removed_run(batch: Batch, removed: Mapping[str, int]) -> bool:
     """Return whether the batch belongs to a start before its run was removed."""
     identity = batch.header.identity
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
 
 
-def _without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
+def _drop_removed_batches(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
     """Return the batches that may be stored."""
-    return [batch for batch in new if not is_forgotten(batch, removed)]
+    return [batch for batch in new if not is_of_removed_run(batch, removed)]
 
 
 # ---------------------------------------------------------------------------- owners of batches
 
 
-def _within_limits(batch: Checked, principal: Principal) -> Checked:
+def _check_token_limits(batch: Checked, principal: Principal) -> Checked:
     """Return the batch, or the error if its token is limited to another project or run."""
     if not isinstance(batch, Batch):
         return batch
@@ -824,7 +830,7 @@ def _find_foreign_batches(
             foreign[id(batch)] = _foreign_run_error(identity, principal)
             continue
         begun_with = begun_by.setdefault(start, (principal.token_id, principal.writer_key_hash))
-        if error := _foreign_start(identity, principal, begun_with):
+        if error := _foreign_incarnation_error(identity, principal, begun_with):
             foreign[id(batch)] = error
     return foreign
 
@@ -838,7 +844,7 @@ def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatch
     )
 
 
-def _foreign_start(
+def _foreign_incarnation_error(
     identity: Identity, principal: Principal, begun_with: tuple[str, str]
 ) -> ForeignBatchError | None:
     """Return the error if another sender started the incarnation, with this token and key hash."""
@@ -884,14 +890,14 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
     places = [i for i, batch_or_error in enumerate(checked) if isinstance(batch_or_error, Batch)]
     for schema, which in _by_schema(good):
         schema_batches = [good[i] for i in which]
-        for i, wrong in _errors_in(schema, schema_batches):
+        for i, wrong in _find_row_errors(schema, schema_batches):
             checked[places[which[i]]] = wrong
     return checked
 
 
-def summarize(batches: Sequence[Batch]) -> list[Summary]:
+def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
     """Return the data about each batch's rows."""
-    summaries: dict[int, Summary] = {}
+    summaries: dict[int, BatchSummary] = {}
     for schema, which in _by_schema(batches):
         of_schema = _summarize_batches(schema, [batches[i] for i in which])
         summaries |= zip(which, of_schema, strict=True)
@@ -908,7 +914,7 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
         yield batches[which[0]].header.stream_schema, which
 
 
-def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[Summary]:
+def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[BatchSummary]:
     """Return the data about the rows of batches of one schema."""
     rows, starts, counts = _join_rows(schema, batches)
     validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
@@ -921,7 +927,7 @@ def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[Summary
         else repeat(None, len(batches))
     )
     return [
-        Summary(*fields)
+        BatchSummary(*fields)
         for fields in zip(_validity_as_ints(validity_bits), newest, last, strict=True)
     ]
 
@@ -962,7 +968,7 @@ def _validity_as_ints(bit_words: npt.NDArray[np.uint64]) -> list[int]:
     return [int.from_bytes(row.tobytes(), "little") for row in bit_words]
 
 
-def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
+def _find_row_errors(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
     """Yield the position and error of each batch whose rows do not match its header."""
     is_events = schema.stream == "events"
     required_columns = EVENT_SCHEMA.columns if is_events else ROW_COLUMNS
@@ -970,7 +976,7 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     if missing:
         text = f"rows of {schema.stream} lack the columns {', '.join(missing)}"
     else:
-        text = _misfit_of(schema)
+        text = _schema_error_text(schema)
     if text:
         yield from ((i, FormatError(text)) for i in range(len(batches)))
         return
@@ -989,7 +995,7 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
             yield i, FormatError("the checksum of an event's row does not hold")
 
 
-def _misfit_of(schema: Schema) -> str:
+def _schema_error_text(schema: Schema) -> str:
     """Return a sentence about an invalid column; empty if all are valid."""
     kinds = _KINDS.get(schema.stream, {})
     for name, kind in ((column.name, column.kind) for column in schema.columns):
@@ -1031,7 +1037,7 @@ def _record_batches(
     if len(moved) != _MOVE.execute(
         connection, [_offset_parameters(offset) for offset in moved.values()]
     ):
-        raise _MovedError  # before any row refers to a removed run
+        raise _StaleOffsetError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
     processes = [
@@ -1044,7 +1050,7 @@ def _record_batches(
 
 
 def _note_columns(
-    connection: Connection, batches: Sequence[Batch], summaries: Sequence[Summary]
+    connection: Connection, batches: Sequence[Batch], summaries: Sequence[BatchSummary]
 ) -> None:
     """Write the measured columns; mostly they are known, and nothing is written."""
     bits: dict[tuple[str, int], int] = {}
@@ -1053,7 +1059,7 @@ def _note_columns(
         about = batch.header.identity.run_id, id(batch.header.stream_schema)
         bits[about] = bits.get(about, 0) | summary.measured
     names = {
-        (run_id, schemas[which].stream, clean(column.name))
+        (run_id, schemas[which].stream, remove_nul(column.name))
         for (run_id, which), measured in bits.items()
         for i, column in enumerate(schemas[which].columns)
         if measured >> i & 1
@@ -1078,7 +1084,7 @@ def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
 def _note_sources(
     connection: Connection,
     offsets: Sequence[StreamOffset],
-    summaries: Sequence[Summary],
+    summaries: Sequence[BatchSummary],
     received_unix_ns: int,
 ) -> None:
     """Record the time of each writer's latest rows, and the latest step of a rank."""
@@ -1146,19 +1152,19 @@ _STEPPED = PreparedStatement(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in 
 
 __all__ = [
     "Answer",
-    "Stored",
+    "BatchResult",
     "announce",
-    "answer_of",
     "check_batches",
     "check_bodies",
-    "cut_off_known",
+    "drop_stored_rows",
     "ingest",
     "ingest_all",
     "ingest_bodies",
     "is_being_removed",
-    "is_forgotten",
+    "is_of_removed_run",
     "key_of",
     "lock_runs",
+    "reply_to_body",
     "runs_in",
     "store_batches",
     "store_bodies",

@@ -49,7 +49,7 @@ from vitals_collector.storage.schema import (
     runs,
     sources,
 )
-from vitals_collector.storage.store import clean, insert
+from vitals_collector.storage.store import insert, remove_nul
 
 _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -184,7 +184,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
         "step": row.step,
         "attempt": row.attempt,
         "kind": "Unknown" if event is None else type(event).__name__,
-        "summary": clean(describe_event(event)),
+        "summary": remove_nul(describe_event(event)),
         "body": b"" if event is None else _encode(event),
     }
 
@@ -205,11 +205,11 @@ def _run_started(
         update(runs)
         .where(condition, runs.c.info_unix_ns <= row.time_unix_ns)
         .values(
-            name=clean(info.name),
+            name=remove_nul(info.name),
             # Without a project: that of the token that started the run, if it has one.
-            project=clean(info.project) or runs.c.project,
-            user_name=clean(info.user),
-            mode=clean(info.mode),
+            project=remove_nul(info.project) or runs.c.project,
+            user_name=remove_nul(info.user),
+            mode=remove_nul(info.mode),
             world_size=info.world_size,
             info=_encode(info),
             info_unix_ns=row.time_unix_ns,
@@ -227,7 +227,7 @@ def _attempt_started(
         "parent": event.parent,
         "fork_step": event.fork_step,
         "started_unix_ns": row.time_unix_ns,
-        "reason": clean(event.reason),
+        "reason": remove_nul(event.reason),
     }
     connection.execute(insert(connection, attempts).values(values).on_conflict_do_nothing())
 
@@ -242,7 +242,7 @@ def _names_defined(
         "stream": event.stream[:16],
     }
     for number, name in event.names.items():
-        _upsert(connection, names, key | {"id": number}, {"name": clean(name)})
+        _upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
 
 
 def _finding_raised(
@@ -254,9 +254,9 @@ def _finding_raised(
         "step": finding.step,
         "attempt": row.attempt,
         "rank": finding.rank,
-        "kind": clean(finding.kind),
+        "kind": remove_nul(finding.kind),
         "level": finding.level,
-        "detector": clean(finding.detector),
+        "detector": remove_nul(finding.detector),
         "body": _encode(finding),
     }
     connection.execute(findings.insert().values(values))
@@ -273,8 +273,8 @@ def _decision_made(
         "step": decision.step,
         "decided_at_step": decision.decided_at_step,
         "attempt": decision.attempt,
-        "rule": clean(decision.rule),
-        "cause": clean(decision.cause),
+        "rule": remove_nul(decision.rule),
+        "cause": remove_nul(decision.cause),
         "rank": decision.rank,
         "acted": decision.acted,
         "body": _encode(decision),
@@ -293,7 +293,7 @@ def _command_acknowledged(
         .where(*conditions)
         .values(
             status=ack.status,
-            detail=clean(ack.detail),
+            detail=remove_nul(ack.detail),
             step=ack.step,
             updated_unix_ns=row.time_unix_ns,
         )
@@ -306,7 +306,7 @@ def _checkpoint_changed(
     """Store the new state of a checkpoint, unless a later one is stored."""
     key = {
         "run_id": identity.run_id,
-        "checkpoint_id": clean(event.checkpoint_id)[:255],
+        "checkpoint_id": remove_nul(event.checkpoint_id)[:255],
         "place": event.where,
     }
     values = {
@@ -314,7 +314,7 @@ def _checkpoint_changed(
         "attempt": row.attempt,
         "state": event.state,
         "num_bytes": event.num_bytes,
-        "detail": clean(event.detail),
+        "detail": remove_nul(event.detail),
         "time_unix_ns": row.time_unix_ns,
     }
     newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
@@ -332,7 +332,7 @@ def _run_ended(connection: Connection, identity: Identity, row: EventRow, event:
         .where(*conditions)
         .values(
             ended_state=event.state,
-            ended_reason=clean(event.reason),
+            ended_reason=remove_nul(event.reason),
             ended_unix_ns=row.time_unix_ns,
         )
     )
@@ -387,11 +387,11 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
 
 __all__ = [
     "apply_events",
-    "clean",
     "describe_event",
     "describe_samples",
     "loss_kind_of",
     "note_processes",
+    "remove_nul",
     "stored_info",
     "task_of",
 ]

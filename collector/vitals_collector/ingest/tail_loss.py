@@ -17,7 +17,7 @@ from trainvitals.identity import check_incarnation
 from trainvitals.io.spool_files import (
     STATE_FILE,
     SpoolPosition,
-    State,
+    SpoolState,
     is_settled,
     is_unchanged,
     read_state,
@@ -51,7 +51,7 @@ class LostRowCounter:
         self._store = store
         self._compared: dict[Path, Version] = {}  # a few numbers per existing spool
 
-    def read_new_state(self, spool: Path) -> tuple[Version, State | None] | None:
+    def read_new_state(self, spool: Path) -> tuple[Version, SpoolState | None] | None:
         """Read a spool's state, unless it was already compared with the store.
 
         Call this before the spool is read, so that the spool's files contain every row that the
@@ -70,7 +70,7 @@ class LostRowCounter:
             return None
 
     def count(
-        self, spool: Path, version: Version, state: State, position: SpoolPosition, now: float
+        self, spool: Path, version: Version, state: SpoolState, position: SpoolPosition, now: float
     ) -> None:
         """Count the rows that a spool's state promises and that never arrived.
 
@@ -82,7 +82,7 @@ class LostRowCounter:
         if position < state.scanned and not _is_spool_complete(spool, now):
             return
         promised = (
-            {} if _was_removed(spool, state) else _promised_seqs(state, spool.parents[2].name)
+            {} if _has_removed_files(spool, state) else _promised_seqs(state, spool.parents[2].name)
         )
         with self._store.read_transaction() as connection:
             lost = _count_lost_rows(connection, promised)
@@ -120,13 +120,13 @@ def _is_spool_complete(spool: Path, now: float) -> bool:
     return is_unchanged(spool / STATE_FILE, now) and is_settled(spool, newest, now)
 
 
-def _was_removed(spool: Path, state: State) -> bool:
+def _has_removed_files(spool: Path, state: SpoolState) -> bool:
     """Return whether the spool's owner has removed files: their rows were sent, or counted."""
     first = min((number for number, _ in spool_files(spool)), default=state.acked.file)
     return 0 < first <= state.acked.file
 
 
-def _promised_seqs(state: State, run_id: str) -> dict[StreamKey, int]:
+def _promised_seqs(state: SpoolState, run_id: str) -> dict[StreamKey, int]:
     """Return the last row numbers that a spool's state promises, by stream."""
     return {
         (run, incarnation, stream): seq

@@ -50,7 +50,7 @@ from trainvitals.records import (
 from trainvitals.units import name_ranks
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.deliveries import SqlLedger
+from vitals_collector.alerts.deliveries import SqlDeliveryLedger
 from vitals_collector.alerts.delivery import Dispatcher, resolve_alert
 from vitals_collector.alerts.inbox import (
     AlertOccurrence,
@@ -63,9 +63,9 @@ from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.cluster.leases import PAGER, Lease
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, unread_runs
-from vitals_collector.live.reports import Reporter, RunReport, report_of
+from vitals_collector.live.reports import RunReport, RunReporter, report_of
 from vitals_collector.live.run_status import (
-    Absent,
+    AbsentParts,
     Liveness,
     RunStatus,
     RunStatusCache,
@@ -142,7 +142,7 @@ class AlertEngine:
         self._runs = RunStatusCache(is_shared=self._lease.is_shared)
         self._owned: Mapping[str, int] | None = None
         """The owned runs at the last poll; None: all."""
-        self._reporter = Reporter(store)
+        self._reporter = RunReporter(store)
         self._others: dict[str, RunReport] = {}
         """Reports of other owners about their runs."""
         self._elsewhere: set[str] = set()
@@ -170,12 +170,12 @@ class AlertEngine:
         # the engine's own thread.
         self._came.append(new)
         if len(self._came) > _MOST_CAME:  # the engine is busy: the sorted rows are bounded
-            self._take_in()
+            self._sort_committed_rows()
         if any(isinstance(row.event, _AWAITED) for _, events in new for row in events):
             self._urgent.set()
         self._wake.set()
 
-    def _take_in(self) -> None:
+    def _sort_committed_rows(self) -> None:
         """Sort committed rows by their consumer."""
         rows: list[Batch] = []
         run_ids: set[str] = set()
@@ -223,29 +223,29 @@ class AlertEngine:
         Raises:
             StorageError: the store refused; nothing is lost, call again.
         """
-        self._take_in()
+        self._sort_committed_rows()
         epoch = self._lease.epoch()
         if epoch is not None:
-            with self._lease.fenced(epoch):
-                self._look_at_others(epoch, only_new=only_new)
+            with self._lease.fence_writes(epoch):
+                self._read_other_reports(epoch, only_new=only_new)
         self._follow_owned(is_pager=epoch is not None)
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         try:
             if epoch is not None:
-                with self._lease.fenced(epoch):
+                with self._lease.fence_writes(epoch):
                     for writer in sorted(dirty):
                         self._consume_decisions(writer)
             changed = self._refresh_runs(only_new=only_new, is_pager=epoch is not None)
-            runs_with_findings = self._watch(only_new=only_new)
+            runs_with_findings = self._run_fleet_detectors(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
             changed |= {run_id for run_id, _ in dirty}
             present = self._runs.statuses(changed if only_new else None)
             if epoch is None:
                 self._report(dirty, present, only_new=only_new)
             else:
-                with self._lease.fenced(epoch):
-                    self._tell(dirty, present, only_new=only_new)
+                with self._lease.fence_writes(epoch):
+                    self._update_alerts(dirty, present, only_new=only_new)
             dirty.clear()
         finally:
             with self._lock:
@@ -280,7 +280,7 @@ class AlertEngine:
             self._runs = RunStatusCache(is_shared=self._lease.is_shared)
             self._resend_ns = None
             if self._dispatcher is not None:
-                self._dispatcher.forget()
+                self._dispatcher.drop_queues()
         self._others, self._ownerless_since, self._settled = {}, None, set()
         owned = self._store.claims.owned()
         if owned is not None:
@@ -297,12 +297,12 @@ class AlertEngine:
     def _adopt_receivers(self) -> None:
         """Load the state of receivers from their stored alerts; a removed receiver has no alert."""
         if self._dispatcher is not None:
-            for alert in self._dispatcher.adopt(self._inbox.reported()):
+            for alert in self._dispatcher.load_failing_receivers(self._inbox.reported()):
                 self._inbox.report(resolve_alert(alert, self._clock.time_ns()))
 
     # ------------------------------------------------------------------ runs that others own
 
-    def _look_at_others(self, epoch: int, *, only_new: bool) -> None:
+    def _read_other_reports(self, epoch: int, *, only_new: bool) -> None:
         """Read other owners' reports, with as many queries as for one run."""
         if epoch != self._epoch:
             self._become_pager(epoch)
@@ -377,7 +377,7 @@ class AlertEngine:
 
     # ----------------------------------------------------------------------------------- one look
 
-    def _tell(
+    def _update_alerts(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
         """Raise alerts for findings, and update all alerts from the runs' current states."""
@@ -396,13 +396,13 @@ class AlertEngine:
         if not only_new:
             runs += others
         if runs:
-            self._inbox.update(self._with_lasting(run, fired) for run in runs)
+            self._inbox.update(self._add_lasting_conditions(run, fired) for run in runs)
         if not only_new:
-            commands.expire(self._store, self._clock.time_ns())
+            commands.expire_commands(self._store, self._clock.time_ns())
             self._resend_undelivered()
             self._claim_orphaned_runs()
 
-    def _watch(self, *, only_new: bool) -> frozenset[str]:
+    def _run_fleet_detectors(self, *, only_new: bool) -> frozenset[str]:
         """Run the fleet detectors; return the runs with new findings."""
         running = self._runs.running
         polled = self._watching.poll(
@@ -517,13 +517,13 @@ class AlertEngine:
                 return
             occurrences = [
                 AlertOccurrence(run_id, row.time_unix_ns, alert)
-                for row, decision in self._readable(rows, _decision)
+                for row, decision in self._decode_readable_rows(rows, _decision)
                 for alert in alerts_for_decision(decision, run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
             self._inbox.raise_alerts(occurrences, cursors={name: rows[-1].seq})
 
-    def _readable(
+    def _decode_readable_rows(
         self, rows: Iterable[Any], decode: Callable[[bytes], _Record]
     ) -> Iterator[tuple[Any, _Record]]:
         """Yield the rows whose record this version can read; the others are skipped.
@@ -585,7 +585,8 @@ class AlertEngine:
             decided = _decided_steps(connection, writer) if rows else {}
             loss_kind = loss_kind_of(connection, run_id) if rows else ""
         timed_findings = [
-            (row.time_unix_ns, finding) for row, finding in self._readable(rows, _finding)
+            (row.time_unix_ns, finding)
+            for row, finding in self._decode_readable_rows(rows, _finding)
         ]
         occurrences = [
             AlertOccurrence(run_id, time_unix_ns, alert)
@@ -667,7 +668,9 @@ class AlertEngine:
             lasting=frozenset(lasting),
         )
 
-    def _with_lasting(self, run: CurrentRunState, fired: frozenset[str]) -> CurrentRunState:
+    def _add_lasting_conditions(
+        self, run: CurrentRunState, fired: frozenset[str]
+    ) -> CurrentRunState:
         """Add a run's lasting conditions that only this collector knows."""
         lasting, conditions = run.lasting | fired, run.conditions
         if run.state == "running":
@@ -688,7 +691,7 @@ class AlertEngine:
         with self._store.read_transaction() as connection:
             return hang_of(connection, run.run_id, run.last_step)
 
-    def _alerts_for_absent(self, run: RunStatus, parts: Absent) -> list[Alert]:
+    def _alerts_for_absent(self, run: RunStatus, parts: AbsentParts) -> list[Alert]:
         """Return the alerts about a run's lost nodes, ranks and agents."""
         seconds = self._config.lost_after_seconds
         silent = f"silent for more than {seconds:g} s"
@@ -792,7 +795,7 @@ def build_alert_service(
         notifiers,
         clock=clock,
         on_settled=partial(settle_alert, store),
-        ledger=SqlLedger(store, clock=clock),
+        ledger=SqlDeliveryLedger(store, clock=clock),
         is_pager=is_pager or (lambda: engine.is_pager()),
         report=lambda alert: inbox.report(alert),
     )

@@ -46,7 +46,7 @@ from vitals_collector.live.step_join import (
     RowWriters,
     StepMerger,
     Writer,
-    decode,
+    decode_rank_rows,
     host_rows,
     step_columns,
 )
@@ -60,7 +60,7 @@ from vitals_collector.live.tail_reader import (
     TailReader,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import ReadSnapshot, Store, clean, insert
+from vitals_collector.storage.store import ReadSnapshot, Store, insert, remove_nul
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -79,7 +79,7 @@ class _DoneScalars(msgspec.Struct):
     done: dict[str, int] = {}
 
 
-class _Done(msgspec.Struct):
+class _SavedProgress(msgspec.Struct):
     done: dict[str, int] = {}
     scalars: _DoneScalars = msgspec.field(default_factory=_DoneScalars)
 
@@ -89,13 +89,13 @@ def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     return _load_done(connection, run_id).done
 
 
-def _load_done(connection: Connection, run_id: str) -> _Done:
+def _load_done(connection: Connection, run_id: str) -> _SavedProgress:
     query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
     body = connection.execute(query).scalar()
-    return _Done() if body is None else msgspec.msgpack.decode(body, type=_Done)
+    return _SavedProgress() if body is None else msgspec.msgpack.decode(body, type=_SavedProgress)
 
 
-class _Onsets(msgspec.Struct):
+class _SavedOnsets(msgspec.Struct):
     onsets: list[Onset] | None = None
     judged_from: Key = BEFORE_ALL
     last: tuple[int, int, int] = (0, -1, 0)
@@ -116,13 +116,13 @@ def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     body = connection.execute(query).scalar()
     if body is None:
         return None
-    saved = msgspec.msgpack.decode(body, type=_Onsets)
+    saved = msgspec.msgpack.decode(body, type=_SavedOnsets)
     if saved.onsets is None:
         return None
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
 
 
-class _Conditions(msgspec.Struct):
+class _SavedConditions(msgspec.Struct):
     open: list[Finding] = []
     lasting: list[Finding] = []
 
@@ -133,7 +133,7 @@ def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     body = connection.execute(query).scalar()
     if body is None:
         return ()
-    saved = msgspec.msgpack.decode(body, type=_Conditions)
+    saved = msgspec.msgpack.decode(body, type=_SavedConditions)
     return (*saved.open, *saved.lasting)
 
 
@@ -238,20 +238,20 @@ FORGET_NS = 8_000_000_000
 _decode_still = msgspec.msgpack.Decoder(RanksStill).decode
 
 
-class _Word(NamedTuple):
+class _StallReport(NamedTuple):
     seq: int
     came_ns: int
     event: RanksStill
 
 
 @dataclass(slots=True)
-class StillNodes:
+class StallReports:
     """Latest reports of the agents of one run about stalled ranks.
 
     The blocking rank is visible only if all nodes are. A job on one node is judged by its agent.
     """
 
-    _words: dict[str, _Word] = field(default_factory=dict)
+    _words: dict[str, _StallReport] = field(default_factory=dict)
     """By incarnation of an agent."""
     _follower: HangFollower = field(default_factory=HangFollower)
 
@@ -270,7 +270,7 @@ class StillNodes:
                 event = _decode_still(connection.execute(query).scalar() or b"")
             except UNREADABLE:
                 continue  # of a later agent version: it at least judges its own node
-            self._words[incarnation] = _Word(seq, now_ns, event)
+            self._words[incarnation] = _StallReport(seq, now_ns, event)
 
     def findings_due(self, now_ns: int) -> tuple[Finding, ...]:
         """Return the findings that are due; ``now_ns`` is of the clock of ``load_events``."""
@@ -326,7 +326,7 @@ class FollowedRun:
     _onsets: OnsetTracker = field(init=False)
     has_new_onset: bool = False
     """Whether a series left its course since this was stored."""
-    _still: StillNodes = field(default_factory=StillNodes)
+    _still: StallReports = field(default_factory=StallReports)
     _scalars: ScalarWatch = field(init=False)
     _scalar_findings: list[TimedFinding] = field(default_factory=list)
     """Those since the last call of ``advance``."""
@@ -452,7 +452,7 @@ class FollowedRun:
         is_rank0: bool,
     ) -> None:
         """Decode step rows and add them to the step merger."""
-        rows = decode(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
+        rows = decode_rank_rows(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
         if rows.last() > self.steps.merged:
             self.heard_ns = now_ns
         self.steps.add(rows, now_ns)
@@ -465,7 +465,7 @@ class FollowedRun:
             stream_origin = type(origin)(*(values[first : first + len(raw)] for values in origin))
             first += len(raw)
             names = self._fresh.names[stream.writer[0]]
-            rows = decode(block.schema, raw, columns, stream_origin)
+            rows = decode_rank_rows(block.schema, raw, columns, stream_origin)
             self.steps.add_layers(LayerPart(names, rows), now_ns)
 
     def _take_hosts(self, block: RowBlock) -> None:
@@ -516,12 +516,12 @@ class FollowedRun:
         rounds = deque(self.hosts.take_ready(self._host_gates()) if gate is None else ())
         records: list[TimedFinding] = []
         for step in merged:
-            self._save_until((step.attempt, step.step))
+            self._pass_checkpoints((step.attempt, step.step))
             while rounds and rounds[0].time_unix_ns <= step.time_unix_ns:
                 records += self._process_node_samples(rounds.popleft())
             records += self._process_step(step)
         if gate is None:
-            self._save_until(self.steps.merged)
+            self._pass_checkpoints(self.steps.merged)
             for unjoined in rounds:
                 records += self._process_node_samples(unjoined)
         if is_running and self.is_drained and not self._is_paused:
@@ -534,7 +534,7 @@ class FollowedRun:
         records += self._scalar_findings
         self._scalar_findings = []
         if merged or rounds or records:
-            self._keep_lasting(records)
+            self._update_lasting_findings(records)
         self.has_changed = self.has_changed or bool(merged or records)
         return records
 
@@ -544,7 +544,7 @@ class FollowedRun:
         self._scalar_findings += map(TimedFinding._make, self._scalars.finish())
         self.has_changed |= self._scalars.saved.judged != judged
 
-    def _keep_lasting(self, records: list[TimedFinding]) -> None:
+    def _update_lasting_findings(self, records: list[TimedFinding]) -> None:
         """Keep the latest finding of each cause while its detector says the condition holds."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
@@ -589,14 +589,14 @@ class FollowedRun:
     def _check_stall(self, now_ns: int) -> list[TimedFinding]:
         """Check how long no row arrived, by this collector's clock."""
         at = self._now_of_run(now_ns)
-        return self._timed_findings(self.watchers.idle(at), at)
+        return self._timed_findings(self.watchers.check_stall(at), at)
 
     def _now_of_run(self, now_ns: int) -> int:
         """Return the current time by the clock of the run's rows."""
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
         return self.saved.last[2] + max(0, now_ns - heard_ns)
 
-    def _save_until(self, key: Key) -> None:
+    def _pass_checkpoints(self, key: Key) -> None:
         """Pass the checkpoints up to a step to the detectors, in step order."""
         while self._saves and self._saves[0][0] <= key:
             self.saved.checkpoint, step = self._saves.pop(0)
@@ -620,7 +620,7 @@ class FollowedRun:
 
     # ------------------------------------------------------------------------- over restarts
 
-    def saved_with(self, num_findings: int) -> RunWatchState:
+    def build_watch_state(self, num_findings: int) -> RunWatchState:
         """Return the state to store with this many more findings. Valid after the commit."""
         done = {"/".join(writer): seq for writer, seq in self._processed_seqs().items() if seq >= 0}
         return msgspec.structs.replace(
@@ -691,7 +691,7 @@ class LiveMonitorConfig:
     """Settings of the fleet detectors."""
 
 
-class Polled(NamedTuple):
+class PollResult(NamedTuple):
     """Result of one poll."""
 
     runs_with_findings: frozenset[str]
@@ -775,7 +775,7 @@ class LiveMonitor:
         for run_id in run_ids:
             self._begin_again(run_id)
 
-    def _leave(self, run_ids: Iterable[str]) -> None:
+    def _stop_following(self, run_ids: Iterable[str]) -> None:
         """Forget runs that others follow now."""
         for run_id in run_ids:
             self._live.pop(run_id)
@@ -790,7 +790,7 @@ class LiveMonitor:
         running: Collection[str],
         only_new: bool = False,
         owned: Collection[str] | None = None,
-    ) -> Polled:
+    ) -> PollResult:
         """Process new rows of all runs, and store the detectors' findings.
 
         Args:
@@ -804,7 +804,7 @@ class LiveMonitor:
         """
         if owned is not None:
             followed_here = {*self._queue((), only_new=False)}
-            self._leave(followed_here.difference(owned))
+            self._stop_following(followed_here.difference(owned))
         elif self._is_first:
             self._load_unwatched()
             self._is_first = False
@@ -827,13 +827,13 @@ class LiveMonitor:
                 states += to_keep
                 followed = self._open.get(run_id)
                 has_more = has_more or (followed is not None and not followed.is_read)
-            self._keep(states, now_ns)
+            self._store_states(states, now_ns)
         except StorageError:
             for of_run in states:
                 if of_run.followed.saved is not of_run.saved:
                     self._begin_again(of_run.followed.run_id)
             raise
-        return Polled(frozenset(k.followed.run_id for k in states if k.findings), has_more)
+        return PollResult(frozenset(k.followed.run_id for k in states if k.findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
         """Return a run's fleet findings whose condition still holds."""
@@ -906,7 +906,7 @@ class LiveMonitor:
             self._begin_again(run_id)
             raise
         except Exception:  # noqa: BLE001 - one run's watchers must not silence all runs' alerts
-            self._leave_alone(run_id, now_ns)
+            self._pause_failed_run(run_id, now_ns)
             return 0, []
         if num:
             self._pauses.pop(run_id, None)
@@ -931,7 +931,7 @@ class LiveMonitor:
         self._open.pop(run_id, None)
         self._save_ns.pop(run_id, None)
 
-    def _leave_alone(self, run_id: str, now_ns: int) -> None:
+    def _pause_failed_run(self, run_id: str, now_ns: int) -> None:
         """Pause a run after an internal error, in its exception handler."""
         self._drop_run(run_id)
         seconds = self._pause(run_id, now_ns)
@@ -963,7 +963,7 @@ class LiveMonitor:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
 
-    def _keep(self, states: Sequence[_StateToStore], now_ns: int) -> None:
+    def _store_states(self, states: Sequence[_StateToStore], now_ns: int) -> None:
         """Store findings and memory of runs, of each in one transaction: that of all, if it can.
 
         A sync to disk costs the same for one run and for hundreds.
@@ -973,15 +973,15 @@ class LiveMonitor:
         except Exception as error:  # an error in one run must not affect others
             if len(states) > 1:
                 for of_run in states:
-                    self._keep([of_run], now_ns)
+                    self._store_states([of_run], now_ns)
                 return
             if isinstance(error, StorageError):
                 raise
-            self._leave_alone(states[0].followed.run_id, now_ns)
+            self._pause_failed_run(states[0].followed.run_id, now_ns)
             return
         for followed, saved, body, _, is_over in states:
             if followed.run_id not in stored_runs:  # its new owner continues from what was stored
-                self._leave([followed.run_id])
+                self._stop_following([followed.run_id])
                 continue
             followed.saved, followed.has_changed = saved, False
             followed.has_new_onset = False
@@ -1018,7 +1018,7 @@ def _build_state_to_store(
     """Return the stored form of a run's detectors, with their new findings."""
     first = followed.saved.next_seq
     rows = [_finding_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
-    saved = followed.saved_with(len(records))
+    saved = followed.build_watch_state(len(records))
     return _StateToStore(followed, saved, msgspec.msgpack.encode(saved), rows, is_over)
 
 
@@ -1033,9 +1033,9 @@ def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, objec
         "step": finding.step,
         "attempt": record.attempt,
         "rank": finding.rank,
-        "kind": clean(finding.kind),
+        "kind": remove_nul(finding.kind),
         "level": finding.level,
-        "detector": clean(finding.detector),
+        "detector": remove_nul(finding.detector),
         "body": msgspec.msgpack.encode(finding),
     }
 
@@ -1045,7 +1045,7 @@ __all__ = [
     "FollowedRun",
     "LiveMonitor",
     "LiveMonitorConfig",
-    "Polled",
+    "PollResult",
     "RunWatchState",
     "TimedFinding",
     "delete_watch_progress",

@@ -30,7 +30,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _info = msgspec.msgpack.Decoder(RunInfo).decode
 
 
-def summaries(
+def load_run_summaries(
     connection: Connection, when: Liveness, run_id: str | None = None
 ) -> tuple[RunSummary, ...]:
     """Return the summary of every run, or of one; the latest run first."""
@@ -42,7 +42,7 @@ def summaries(
     for source in connection.execute(_filter_by_run(select(sources), sources.c.run_id, run_id)):
         by_run[source.run_id].append(source)
     last = _last_decisions(connection, run_id)
-    counts = _Counts(connection, run_id)
+    counts = _RunCounts(connection, run_id)
     return tuple(_run_summary(row, by_run[row.run_id], last, counts, when) for row in rows)
 
 
@@ -64,7 +64,7 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
     return {(of, cause): num for of, cause, num in connection.execute(counts)}
 
 
-def lost_work(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+def count_lost_steps(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return by run how many steps are lost work, each once, and the batches dropped."""
     columns = decisions.c
     query = select(columns.run_id, columns.body).where(
@@ -93,7 +93,7 @@ def info_of(row: Row[Any]) -> RunInfo:
     return _info(row.info) if row.info else RunInfo(mode="", world_size=row.world_size)
 
 
-class _Counts:
+class _RunCounts:
     """Numbers of skips, rollbacks, attempts and alerts by run, for the list of runs."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
@@ -178,7 +178,7 @@ def _run_summary(
     row: Row[Any],
     of_run: Sequence[Row[Any]],
     decided: dict[str, Decision],
-    counts: _Counts,
+    counts: _RunCounts,
     when: Liveness,
 ) -> RunSummary:
     """Return one line of the list of runs."""
@@ -226,7 +226,7 @@ def _run_summary(
 
 
 def _has_recent_finding(
-    kind: str, steps: int, run_id: str, head: Row[Any] | None, counts: _Counts
+    kind: str, steps: int, run_id: str, head: Row[Any] | None, counts: _RunCounts
 ) -> bool:
     """Return whether such a finding of the latest attempt is at most ``steps`` old: it recurs."""
     if head is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from trainvitals.errors import UNREADABLE
 from vitals_collector.alerts.inbox import CurrentRunState
-from vitals_collector.cluster.reports import forget_reports, write_reports
+from vitals_collector.cluster.reports import delete_reports, write_reports
 from vitals_collector.storage.store import OwnedElsewhere, Store
 
 _LOG = logging.getLogger("vitals.collector.engine")
@@ -40,7 +40,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 _decode = msgspec.msgpack.Decoder(RunReport).decode
 
 
-class Reporter:
+class RunReporter:
     """Writes reports of owned runs if they have changed."""
 
     def __init__(self, store: Store) -> None:
@@ -94,7 +94,7 @@ class Reporter:
             StorageError: the store refused; call again.
         """
         with self._store.write() as connection:
-            forget_reports(connection, run_ids)
+            delete_reports(connection, run_ids)
         self._written.clear()
 
 
@@ -110,4 +110,4 @@ def report_of(run: OwnedElsewhere) -> RunReport | None:
     return report if report.epoch == run.epoch else None
 
 
-__all__ = ["Reporter", "RunReport", "report_of"]
+__all__ = ["RunReport", "RunReporter", "report_of"]

@@ -62,7 +62,7 @@ class SourceState(NamedTuple):
 _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 
-def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
+def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceState]:
     """Return the latest incarnation of each source."""
     newest: dict[str, SourceState] = {}
     again: dict[str, list[SourceState]] = {}
@@ -70,10 +70,12 @@ def _latest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
         first = newest.setdefault(source.source, source)
         if first is not source:
             again.setdefault(source.source, [first]).append(source)
-    return newest | {name: _heard_last(incarnations) for name, incarnations in again.items()}
+    return newest | {
+        name: _last_reporting_incarnation(incarnations) for name, incarnations in again.items()
+    }
 
 
-def _heard_last(incarnations: Sequence[_Incarnation]) -> _Incarnation:
+def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarnation:
     """Return the incarnation that reported last.
 
     Not the one started last: it may be on another node, whose clock is behind. Among ended ones,
@@ -113,7 +115,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     ended is lost at once: an agent reports it after the last row of the rank. A silent one is lost
     only when its agents are silent as well: a rank in a long evaluation is silent and healthy.
     """
-    newest = _latest(sources)
+    newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     ranks = [source for source in newest.values() if _is_rank_of(source, head)]
     agents = [
@@ -203,7 +205,7 @@ limit: rows in transit when a node dies arrive a few seconds after those of the 
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class AbsentParts:
     """Lost or silent parts of a run."""
 
     ranks: tuple[int, ...] = ()
@@ -216,10 +218,10 @@ class Absent:
     """Ranks of this launch that never reported, while several others did."""
 
 
-NOBODY = Absent()
+NOBODY = AbsentParts()
 
 
-class _Heard(NamedTuple):
+class _RankReportTimes(NamedTuple):
     """One rank of the present launch, by the collector's clock."""
 
     rank: int
@@ -229,9 +231,9 @@ class _Heard(NamedTuple):
     """When its latest step arrived."""
 
 
-def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
+def find_absent_parts(sources: Sequence[SourceState], when: Liveness) -> AbsentParts:
     """Return the lost parts of a running run; none during the import of a directory."""
-    newest = _latest(sources)
+    newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     if when.is_reading_in or head is None:
         return NOBODY
@@ -245,7 +247,7 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     is_silent = _silence_predicate(when)
     speaking = _last_of_nodes(newest.values(), when)
     dead = [rank for rank in expected if rank.source.alive == 0]
-    ranks_of: dict[str, list[_Heard]] = defaultdict(list)
+    ranks_of: dict[str, list[_RankReportTimes]] = defaultdict(list)
     for rank in expected:
         if rank.source.alive != 0:
             ranks_of[rank.source.node].append(rank)
@@ -261,7 +263,7 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     passed = {
         node for node, of_node in silent.items() if _has_step_without(of_node, step_times, when)
     }
-    return Absent(
+    return AbsentParts(
         ranks=tuple(sorted(rank.rank for rank in dead if is_silent(rank.last_ns))),
         nodes=tuple(sorted(silent.keys() - passed)),
         agents=tuple(sorted(passed)),
@@ -269,17 +271,19 @@ def absent(sources: Sequence[SourceState], when: Liveness) -> Absent:
     )
 
 
-def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absent:
+def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> AbsentParts:
     """Return nodes of a failed run that became silent before a rank reported the failure.
 
     This explains the failure: connections to a dead machine break. A node that reported later was
     ended by its launcher, because the others had failed.
     """
-    newest = _latest(sources).values()
+    newest = _latest_incarnations(sources).values()
     failed = [source.last_received_unix_ns for source in newest if source.ended_state == "failed"]
     heard = _last_of_nodes(newest, replace(when, up_since_unix_ns=0))
     first = min(failed, default=0)
-    return Absent(nodes=tuple(n for n in absent(sources, when).nodes if heard[n] < first))
+    return AbsentParts(
+        nodes=tuple(n for n in find_absent_parts(sources, when).nodes if heard[n] < first)
+    )
 
 
 def _launch_time(source: SourceState) -> int:
@@ -287,16 +291,16 @@ def _launch_time(source: SourceState) -> int:
     return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
 
 
-def _last_relaunch_time(sources: Sequence[SourceState], ranks: Sequence[_Heard]) -> int:
+def _last_relaunch_time(sources: Sequence[SourceState], ranks: Sequence[_RankReportTimes]) -> int:
     """Return when the latest of the restarted ranks started; 0 if none was restarted."""
     num_starts = Counter(source.source for source in sources)
     again = (rank.source for rank in ranks if num_starts[rank.source.source] > 1)
     return max(map(_launch_time, again), default=0)
 
 
-def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
+def find_ranks_behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
     """Return the ranks that have not reached the latest step of the others; none if all have."""
-    newest = _latest(sources)
+    newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     steps = {
         _number_of(source.source): source.last_step
@@ -307,12 +311,12 @@ def behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, step in steps.items() if step < furthest))
 
 
-def _last_report_times(source: SourceState, when: Liveness) -> _Heard:
+def _last_report_times(source: SourceState, when: Liveness) -> _RankReportTimes:
     """Return when a rank last reported, and when its latest step arrived."""
     last = max(source.last_received_unix_ns, when.up_since_unix_ns)
     # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
-    return _Heard(
+    return _RankReportTimes(
         _number_of(source.source), source, last, source.last_received_unix_ns - since_step
     )
 
@@ -336,7 +340,7 @@ def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, 
 
 
 def _has_step_without(
-    silent: Sequence[_Heard], step_times: Mapping[int, int], when: Liveness
+    silent: Sequence[_RankReportTimes], step_times: Mapping[int, int], when: Liveness
 ) -> bool:
     """Return whether others completed steps after these became silent: steps need every rank.
 
@@ -349,7 +353,9 @@ def _has_step_without(
     return any(at > heard + margin for other, at in step_times.items() if other > step)
 
 
-def _never_heard(head: SourceState, present: Sequence[_Heard], is_due: bool) -> tuple[int, ...]:
+def _never_heard(
+    head: SourceState, present: Sequence[_RankReportTimes], is_due: bool
+) -> tuple[int, ...]:
     """Return the ranks of this launch that never reported, while others did."""
     # If only rank 0 reports, the others are not monitored at all.
     if not is_due or len(present) < 2:
@@ -384,9 +390,9 @@ class RunStatus:
     """When it last reported, by its own clocks."""
     ended_unix_ns: int = 0
     """When it halted, or its ranks last reported; by its own clocks."""
-    absent: Absent = NOBODY
+    absent: AbsentParts = NOBODY
     """Lost parts of a running run, or parts lost before it failed."""
-    unheard: Absent = NOBODY
+    unheard: AbsentParts = NOBODY
     """Parts that would be lost if this collector had been running all the time: not known yet."""
     is_unheard: bool = False
     """The run would be lost if this collector had been running all the time: not known yet."""
@@ -396,7 +402,7 @@ class RunStatus:
     """Ranks that hung before ranks were lost, if no step followed."""
 
 
-class _Decided(NamedTuple):
+class _LastDecisions(NamedTuple):
     last_trouble: int = -1
     halt: Decision | None = None
     halted_unix_ns: int = 0
@@ -418,7 +424,7 @@ class RunStatusCache:
         self._lock = threading.Lock()
         self._touched: dict[str, bool] = {}
         self._statuses: dict[str, RunStatus] = {}
-        self._decided: dict[str, _Decided] = {}
+        self._decided: dict[str, _LastDecisions] = {}
         self._moved: dict[str, dict[str, tuple[int, int]]] = {}
         """By run and incarnation of a directory: its last report by its own clock, and when this
         process first saw it."""
@@ -511,7 +517,7 @@ class RunStatusCache:
         running = self.running
         for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:
-                self._decided[run_id] = _decided(connection, run_id)
+                self._decided[run_id] = _load_last_decisions(connection, run_id)
         of_run: dict[str, list[tuple[str, SourceState]]] = defaultdict(list)
         query = select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))
         for run_id, incarnation, *state in connection.execute(query).all():
@@ -534,7 +540,7 @@ class RunStatusCache:
             else:
                 self._failed_at.pop(run_id, None)
             if status.state in ("running", "failed"):
-                status = self._with_absent(connection, status, of_run[run_id], heard_since)
+                status = self._add_absent_parts(connection, status, of_run[run_id], heard_since)
             self._statuses[run_id] = status
 
     def _heard_since(self, run_id: str, when: Liveness) -> Liveness:
@@ -544,7 +550,7 @@ class RunStatusCache:
         since = self._since.setdefault(run_id, when.now_unix_ns)
         return replace(when, up_since_unix_ns=max(since, when.up_since_unix_ns))
 
-    def _with_absent(
+    def _add_absent_parts(
         self,
         connection: Connection,
         status: RunStatus,
@@ -555,8 +561,8 @@ class RunStatusCache:
         if status.state == "failed":
             parts, gone = [state for _, state in of_run], lost_before_the_end
         else:
-            parts, gone = self._heard(status.run_id, of_run, when), absent
-            status = replace(status, behind=behind(parts))
+            parts, gone = self._fill_arrival_times(status.run_id, of_run, when), find_absent_parts
+            status = replace(status, behind=find_ranks_behind(parts))
         status = replace(status, absent=gone(parts, when))
         if status.absent.ranks and status.state == "running":
             hang = hang_of(connection, status.run_id, status.last_step)
@@ -567,7 +573,7 @@ class RunStatusCache:
         is_unheard = run_state(parts, always_up) == "lost"
         return replace(status, unheard=gone(parts, always_up), is_unheard=is_unheard)
 
-    def _heard(
+    def _fill_arrival_times(
         self, run_id: str, of_run: Iterable[tuple[str, SourceState]], when: Liveness
     ) -> list[SourceState]:
         """Return the sources; for those in a directory, with the time of the last change seen."""
@@ -618,7 +624,7 @@ def _status_of(
     connection: Connection,
     run_id: str,
     parts: Sequence[SourceState],
-    decided: _Decided,
+    decided: _LastDecisions,
     when: Liveness,
 ) -> RunStatus:
     """Return a run's status from its sources and its last decisions."""
@@ -650,13 +656,13 @@ def _status_of(
         )
     if state in ("failed", "lost"):
         starts = [part for part in parts if part.source == "rank:0"]
-        started = _heard_last(starts).started_unix_ns if starts else 0
+        started = _last_reporting_incarnation(starts).started_unix_ns if starts else 0
         why = _load_end_reason(connection, run_id, state, started)
         if hang := hang_of(connection, run_id, last_step):
             # The first lost rank when a hung job is ended means nothing.
             why = f"{hang}; then: {why or 'the run stopped reporting'}"
         if state == "lost" and parts:
-            why = f"{why or 'the run stopped reporting'}; {_last_word(parts)}"
+            why = f"{why or 'the run stopped reporting'}; {_last_report_text(parts)}"
         return replace(status, reason=why)
     return status
 
@@ -680,7 +686,7 @@ def _load_end_reason(
         failure = connection.execute(query).first()
         if failure is not None:
             cause = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
-            killed = _killed(connection, run_id, started_unix_ns, failure.ended_unix_ns)
+            killed = _find_killed_rank(connection, run_id, started_unix_ns, failure.ended_unix_ns)
             return f"{killed}; then {cause}" if killed else cause
     notes = (
         select(events.c.summary)
@@ -693,14 +699,16 @@ def _load_end_reason(
         .order_by(events.c.time_unix_ns)
     )
     # An agent may report a death before a relaunch only after the relaunch started.
-    replaced = _replaced(connection, run_id)
+    replaced = _find_replaced_processes(connection, run_id)
     for note in connection.execute(notes).scalars():
         if not any(process in note for process in replaced):
             return str(note).removesuffix(_GONE)
     return ""
 
 
-def _killed(connection: Connection, run_id: str, started_unix_ns: int, failed_unix_ns: int) -> str:
+def _find_killed_rank(
+    connection: Connection, run_id: str, started_unix_ns: int, failed_unix_ns: int
+) -> str:
     """Return which rank was killed before the first of the others failed: they fail of that.
 
     Those that the launcher ends afterwards are sent SIGTERM.
@@ -741,7 +749,7 @@ def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
         return ""
 
 
-def _replaced(connection: Connection, run_id: str) -> set[str]:
+def _find_replaced_processes(connection: Connection, run_id: str) -> set[str]:
     """Return the processes of ranks that were restarted since, as an agent names them."""
     columns = [sources.c[name] for name in _PROCESS]
     ranks = connection.execute(
@@ -750,7 +758,7 @@ def _replaced(connection: Connection, run_id: str) -> set[str]:
     starts: dict[str, list[Row[Any]]] = defaultdict(list)
     for rank in ranks:
         starts[rank.source].append(rank)
-    present = {_process_label(_heard_last(of_rank)) for of_rank in starts.values()}
+    present = {_process_label(_last_reporting_incarnation(of_rank)) for of_rank in starts.values()}
     return {_process_label(start) for of_rank in starts.values() for start in of_rank} - present
 
 
@@ -759,9 +767,9 @@ def _process_label(rank: Row[Any]) -> str:
     return f"{rank.source.replace(':', ' ')} (pid {rank.pid} on {rank.node}) "
 
 
-def _last_word(parts: Sequence[SourceState]) -> str:
+def _last_report_text(parts: Sequence[SourceState]) -> str:
     """Return when a run last reported, and where its ranks were."""
-    newest = _latest(parts)
+    newest = _latest_incarnations(parts)
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
     last = datetime.fromtimestamp(max(part.last_seen_unix_ns for part in parts) / 1e9, UTC)
@@ -785,7 +793,7 @@ _GONE = " [rank_gone]"
 """Suffix of a line about an agent's note of that code."""
 
 
-def _decided(connection: Connection, run_id: str) -> _Decided:
+def _load_last_decisions(connection: Connection, run_id: str) -> _LastDecisions:
     """Return a run's latest problem, and the halt that its latest start of rank 0 decided."""
     condition = decisions.c.run_id == run_id
     trouble = (
@@ -803,7 +811,8 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
             condition,
             decisions.c.action == "halt",
             decisions.c.acted,
-            decisions.c.incarnation == (_heard_last(starts).incarnation if starts else ""),
+            decisions.c.incarnation
+            == (_last_reporting_incarnation(starts).incarnation if starts else ""),
         )
         .order_by(decisions.c.ledger_seq.desc())
         .limit(1)
@@ -812,21 +821,21 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
     last_trouble = -1 if step is None else step
     halt = connection.execute(halts).first()
     if halt is None or not halt.body:
-        return _Decided(last_trouble)
+        return _LastDecisions(last_trouble)
     try:
-        return _Decided(last_trouble, _decision(halt.body), halt.time_unix_ns)
+        return _LastDecisions(last_trouble, _decision(halt.body), halt.time_unix_ns)
     except UNREADABLE:  # of a later version; its ranks report their end themselves
-        return _Decided(last_trouble)
+        return _LastDecisions(last_trouble)
 
 
 __all__ = [
-    "Absent",
+    "AbsentParts",
     "Liveness",
     "RunStatus",
     "RunStatusCache",
     "SourceState",
-    "absent",
-    "behind",
+    "find_absent_parts",
+    "find_ranks_behind",
     "hang_of",
     "health",
     "last_seen",

@@ -102,7 +102,7 @@ class WriterRows:
         return attempt, int(self.step[self.attempt == attempt].max())
 
 
-def decode(
+def decode_rank_rows(
     schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: RowWriters
 ) -> WriterRows:
     """Return the rows' numbers; text and unknown columns are left out."""
@@ -142,14 +142,14 @@ class LayerPart(NamedTuple):
     rows: WriterRows
 
 
-class Merged(NamedTuple):
+class MergeResult(NamedTuple):
     """Merged steps in order, and how many values of ranks they should have had and lack."""
 
     steps: list[MergedStep]
     num_missing: int
 
 
-def merge(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> Merged:
+def merge_steps(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> MergeResult:
     """Return one row for each (attempt, step) that any rank wrote; of one written twice, the last.
 
     A layer's rows of a step that no rank wrote are left out.
@@ -170,7 +170,7 @@ def merge(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> Merg
             merged = _merge_block(attempt, block, width, attempt_parts, of_layers)
             steps += merged.steps
             num_missing += merged.num_missing
-    return Merged(steps, num_missing)
+    return MergeResult(steps, num_missing)
 
 
 def _merge_block(
@@ -179,7 +179,7 @@ def _merge_block(
     width: int,
     parts: Sequence[WriterRows],
     layers: Mapping[Key, dict[str, dict[str, float]]],
-) -> Merged:
+) -> MergeResult:
     """Merge some steps of one attempt; ``width`` is the number of its ranks."""
     shape = (len(steps), width)
     times = np.full(len(steps), _NO_TIME)
@@ -223,7 +223,7 @@ def _merge_block(
         )
         for i, (step, time) in enumerate(zip(steps.tolist(), times.tolist(), strict=True))
     ]
-    return Merged(merged, int(present.size - present.sum()))
+    return MergeResult(merged, int(present.size - present.sum()))
 
 
 def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
@@ -303,7 +303,7 @@ class MergeConfig:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldRows:
     """Rows that came together, and wait for others."""
 
     since_ns: int
@@ -397,7 +397,7 @@ class StepMerger:
     """Rows that arrived after their step had been merged: they are ignored."""
     num_held: int = 0
     """Rows of ranks that wait."""
-    _held: list[_Held] = field(default_factory=list)
+    _held: list[_HeldRows] = field(default_factory=list)
     _positions: _RankPositions = field(default_factory=_RankPositions)
     _numbers: dict[Writer, int] = field(default_factory=dict)
     _read: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -435,7 +435,7 @@ class StepMerger:
             return
         np.minimum(rows.origin.world_size, MOST_RANKS, out=rows.origin.world_size)
         self._positions.move(rows, self.merged)
-        self.num_held += self._hold_rows(_Held(now_ns, rows))
+        self.num_held += self._hold_rows(_HeldRows(now_ns, rows))
 
     def add_layers(self, part: LayerPart, now_ns: int) -> None:
         """Add rows of layers."""
@@ -451,13 +451,13 @@ class StepMerger:
                 self._cadence = _LayerCadence(attempt, step, step - cadence.last)
         self._awaits_layers = self._awaits_layers or rows.last() > self.merged
         self._advance_read_seqs(rows)
-        self._hold_rows(_Held(now_ns, rows, part.names))
+        self._hold_rows(_HeldRows(now_ns, rows, part.names))
 
     def _advance_read_seqs(self, rows: WriterRows) -> None:
         """Record up to which row each writer was added to the step merger."""
         np.maximum.at(self._read, rows.origin.writer, rows.seq)
 
-    def _hold_rows(self, pending: _Held) -> int:
+    def _hold_rows(self, pending: _HeldRows) -> int:
         """Hold rows until their step is whole; ignore those of merged steps."""
         late = pending.rows.until(self.merged)
         if late.any():
@@ -481,10 +481,10 @@ class StepMerger:
             until = min(until, gate)
         if until <= self.merged or not self._held:
             return []
-        taken, layers = self._taken(until)
+        taken, layers = self._pop_held_rows(until)
         if not taken:
             return []  # layers only: of steps that no rank wrote
-        merged = merge(taken, layers)
+        merged = merge_steps(taken, layers)
         last = merged.steps[-1]
         self.merged = (last.attempt, last.step)
         self.num_missing += merged.num_missing
@@ -493,11 +493,11 @@ class StepMerger:
             self._awaits_layers = False
         return merged.steps
 
-    def _taken(self, until: Key) -> tuple[list[WriterRows], list[LayerPart]]:
+    def _pop_held_rows(self, until: Key) -> tuple[list[WriterRows], list[LayerPart]]:
         """Return and drop the rows up to a key."""
         taken: list[WriterRows] = []
         layers: list[LayerPart] = []
-        pending_later: list[_Held] = []
+        pending_later: list[_HeldRows] = []
         for pending in self._held:
             ready_rows = pending.rows.until(until)
             if ready_rows.any():
@@ -623,7 +623,7 @@ class _PendingHostRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Node:
+class _NodeRows:
     hosts: deque[_PendingHostRow] = field(default_factory=deque)
     gpus: list[_PendingHostRow] = field(default_factory=list)
 
@@ -638,12 +638,12 @@ class NodeMerger:
 
     def __init__(self) -> None:
         self._num_dropped = 0
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _NodeRows] = {}
         self._read: dict[Writer, int] = {}
 
     def add(self, writer: Writer, node: str, uuid: str, rows: Iterable[HostRow]) -> None:
         """Add rows, the node's own if ``uuid`` is empty; those of a writer in order."""
-        node_rows = self._nodes.setdefault(node, _Node())
+        node_rows = self._nodes.setdefault(node, _NodeRows())
         for row in rows:
             self._read[writer] = row.seq
             waiting = _PendingHostRow(writer, uuid, row)
@@ -686,7 +686,7 @@ class NodeMerger:
         return done
 
 
-def _next_round(node: str, node_rows: _Node) -> NodeSamples:
+def _next_round(node: str, node_rows: _NodeRows) -> NodeSamples:
     """Return and drop a node's oldest complete round of GPU samples."""
     begin = node_rows.hosts.popleft().row
     end = node_rows.hosts[0].row.monotonic_ns
@@ -734,15 +734,15 @@ __all__ = [
     "Key",
     "LayerPart",
     "MergeConfig",
-    "Merged",
+    "MergeResult",
     "NodeMerger",
     "NodeSamples",
     "RowWriters",
     "StepMerger",
     "Writer",
     "WriterRows",
-    "decode",
+    "decode_rank_rows",
     "host_rows",
-    "merge",
+    "merge_steps",
     "step_columns",
 ]

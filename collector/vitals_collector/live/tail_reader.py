@@ -23,7 +23,7 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.rows import Column, Schema, rows_of
 from trainvitals.wire import Batch, BatchHeader
 from vitals_collector.live.step_join import BEFORE_ALL, Key, RowWriters, Writer
-from vitals_collector.numbers.interface import Columns, NumbersReader, RowSpan
+from vitals_collector.numbers.interface import Columns, NumberStoreReader, RowSpan
 from vitals_collector.storage.schema import names, sources, streams
 
 _BATCH_BYTES = 512
@@ -161,19 +161,19 @@ class RowBlock(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBlock:
     schema: Schema
     streams: list[StreamProgress] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     raws: list[bytes] = field(default_factory=list)
 
 
-class _Blocks:
+class _RowBlockBuilder:
     """Puts rows of the same schema together; one stream's stay in their order."""
 
     def __init__(self) -> None:
         self._closed: list[RowBlock] = []
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenBlock] = {}
         self._schema_of: dict[int, int] = {}
 
     def add(self, stream: StreamProgress, schema: Schema, raw: bytes, num_rows: int) -> None:
@@ -183,7 +183,7 @@ class _Blocks:
             self._schema_of[stream.number] = which
         open_block = self._open.get(which)
         if open_block is None:
-            open_block = self._open[which] = _Open(schema)
+            open_block = self._open[which] = _OpenBlock(schema)
         open_block.streams.append(stream)
         open_block.counts.append(num_rows)
         open_block.raws.append(raw)
@@ -254,7 +254,7 @@ class TailReader:
 
         If rows before them were not returned, both are left to the store; if ``is_full``, all are.
         """
-        blocks, stream_of = _Blocks(), self._streams
+        blocks, stream_of = _RowBlockBuilder(), self._streams
         for batch in committed:
             header = batch.header
             kind, incarnation = header.stream_schema.stream, header.identity.incarnation
@@ -344,15 +344,15 @@ class TailReader:
                 self._note_stored_rows(stream, last_seq)
 
     def read_stored(
-        self, connection: Connection, numbers: NumbersReader, kinds: Sequence[str], budget: int
+        self, connection: Connection, numbers: NumberStoreReader, kinds: Sequence[str], budget: int
     ) -> list[RowBlock]:
         """Return more rows of these kinds from the store, from the writers furthest behind.
 
         About ``budget`` rows; none if there are none.
         """
-        self._learn_names(connection)
-        blocks = _Blocks()
-        while front := self._front(kinds):
+        self._load_layer_names(connection)
+        blocks = _RowBlockBuilder()
+        while front := self._streams_furthest_behind(kinds):
             for kind in kinds:
                 kind_streams = [stream for stream in front if stream.writer[1] == kind]
                 if kind_streams:
@@ -366,7 +366,7 @@ class TailReader:
                 return blocks_read
         return []
 
-    def _front(self, kinds: Sequence[str]) -> list[StreamProgress]:
+    def _streams_furthest_behind(self, kinds: Sequence[str]) -> list[StreamProgress]:
         """Return the writer that is furthest behind, and those close to it."""
         behind = self.behind(kinds)
         if behind and behind[0].writer[1] in STEPS:
@@ -375,7 +375,7 @@ class TailReader:
             behind = [stream for stream in behind if stream.position < near]
         return behind[:_WRITERS_AT_ONCE]
 
-    def _schema(self, numbers: NumbersReader, kind: str) -> Schema:
+    def _schema(self, numbers: NumberStoreReader, kind: str) -> Schema:
         """Return the schema of the kind's returned rows: no detector uses texts."""
         kinds = {c.name: c.kind for c in ROW_COLUMNS} | numbers.kinds(self._run_id, kind)
         columns = tuple(Column(name, kinds[name]) for name in kinds if kinds[name] != "S")
@@ -383,11 +383,11 @@ class TailReader:
 
     def _read_kind(
         self,
-        numbers: NumbersReader,
+        numbers: NumberStoreReader,
         schema: Schema,
         kind_streams: Sequence[StreamProgress],
         window: int,
-        blocks: _Blocks,
+        blocks: _RowBlockBuilder,
     ) -> None:
         """Read about ``window`` rows of each stream; those that are equally far at once."""
         unread_streams = sorted(kind_streams, key=lambda stream: stream.read_seq)
@@ -399,11 +399,11 @@ class TailReader:
 
     def _read_window(
         self,
-        numbers: NumbersReader,
+        numbers: NumberStoreReader,
         schema: Schema,
         alike: Sequence[StreamProgress],
         until: int,
-        blocks: _Blocks,
+        blocks: _RowBlockBuilder,
     ) -> None:
         """Read rows of some streams of one kind, up to the number ``until``."""
         seqs = {stream.writer[0]: (stream.read_seq + 1, until + 1) for stream in alike}
@@ -422,18 +422,18 @@ class TailReader:
                 stream.position = max(stream.position, _last_position(schema, writer_rows))
                 blocks.add(stream, schema, writer_rows.tobytes(), end - begin)
             elif stream.last_seq > until:
-                self._pass_over(numbers, schema.stream, stream, until)
+                self._skip_deleted_rows(numbers, schema.stream, stream, until)
             stream.read_seq = max(stream.read_seq, min(until, stream.last_seq))
 
-    def _pass_over(
-        self, numbers: NumbersReader, kind: str, stream: StreamProgress, until: int
+    def _skip_deleted_rows(
+        self, numbers: NumberStoreReader, kind: str, stream: StreamProgress, until: int
     ) -> None:
         """Continue at the next existing row: the rows before it are no longer in the store."""
         seqs = {stream.writer[0]: (until + 1, stream.last_seq + 1)}
         remaining_seqs = numbers.scan(RowSpan(self._run_id, kind, seqs=seqs), ["seq"])["seq"].values
         stream.read_seq = int(remaining_seqs.min()) - 1 if len(remaining_seqs) else stream.last_seq
 
-    def _learn_names(self, connection: Connection) -> None:
+    def _load_layer_names(self, connection: Connection) -> None:
         """Hold back layers without names, which come in another stream."""
         for stream in [*self._nameless.values(), *self.behind(("layers",))]:
             writer = stream.writer

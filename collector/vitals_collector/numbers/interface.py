@@ -85,7 +85,7 @@ class Points:
         )
 
 
-def join(parts: Sequence[Points]) -> Points:
+def concat_points(parts: Sequence[Points]) -> Points:
     """Return the points of all parts, one part after the other."""
     if not parts:
         none = np.zeros(0, dtype=np.int64)
@@ -125,7 +125,7 @@ def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
     return bounds
 
 
-def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
+def make_lineage_end_lookup(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
     """Return a function: for an attempt, the step before which its rows are in the lineage.
 
     An attempt without an event (rows can arrive before events) is in the lineage.
@@ -143,7 +143,7 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
         points = points.take(_last_of_each(points.step, points.attempt))
     if branch == "all":
         return points
-    is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
+    is_kept = is_of_lineage(points.attempt, points.step, make_lineage_end_lookup(attempts))
     if branch == "discarded":
         return points.take(~is_kept)
     if not is_kept.all():
@@ -152,7 +152,10 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
 
 
 def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
-    """Return which rows are in the lineage; others were rolled back. ``end_of``: ``ends``."""
+    """Return which rows are in the lineage; others were rolled back.
+
+    ``end_of``: ``make_lineage_end_lookup``.
+    """
     is_kept = np.zeros(len(step), dtype=np.bool_)
     for attempt_id in _distinct(attempt):
         is_kept |= (attempt == attempt_id) & (step < end_of(attempt_id))
@@ -171,7 +174,7 @@ def _is_rising(values: Ints) -> bool:
     return bool(np.all(values[1:] > values[:-1]))
 
 
-def by_time(points: Points) -> Points:
+def sort_by_time(points: Points) -> Points:
     """Return points that have no step (GPUs, hosts, processes) in the order of their time.
 
     Points with equal time are sorted by attempt and value, so that the order does not depend on how
@@ -214,12 +217,12 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
     if len(points) <= num_points:
         return points
     power = column_power(points, num_points, branch)
-    column = _columns(attempt, _axis_values(points), power or 0)
+    column = _column_numbers(attempt, _axis_values(points), power or 0)
     is_finite = np.isfinite(points.value)
     finite, others = np.flatnonzero(is_finite), np.flatnonzero(~is_finite)
-    selected_parts = [others[_starts(column[others])], finite[:1], finite[-1:]]
+    selected_parts = [others[_column_starts(column[others])], finite[:1], finite[-1:]]
     if len(finite):
-        selected_parts += _extremes(column[finite], points.value[finite], finite)
+        selected_parts += _column_extremes(column[finite], points.value[finite], finite)
     return points.take(np.unique(np.concatenate(selected_parts)))
 
 
@@ -233,17 +236,17 @@ def downsample_means(points: Points, num_points: int, branch: Branch = "lineage"
     if len(points) <= num_points:
         return points
     power = column_power(points, num_points, branch)
-    column = _columns(attempt, _axis_values(points), power or 0)
+    column = _column_numbers(attempt, _axis_values(points), power or 0)
     is_finite = np.isfinite(points.value)
     finite = np.flatnonzero(is_finite)
-    starts = _starts(column[finite])
+    starts = _column_starts(column[finite])
     num = np.diff(starts, append=len(finite))
     last = finite[starts + num - 1]
     value = points.value.copy()
     if len(finite):
         value[last] = np.add.reduceat(points.value[finite] / np.repeat(num, num), starts)
     empty = np.flatnonzero(~is_finite & ~np.isin(column, column[last]))
-    which = np.union1d(last, empty[_starts(column[empty])])
+    which = np.union1d(last, empty[_column_starts(column[empty])])
     return Points(points.step, points.attempt, points.time_unix_ns, value).take(which)
 
 
@@ -263,7 +266,7 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
     while power and most * ((extent >> power) + 2) < num_points:
         power -= 1
     for narrower in range(power, -1, -1):
-        starts = _starts(_columns(attempt, along, narrower))
+        starts = _column_starts(_column_numbers(attempt, along, narrower))
         num = np.diff(starts, append=len(along))
         num_finite = np.add.reduceat(is_finite, starts, dtype=np.int64)
         if np.minimum(num_finite, 2).sum() + np.count_nonzero(num_finite < num) >= num_points:
@@ -282,7 +285,7 @@ def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
     at = np.flatnonzero(np.isfinite(value))
-    for attempt_indices in np.split(at, _starts(attempt[at])):
+    for attempt_indices in np.split(at, _column_starts(attempt[at])):
         if len(attempt_indices):
             value[attempt_indices] = _exponential_mean(
                 value[attempt_indices], weight
@@ -324,26 +327,26 @@ def _axis_values(points: Points) -> Ints:
     return points.step if points.step[-1] >= 0 else points.time_unix_ns
 
 
-def _columns(attempt: Ints, along: Ints, power: int) -> Ints:
+def _column_numbers(attempt: Ints, along: Ints, power: int) -> Ints:
     """Return the number of each point's column."""
     column = along >> power
     is_new = (np.diff(column) != 0) | (np.diff(attempt) != 0)
     return np.concatenate(([0], np.cumsum(is_new)))
 
 
-def _starts(column: Ints) -> Ints:
+def _column_starts(column: Ints) -> Ints:
     """Return the first index of each column; numbers are 0 or more."""
     return np.flatnonzero(np.diff(column, prepend=-1))
 
 
-def _extremes(column: Ints, value: Floats, at: Ints) -> list[Ints]:
+def _column_extremes(column: Ints, value: Floats, at: Ints) -> list[Ints]:
     """Return for each column the index of its first minimum and of its last maximum."""
-    starts = _starts(column)
+    starts = _column_starts(column)
     group = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(column)))
     is_low = np.flatnonzero(value == np.minimum.reduceat(value, starts)[group])
     is_high = np.flatnonzero(value == np.maximum.reduceat(value, starts)[group])
     ends = np.flatnonzero(np.diff(group[is_high], append=-1))
-    return [at[is_low[_starts(group[is_low])]], at[is_high[ends]]]
+    return [at[is_low[_column_starts(group[is_low])]], at[is_high[ends]]]
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -428,7 +431,7 @@ ORDER = ("step", "rank", "time_unix_ns", "seq")
 """Sort keys of rows."""
 
 
-def in_order(columns: Columns, names: Sequence[str]) -> Columns:
+def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
     """Return the named columns by ``ORDER``, which all have to be there."""
     step = columns["step"].values
     if np.all(step[1:] > step[:-1]):  # one writer's, mostly: a million need no sorting
@@ -522,7 +525,7 @@ def on_branch(
     """Return the points of the branch, in their order; all, for streams whose rows have no step."""
     if stream in HOST_STREAMS or branch == "all":
         return points
-    is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
+    is_kept = is_of_lineage(points.attempt, points.step, make_lineage_end_lookup(attempts))
     if branch == "discarded":
         is_kept = ~is_kept
     return points if is_kept.all() else points.take(is_kept)
@@ -532,7 +535,7 @@ def order_curve(
     points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
     """Return the curve: stitched and by step, or by time if the rows have no step."""
-    return by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
+    return sort_by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
 
 
 def whole_curve(
@@ -562,7 +565,7 @@ class StepWindow(NamedTuple):
     """The step after the last; both are multiples of ``chunk_stats.CHUNK_STEPS``."""
 
 
-class Due(NamedTuple):
+class DueWindow(NamedTuple):
     """The oldest window from which nothing was deleted yet."""
 
     window: StepWindow
@@ -594,7 +597,7 @@ class RollUpResult(NamedTuple):
     """Sources whose rows remain, in addition to rank 0: all, or the worst ranks."""
 
 
-class NumbersReader(Protocol):
+class NumberStoreReader(Protocol):
     """Read access to a store of rows. Thread-safe."""
 
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
@@ -637,7 +640,7 @@ class NumbersReader(Protocol):
         """Return the last step of each attempt that has rows of the stream."""
 
 
-class Numbers(NumbersReader, Protocol):
+class NumberStore(NumberStoreReader, Protocol):
     """A store of rows. Thread-safe; rows reported as stored survive a kill."""
 
     def check_place(self) -> None:
@@ -681,7 +684,7 @@ class Numbers(NumbersReader, Protocol):
         later.
         """
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
+    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
         """Return the oldest steps that are not rolled up yet.
 
         None if the attempt has no such rows of ranks other than 0. Rows that arrive after their

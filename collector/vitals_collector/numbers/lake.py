@@ -18,7 +18,7 @@ from vitals_collector.numbers import lake_damage, lake_maintenance, lake_rollup
 from vitals_collector.numbers.interface import (
     RANKS,
     DeletedRows,
-    Due,
+    DueWindow,
     Reason,
     RollUpResult,
     StepWindow,
@@ -33,11 +33,11 @@ from vitals_collector.numbers.lake_catalogue import (
     SORTED_BY,
     TYPES,
     Catalogue,
-    Part,
+    NewRows,
+    assign_lake_columns,
+    build_arrow_table,
     by_schema,
-    places_for,
     quoted,
-    table_of,
     to_arrow,
 )
 from vitals_collector.numbers.lake_damage import DamagedFile
@@ -129,7 +129,7 @@ class Lake(OpenLake):
 
     def _store(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[NewRows],
         taken: Mapping[StreamKey, "_StreamState"],
         epochs: Mapping[str, int],
         also: Callable[[], None] = lambda: None,
@@ -149,12 +149,14 @@ class Lake(OpenLake):
                 self.engine.insert(stream, rows)
             if kinds:
                 named = [(numbers[run_id], *column) for run_id, *column in kinds]
-                self.engine.insert(KINDS, table_of(("run", "stream", "name", "kind"), named))
+                self.engine.insert(
+                    KINDS, build_arrow_table(("run", "stream", "name", "kind"), named)
+                )
             marks = [
                 (numbers[run], incarnation, of.source, stream, of.mark)
                 for (run, incarnation, stream), of in taken.items()
             ]
-            self.engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, marks))
+            self.engine.insert(NEW_MARKS, build_arrow_table(MARK_COLUMNS, marks))
             also()
             for (run_id, *writer), of in taken.items():
                 if of.filled is not None:
@@ -165,7 +167,7 @@ class Lake(OpenLake):
             self.catalogue.runs |= runs
             states = self.catalogue.states({key[0] for key in taken})
             for key, of in taken.items():
-                states[key[0]].stored(key[1:], of.mark, of.source, of.holes)
+                states[key[0]].record_stored(key[1:], of.mark, of.source, of.holes)
             for run_id, stream, name, kind in kinds:
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
@@ -194,11 +196,11 @@ class Lake(OpenLake):
 
     def _split_new_rows(
         self, batches: Sequence[Batch]
-    ) -> tuple[list[int], list[Part], dict[StreamKey, "_StreamState"]]:
+    ) -> tuple[list[int], list[NewRows], dict[StreamKey, "_StreamState"]]:
         """Return how many rows of each batch are new, which, and each stream's state afterwards."""
         taken: dict[StreamKey, _StreamState] = {}
         states = self.catalogue.states({batch.header.identity.run_id for batch in batches})
-        num_new, parts = [], list[Part]()
+        num_new, parts = [], list[NewRows]()
         for batch in batches:
             header, key = batch.header, _stream_key(batch)
             first, end = header.first_seq, header.first_seq + header.num_rows
@@ -208,7 +210,7 @@ class Lake(OpenLake):
                 holes = state.holes.get(writer, []) if state.holes else []
                 stream = _StreamState(header.identity.source, state.marks.get(writer, -1), holes)
             if not stream.holes and first == stream.mark + 1:  # nearly always
-                parts.append(Part(batch, 0, header.num_rows))
+                parts.append(NewRows(batch, 0, header.num_rows))
                 num_new.append(header.num_rows)
                 taken[key] = _StreamState(stream.source, end - 1, stream.holes, stream.filled)
                 continue
@@ -217,7 +219,7 @@ class Lake(OpenLake):
             if end - 1 > stream.mark:
                 new.append((max(first, stream.mark + 1), end))
                 filled = _StreamState(stream.source, end - 1, filled.holes, filled.filled)
-            parts += [Part(batch, low - first, high - first) for low, high in new]
+            parts += [NewRows(batch, low - first, high - first) for low, high in new]
             num_new.append(sum(high - low for low, high in new))
             if new:
                 taken[key] = filled
@@ -226,12 +228,12 @@ class Lake(OpenLake):
     def _ensure_columns(self, schema: Schema) -> None:
         """Add missing columns to the stream's table; columns are never removed."""
         places = self.catalogue.places.get(schema.stream, {})
-        added = places_for(schema, places)
+        added = assign_lake_columns(schema, places)
         if not added:
             return
-        self.catalogue.look_again()  # another collector may have added them
+        self.catalogue.reload()  # another collector may have added them
         places = self.catalogue.places.get(schema.stream, {})
-        added = places_for(schema, places)
+        added = assign_lake_columns(schema, places)
         typed = {lake_column: TYPES[kind] for (_, kind), lake_column in added.items()}
         with self.engine.transaction():
             if places:
@@ -262,7 +264,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
         """
-        return lake_maintenance.merge(self.engine, self.catalogue, max_seconds)
+        return lake_maintenance.maintain_lake(self.engine, self.catalogue, max_seconds)
 
     def give_back_memory(self) -> None:
         """Free caches that are not in use; called by each process that has the lake open."""
@@ -275,7 +277,7 @@ class Lake(OpenLake):
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
-    ) -> Due | None:
+    ) -> DueWindow | None:
         """Return the oldest steps from which nothing was deleted; for hosts, nanoseconds."""
         return lake_rollup.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
@@ -300,7 +302,7 @@ class Lake(OpenLake):
             return RollUpResult(0, ())
         with self.engine.lock:
             self._reload_if_stale()
-            self.catalogue.look_again()
+            self.catalogue.reload()
             self.catalogue.forget_run(run_id)  # another process may have rolled it up
             first_seq = self.mark((run_id, RANKS, RANKS)) + 1
             batch = ranks_batch(run_id, window.attempt, planned.names, planned.numbers, first_seq)
@@ -313,7 +315,7 @@ class Lake(OpenLake):
             )
         return planned.result
 
-    def thin(
+    def downsample_window(
         self,
         run_id: str,
         stream: str,
@@ -328,13 +330,15 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was changed, or it is to be called again.
         """
-        run = self.catalogue.number(run_id)
+        run = self.catalogue.run_number(run_id)
         if run is not None:
-            self.engine.files.need(stream, run)  # reads files, so not while commits have to wait
+            self.engine.files.check_files_of_runs(
+                stream, run
+            )  # reads files, so not while commits have to wait
         with self.engine.lock:
             self._reload_if_stale()
-            self.catalogue.look_again()
-            return lake_rollup.thin(
+            self.catalogue.reload()
+            return lake_rollup.downsample_window(
                 self.engine,
                 self.catalogue,
                 run_id,
@@ -393,7 +397,7 @@ class Lake(OpenLake):
         Raises:
             StorageError: nothing was removed.
         """
-        lake_maintenance.delete(self.engine, self.catalogue, run_id, exclude)
+        lake_maintenance.delete_run_rows(self.engine, self.catalogue, run_id, exclude)
 
 
 def _stream_key(batch: Batch) -> StreamKey:
@@ -428,7 +432,7 @@ class _StreamState(NamedTuple):
 
 
 def _column_types_by_run(
-    groups: Sequence[Sequence[Part]],
+    groups: Sequence[Sequence[NewRows]],
 ) -> dict[str, dict[str, set[tuple[str, str]]]]:
     """Return by run and stream the columns of the rows, with their types."""
     written: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(dict)

@@ -59,7 +59,7 @@ Places = dict[tuple[str, str], str]
 """By a column's name and type, the name of the table's column that holds it."""
 
 
-class Part(NamedTuple):
+class NewRows(NamedTuple):
     """Rows of a batch that are new."""
 
     batch: Batch
@@ -72,15 +72,15 @@ class Part(NamedTuple):
         return self.end - self.start
 
 
-def by_schema(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def by_schema(parts: Sequence[NewRows]) -> Iterator[list[NewRows]]:
     """Yield the parts of each schema."""
-    groups: dict[int, list[Part]] = defaultdict(list)
+    groups: dict[int, list[NewRows]] = defaultdict(list)
     for part in parts:
         groups[id(part.batch.header.stream_schema)].append(part)
     yield from groups.values()
 
 
-def places_for(schema: Schema, places: Places) -> Places:
+def assign_lake_columns(schema: Schema, places: Places) -> Places:
     """Return lake columns for the columns that have none yet."""
     added: Places = {}
     taken = {name.casefold() for name in (*KEYS, *places.values())}
@@ -95,7 +95,7 @@ def places_for(schema: Schema, places: Places) -> Places:
     return added
 
 
-def to_arrow(group: Sequence[Part], runs: Mapping[str, int], places: Places) -> pa.Table:
+def to_arrow(group: Sequence[NewRows], runs: Mapping[str, int], places: Places) -> pa.Table:
     """Return rows of one schema."""
     schema = group[0].batch.header.stream_schema
     size = schema.row_size
@@ -136,7 +136,7 @@ def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.Dat
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
-def table_of(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
+def build_arrow_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
     """Return rows of values as a table with named columns."""
     columns = list(map(list, zip(*rows, strict=True))) or [[] for _ in names]
     return pa.table(dict(zip(names, columns, strict=True)))
@@ -159,7 +159,7 @@ def stream_column_sql(name: str, places: Places) -> str:
     return f"coalesce({', '.join(doubles)})" if doubles else "CAST(NULL AS DOUBLE)"
 
 
-def to_column(values: pa.ChunkedArray) -> ColumnValues:
+def column_from_arrow(values: pa.ChunkedArray) -> ColumnValues:
     """Return a column of a result."""
     is_missing = np.zeros(len(values), np.bool_)
     if values.null_count:
@@ -168,7 +168,7 @@ def to_column(values: pa.ChunkedArray) -> ColumnValues:
     return ColumnValues(values.to_numpy(), is_missing)
 
 
-def number_for(run_id: str, taken: Iterable[int]) -> int:
+def choose_run_number(run_id: str, taken: Iterable[int]) -> int:
     """Return a number for a run, in the order of the runs' beginnings.
 
     A lookup by number takes half the time of one by name. 48 bits are the ULID's milliseconds and
@@ -284,7 +284,9 @@ class LakeRunState:
             return {}
         return {name: common_type(kinds) for name, kinds in self.kinds[stream].items()}
 
-    def stored(self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]) -> None:
+    def record_stored(
+        self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]
+    ) -> None:
         """Record that a writer's stream is stored up to this number."""
         self.is_mine = True
         self.marks[writer] = seq
@@ -340,10 +342,10 @@ class Catalogue:
         engine.inline(*_INLINED)
         if not len(engine.ask(f"SELECT times FROM {NUMBERED}")):
             engine.execute(f"INSERT INTO {NUMBERED} VALUES (0)")
-        self.look_again()
+        self.reload()
 
     @locked
-    def look_again(self) -> None:
+    def reload(self) -> None:
         """Read which runs and columns there are: another collector may have added to them."""
         listed = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
         self.runs = dict(zip(listed["run_id"], listed["run"], strict=True))
@@ -365,7 +367,7 @@ class Catalogue:
     def forget(self) -> None:
         """Drop the whole cache."""
         self._states.clear()
-        self.look_again()
+        self.reload()
 
     @locked
     def forget_run(self, run_id: str) -> None:
@@ -381,10 +383,10 @@ class Catalogue:
                 self._states.pop(run_id, None)
 
     @locked
-    def number(self, run_id: str) -> int | None:
+    def run_number(self, run_id: str) -> int | None:
         """Return the run's number; None if the lake has no rows of it."""
         if run_id not in self.runs:
-            self.look_again()
+            self.reload()
         return self.runs.get(run_id)
 
     @locked
@@ -392,7 +394,7 @@ class Catalogue:
         """Return the runs that got rows since the last maintenance."""
         runs = set(self._engine.ask(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist())
         if not runs.issubset(self.runs.values()):
-            self.look_again()
+            self.reload()
         return [run_id for run_id, run in self.runs.items() if run in runs]
 
     @locked
@@ -401,14 +403,16 @@ class Catalogue:
         numbers: dict[str, int] = {}
         for run_id in run_ids:
             if run_id not in self.runs and run_id not in numbers:
-                numbers[run_id] = number_for(run_id, (*self.runs.values(), *numbers.values()))
+                numbers[run_id] = choose_run_number(
+                    run_id, (*self.runs.values(), *numbers.values())
+                )
         return numbers
 
     def write_numbers(self, numbers: Mapping[str, int]) -> None:
         """Write runs' new numbers in a transaction; fails after a concurrent change."""
         if numbers:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
-            self._engine.insert(RUNS, table_of(("run_id", "run"), numbers.items()))
+            self._engine.insert(RUNS, build_arrow_table(("run_id", "run"), numbers.items()))
 
     def run(self, run_id: str, *, is_fresh: bool = False) -> LakeRunState:
         """Return the state of a run; with ``is_fresh``, including all changes by others."""
@@ -430,7 +434,7 @@ class Catalogue:
         due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
         if due:
             if is_fresh and not self.runs.keys() >= set(due):
-                self.look_again()
+                self.reload()
             new = {run_id: LakeRunState(now) for run_id in due}
             there = {self.runs[run_id]: new[run_id] for run_id in due if run_id in self.runs}
             if there:
@@ -479,7 +483,7 @@ class Catalogue:
     def _load_run_states(self, states: Mapping[int, LakeRunState]) -> None:
         """Read marks, sources, holes and columns of runs from the lake's catalog."""
         for table in (NEW_MARKS, MARKS):
-            self._engine.files.need(table, *states)
+            self._engine.files.check_files_of_runs(table, *states)
         runs = ", ".join(map(str, states))
         marks = self._engine.ask(newest_marks(states)).to_pydict()
         for run, incarnation, source, stream, seq in zip(*marks.values(), strict=True):
@@ -552,7 +556,7 @@ class Catalogue:
             (name, kind) for name, of_name in state.kinds[stream].items() for kind in of_name
         }
         if not columns <= self.places.get(stream, {}).keys():
-            self.look_again()  # another collector has added some
+            self.reload()  # another collector has added some
         return {column: self.places[stream][column] for column in sorted(columns)}
 
     @locked

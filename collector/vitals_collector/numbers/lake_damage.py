@@ -14,8 +14,8 @@ from vitals_collector.numbers.lake_catalogue import (
     NEW_MARKS,
     OUTLINES,
     Catalogue,
+    build_arrow_table,
     newest_marks,
-    table_of,
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
 
@@ -42,7 +42,7 @@ class DamagedFile(NamedTuple):
 
 def find_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
     """Read every file; return those that are damaged or missing."""
-    catalogue.look_again()
+    catalogue.reload()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_describe_damaged_file(engine, catalogue, path) for path in paths]
 
@@ -178,7 +178,7 @@ def _recompute_metadata(
             for (run, incarnation, stream), (source, seq) in marks.items()
         ]
         if rows:  # among the new ones: maintenance checks these runs again
-            engine.insert(NEW_MARKS, table_of(MARK_COLUMNS, rows))
+            engine.insert(NEW_MARKS, build_arrow_table(MARK_COLUMNS, rows))
         engine.execute(f"DELETE FROM {OUTLINES} WHERE run IN ({listed})")
         for stream in streams:
             bounds = [file.bounds["seq"] for file in damaged if file.table == stream]
@@ -193,7 +193,7 @@ def _recompute_metadata(
             ]
             if holes:
                 engine.execute(f"DELETE {of_stream}")
-                engine.insert(HOLES, table_of(_HOLE, _merge_holes(holes)))
+                engine.insert(HOLES, build_arrow_table(_HOLE, _merge_holes(holes)))
 
 
 def _find_holes(
@@ -275,6 +275,6 @@ def record_filled_holes(
     of_writer = "WHERE run = ? AND incarnation = ? AND stream = ?"
     engine.execute(f"DELETE FROM {HOLES} {of_writer}", [run, *writer])
     if holes:
-        engine.insert(HOLES, table_of(_HOLE, [(run, *writer, *hole) for hole in holes]))
+        engine.insert(HOLES, build_arrow_table(_HOLE, [(run, *writer, *hole) for hole in holes]))
     outlined = f"DELETE FROM {OUTLINES} {of_writer} AND last_seq >= ?"
     engine.execute(outlined, [run, *writer, first])

@@ -375,7 +375,7 @@ def _is_s3_tls() -> bool:
     return not _s3_endpoint_url().startswith("http:")
 
 
-def without_keys(text: str) -> str:
+def redact_s3_keys(text: str) -> str:
     """Return a message without the S3 keys."""
     for name in (_ID, _SECRET, _TOKEN):
         if value := os.environ.get(name):
@@ -449,13 +449,13 @@ WHERE t.table_name = '{{table}}'
 _LEAST, _GREATEST = -(2**63), 2**63 - 1
 
 
-class _Unchecked(NamedTuple):
+class _FileBounds(NamedTuple):
     num_bytes: int
     min_run: int
     max_run: int
 
 
-class Files:
+class FileChecksums:
     """Checksums of the files in the tables' directories. Thread-safe."""
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
@@ -471,21 +471,21 @@ class Files:
         self._reading = threading.Lock()
         """Held while a query's files are verified: another query that needs them waits."""
         self._whole: set[str] = set()
-        self._damaged: dict[str, _Unchecked] = {}
-        self._unchecked: dict[str, _Unchecked] = {}
+        self._damaged: dict[str, _FileBounds] = {}
+        self._unchecked: dict[str, _FileBounds] = {}
         self._dead: set[str] = set()
         """Merged files that running queries may still read."""
         self._seen_at: dict[str, int] = {}
         """By table, the state of its directory when it was last listed."""
 
-    def written(self, path: str) -> tuple[str, int]:
+    def checksum_new_file(self, path: str) -> tuple[str, int]:
         """Return a new file's path and checksum; it is believed from now on."""
         checksum = self._place.crc(path)
         with self._lock:
             self._whole.add(path)
         return path, -1 if checksum is None else checksum
 
-    def need(self, table: str, *runs: int) -> None:
+    def check_files_of_runs(self, table: str, *runs: int) -> None:
         """Check the files of a table that may hold rows of the runs, each once.
 
         Raises:
@@ -495,7 +495,7 @@ class Files:
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
-    def need_small(self, table: str, num_bytes: int) -> None:
+    def check_small_files(self, table: str, num_bytes: int) -> None:
         """Verify the table's files up to this size.
 
         Raises:
@@ -503,8 +503,10 @@ class Files:
         """
         self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
-    def _check_needed_files(self, table: str, is_needed: Callable[[str, _Unchecked], bool]) -> None:
-        def needed(files: dict[str, _Unchecked]) -> list[str]:
+    def _check_needed_files(
+        self, table: str, is_needed: Callable[[str, _FileBounds], bool]
+    ) -> None:
+        def needed(files: dict[str, _FileBounds]) -> list[str]:
             table_files = ((path, of) for path, of in files.items() if path.startswith(f"{table}/"))
             return [path for path, bounds in table_files if is_needed(path, bounds)]
 
@@ -588,14 +590,14 @@ class Files:
         if not new:  # otherwise another collector is about to commit one
             self._seen_at[table] = state
 
-    def list_table_files(self, table: str) -> list[tuple[str, bool, _Unchecked]]:
+    def list_table_files(self, table: str) -> list[tuple[str, bool, _FileBounds]]:
         """Return the path of each file of a table, whether it is live, and its bounds."""
         rows = self._ask(_LIVE.format(table=table)).to_pylist()
         return [
             (
                 row["path"],
                 row["is_live"],
-                _Unchecked(
+                _FileBounds(
                     row["num_bytes"],
                     _LEAST if row["min_run"] is None else row["min_run"],
                     _GREATEST if row["max_run"] is None else row["max_run"],
@@ -604,7 +606,7 @@ class Files:
             for row in rows
         ]
 
-    def _check(self, files: Mapping[str, _Unchecked]) -> None:
+    def _check(self, files: Mapping[str, _FileBounds]) -> None:
         """Read files, and remember which are whole."""
         if not files:
             return
@@ -673,12 +675,12 @@ class LakeEngine:
         self._num_commits = 0
         self._holder: duckdb.DuckDBPyConnection | None = None
         self._kept_checksums: list[tuple[str, int]] = []
-        self.files = Files(self._place, self.ask)
+        self.files = FileChecksums(self._place, self.ask)
         with translate_lake_errors(folder / CATALOGUE):
             self._root = self._attach_lake()
             has_rows = self._has_rows()
             self._place.prepare()
-        self._refuse_rows_of_another()
+        self._check_catalog_of_files()
         if has_rows and isinstance(self._place, LocalFileStore) and not self._place.has_files():
             self.close()
             raise StorageError(
@@ -716,7 +718,7 @@ class LakeEngine:
         # Several collectors commit at once: retry after a conflict.
         root.execute("SET ducklake_max_retry_count = 100")
         if not catalogue:
-            self._holder = _held_open(root, folder / CATALOGUE)
+            self._holder = _hold_catalog_open(root, folder / CATALOGUE)
         try:
             root.execute(
                 f"ATTACH 'ducklake:{uri}' AS lake"
@@ -741,7 +743,7 @@ class LakeEngine:
         """Return whether the catalog lists files; called before ``prepare``, which lists them."""
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
-    def _refuse_rows_of_another(self) -> None:
+    def _check_catalog_of_files(self) -> None:
         """Reject an empty catalog next to stored rows, which would be lost.
 
         Raises:
@@ -832,7 +834,7 @@ class LakeEngine:
                 yield
                 # A file of another collector may be among them: both checksums are valid.
                 paths = self._place.written(self._statements)
-                checksums = [self.files.written(path) for path in paths]
+                checksums = [self.files.checksum_new_file(path) for path in paths]
                 if is_merge:
                     self._place.defer_checksums(checksums)
                 elif checksums:
@@ -982,7 +984,9 @@ class LakeEngine:
         return reader
 
 
-def _held_open(root: duckdb.DuckDBPyConnection, catalogue: Path) -> duckdb.DuckDBPyConnection:
+def _hold_catalog_open(
+    root: duckdb.DuckDBPyConnection, catalogue: Path
+) -> duckdb.DuckDBPyConnection:
     """Keep a SQLite catalog open in its current state until the returned connection is closed.
 
     It has a WAL, so that a query can read during a write. Each query and each commit opens and
@@ -1036,7 +1040,7 @@ def translate_lake_errors(catalogue: object = "the lake's catalogue") -> Iterato
         yield
     except (duckdb.Error, OSError) as error:
         # The error for a failed ATTACH contains all its parameters.
-        text = without_keys(_PASSWORD.sub("password=***", str(error).strip()))
+        text = redact_s3_keys(_PASSWORD.sub("password=***", str(error).strip()))
         if taken := _TAKEN.search(text):
             raise StorageError(
                 f"{taken[0]}: its rows are no longer stored here, nor the rows in the same commit",

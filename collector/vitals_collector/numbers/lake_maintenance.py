@@ -26,13 +26,13 @@ from vitals_collector.numbers.lake_catalogue import (
     Catalogue,
     LakeRunState,
     Places,
+    column_from_arrow,
     column_sql,
     name_key,
     newest_marks,
-    to_column,
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
-from vitals_collector.numbers.lake_reading import select, select_span
+from vitals_collector.numbers.lake_reading import select_rows, select_span
 
 # ----------------------------------------------------------------------------------------- outlines
 
@@ -72,7 +72,7 @@ def _last_seqs_with_stats(
     engine: LakeEngine, runs: Sequence[int]
 ) -> dict[int, dict[tuple[str, str], int]]:
     """Return by run, incarnation and stream the last sequence number with chunk statistics."""
-    engine.files.need(OUTLINES, *runs)
+    engine.files.check_files_of_runs(OUTLINES, *runs)
     marks = engine.ask(
         f"SELECT run, incarnation, stream, max(last_seq) AS seq FROM {OUTLINES}"
         f" WHERE run IN ({', '.join(map(str, runs))}) AND name = ? GROUP BY ALL",
@@ -178,17 +178,17 @@ def _insert_chunk_stats(
     stream, writers = span.stream, sorted(span.seqs or ())
     read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
     selection = select_span(span, run, places)
-    rows = select(engine, stream, selection, {name: column_sql(name, places) for name in read})
+    rows = select_rows(engine, stream, selection, {name: column_sql(name, places) for name in read})
     codes = pa.compute.index_in(rows["incarnation"], pa.array(writers)).to_numpy()
     order = np.lexsort((rows["seq"].to_numpy(), codes))
     if not len(order):
         return
     # A row without a time gets 0, as everywhere: NaN would end the statistics of every run.
     keys = ("seq", "step", "attempt", "time_unix_ns")
-    of_row = (to_column(rows[name]).values[order] for name in keys)
+    of_row = (column_from_arrow(rows[name]).values[order] for name in keys)
     columns = {}
     for name in names:
-        column = to_column(rows[name])
+        column = column_from_arrow(rows[name])
         columns[name] = ColumnValues(column.values[order], column.is_missing[order])
     entries = compute_chunk_stats(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
@@ -239,7 +239,7 @@ def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, 
         StorageError: it is to be called again.
     """
     with engine.lock:
-        catalogue.look_again()
+        catalogue.reload()
         tries_left = _MOST_TRIES
         while new := catalogue.new_numbers(epochs):
             tries_left -= 1
@@ -249,7 +249,7 @@ def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, 
             except StorageError as error:
                 if not tries_left or "conflict" not in error.text:
                     raise
-            catalogue.look_again()
+            catalogue.reload()
         for run_id, epoch in epochs.items():
             catalogue.forget_run(run_id)
             catalogue.epochs[run_id] = epoch
@@ -280,7 +280,7 @@ WHERE d.end_snapshot IS NULL AND t.end_snapshot IS NULL GROUP BY ALL
 _CALLS = ("merge_adjacent_files", "rewrite_data_files")
 
 
-def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
+def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
     """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
     Returns:
@@ -291,7 +291,7 @@ def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
     """
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS):
-        engine.files.need_small(table, sys.maxsize)
+        engine.files.check_small_files(table, sys.maxsize)
     is_done = add_chunk_stats(engine, catalogue, catalogue.changed(), end)
     if is_done:  # otherwise the changed runs would be lost
         _fold_marks(engine)
@@ -313,7 +313,9 @@ def merge(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
 
 def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
     """Merge the table's files one by one; commits alternate with it, and wait for at most one."""
-    engine.files.need_small(table, _MERGED_BYTES)  # damaged content would get a valid checksum
+    engine.files.check_small_files(
+        table, _MERGED_BYTES
+    )  # damaged content would get a valid checksum
     is_merge = call == _CALLS[0]
     bound = f", delete_threshold => {_MOST_DELETED}"
     if is_merge:
@@ -354,7 +356,9 @@ def _fold_marks(engine: LakeEngine) -> None:
             engine.insert(MARKS, marks)
 
 
-def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]) -> None:
+def delete_run_rows(
+    engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]
+) -> None:
     """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
     Its columns stay as well: a process that still writes the run assumes that they exist.
@@ -363,7 +367,7 @@ def delete(engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Colle
         StorageError: nothing was removed.
     """
     with engine.lock:
-        catalogue.look_again()
+        catalogue.reload()
         run = catalogue.runs.get(run_id)
         if run is None:
             return
@@ -388,7 +392,7 @@ def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -
         run_id: only this run; None for all.
     """
     totals: dict[int, int] = {}
-    run = None if run_id is None else catalogue.number(run_id)
+    run = None if run_id is None else catalogue.run_number(run_id)
     if run_id is not None and run is None:
         return {}
     where = "" if run is None else f" WHERE run = {run}"

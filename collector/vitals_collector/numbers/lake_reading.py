@@ -37,24 +37,24 @@ from vitals_collector.numbers.interface import (
     SeriesKey,
     column_power,
     common_type,
-    ends,
-    in_order,
-    join,
+    concat_points,
+    make_lineage_end_lookup,
     missing_column,
     on_branch,
     order_curve,
     points_of,
     rank_of,
+    sort_columns,
 )
 from vitals_collector.numbers.lake_catalogue import (
     OUTLINES,
     Catalogue,
     Places,
+    build_arrow_table,
+    column_from_arrow,
     column_sql,
     name_key,
     stream_column_sql,
-    table_of,
-    to_column,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
 
@@ -70,7 +70,7 @@ class RowSelection(NamedTuple):
     values: list[object]
     tables: dict[str, pa.Table]
 
-    def also(self, where: str, *values: object) -> "RowSelection":
+    def and_where(self, where: str, *values: object) -> "RowSelection":
         """Return the selection with a further condition."""
         return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
 
@@ -87,7 +87,7 @@ def select_span(span: RowSpan, run: int, places: Places) -> RowSelection:
         ("time_unix_ns < ?", span.to_unix_ns),
     ):
         if bound is not None:
-            selection = selection.also(side, bound)
+            selection = selection.and_where(side, bound)
     if span.seqs is not None:
         selection = filter_seqs(selection, span.seqs)
     return selection if span.keyed is None else _filter_key(selection, span.keyed, places)
@@ -103,41 +103,41 @@ def filter_sources(selection: RowSelection, sources: Iterable[str]) -> RowSelect
     if others:
         sides.append(f"source IN ({', '.join('?' * len(others))})")
         values += others
-    return selection.also(f"({' OR '.join(sides)})", *values)
+    return selection.and_where(f"({' OR '.join(sides)})", *values)
 
 
 def filter_seqs(selection: RowSelection, seqs: Mapping[str, tuple[int, int]]) -> RowSelection:
     """Return those of these writers, each with its first number and the one behind its last."""
-    bounds = table_of(
+    bounds = build_arrow_table(
         ("incarnation", "first_seq", "end_seq"),
         [(incarnation, *bounds) for incarnation, bounds in seqs.items()],
     )
     if not seqs:
-        return selection.also("false")
+        return selection.and_where("false")
     # What can be skipped is skipped by these; what holds for each writer is joined.
-    selection = selection.also("seq >= ?", min(first for first, _ in seqs.values()))
-    selection = selection.also("seq < ?", max(end for _, end in seqs.values()))
+    selection = selection.and_where("seq >= ?", min(first for first, _ in seqs.values()))
+    selection = selection.and_where("seq < ?", max(end for _, end in seqs.values()))
     return selection._replace(
         joins=f"{selection.joins} JOIN span_seqs USING (incarnation)",
         tables={**selection.tables, "span_seqs": bounds},
-    ).also("seq >= first_seq AND seq < end_seq")
+    ).and_where("seq >= first_seq AND seq < end_seq")
 
 
 def _filter_key(selection: RowSelection, keyed: SeriesKey, places: Places) -> RowSelection:
     """Limit a selection of lake rows to one scalar or layer."""
     column = stream_column_sql(keyed.column, places)
     if (keyed.column, "S") in places or keyed.number_of == {}:
-        return selection.also("false")
+        return selection.and_where("false")
     if isinstance(keyed.number_of, int):
-        return selection.also(f"{column} = ?", keyed.number_of)
-    keys = table_of(("incarnation", "span_key"), keyed.number_of.items())
+        return selection.and_where(f"{column} = ?", keyed.number_of)
+    keys = build_arrow_table(("incarnation", "span_key"), keyed.number_of.items())
     return selection._replace(
         joins=f"{selection.joins} JOIN span_keys USING (incarnation)",
         tables={**selection.tables, "span_keys": keys},
-    ).also(f"{column} = span_key")
+    ).and_where(f"{column} = span_key")
 
 
-def select(
+def select_rows(
     engine: LakeEngine, stream: str, selection: RowSelection, expressions: Mapping[str, str]
 ) -> pa.Table:
     """Return what the expressions give of the chosen rows, by their names, in no order.
@@ -145,7 +145,7 @@ def select(
     Raises:
         StorageError: a file that may hold some of them is damaged.
     """
-    engine.files.need(stream, selection.run)
+    engine.files.check_files_of_runs(stream, selection.run)
     listed = ", ".join(f"{sql} AS c{i}" for i, sql in enumerate(expressions.values()))
     answer = engine.ask(
         f"SELECT {listed} FROM {stream}{selection.joins} WHERE {selection.where}",
@@ -165,7 +165,7 @@ def locate_run(catalogue: Catalogue, span: RowSpan) -> tuple[int, Places] | None
 
 _OWN = frozenset(column.name for column in ROW_COLUMNS)
 _CELL = "the curve's cell"
-NO_POINTS = join([])
+NO_POINTS = concat_points([])
 
 
 class CurveGroup(NamedTuple):
@@ -187,7 +187,7 @@ class CurveGroup(NamedTuple):
         """Every column once."""
         return list(dict.fromkeys(name for _, name, _ in self.curves))
 
-    def of(self, curves: list[tuple[int, str, int]]) -> "CurveGroup":
+    def subset(self, curves: list[tuple[int, str, int]]) -> "CurveGroup":
         """Return some curves of it, and no more cells than they have."""
         places = sorted({cell for _, _, cell in curves})
         renumbered = {cell: i for i, cell in enumerate(places)}
@@ -324,7 +324,8 @@ def fetch_group(
     if cell:
         expressions[_CELL] = cell
     parts = [
-        select(engine, group.span.stream, narrow(selection), expressions) for narrow in narrowed
+        select_rows(engine, group.span.stream, narrow(selection), expressions)
+        for narrow in narrowed
     ]
     rows = pa.concat_tables(parts)
     if not cell:
@@ -334,7 +335,7 @@ def fetch_group(
     else:
         values = [rank_of(s) for s in group.cells] if cell == "rank" else group.cells
         codes = pa.compute.index_in(rows[_CELL], pa.array(values, rows[_CELL].type)).to_numpy()
-    columns = {name: to_column(rows[name]) for name in expressions if name != _CELL}
+    columns = {name: column_from_arrow(rows[name]) for name in expressions if name != _CELL}
     order = _row_order(codes, columns)
     if order is not None:
         codes = codes[order]
@@ -354,12 +355,12 @@ def _joined_to_cells(selection: RowSelection, group: CurveGroup) -> RowSelection
         names = ("incarnation", *names)
         rows = [(*key, i) for i, keys in enumerate(group.cells) for key in keys]
     if not rows or (group.column, "S") in group.places:
-        return selection.also("false")._replace(joins=", (SELECT 0 AS span_cell)")
+        return selection.and_where("false")._replace(joins=", (SELECT 0 AS span_cell)")
     using = "ON true" if is_each else "USING (incarnation)"
     return selection._replace(
         joins=f"{selection.joins} JOIN span_cells {using}",
-        tables={**selection.tables, "span_cells": table_of(names, rows)},
-    ).also(f"{column} = span_key")
+        tables={**selection.tables, "span_cells": build_arrow_table(names, rows)},
+    ).and_where(f"{column} = span_key")
 
 
 def _row_order(codes: Ints, columns: Columns) -> Ints | None:
@@ -435,21 +436,21 @@ def _overviews(
     """Return those curves of which the outlines have as many points as are wanted."""
     stream = group.span.stream
     along = "unix_ns" if stream in HOST_STREAMS else "step"
-    entries, outlined = _entries(engine, group)
+    entries, outlined = _load_chunk_entries(engine, group)
     if not outlined:
         return {}
-    entries, is_cut = _on_branch(entries, group, attempts, branch)
-    pending = _pending(catalogue, group, outlined)
+    entries, is_cut = _select_entries(entries, group, attempts, branch)
+    pending = _seqs_without_stats(catalogue, group, outlined)
     rows = fetch_group(engine, group, [_seq_filter(pending)]) if pending else None
     is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
-        is_met = _is_met(entries, group, rows)
+        is_met = _has_new_rows(entries, group, rows)
 
     def drawn_with(
         is_read: Mask, reread: FetchedRows | None, ranges: Sequence[_Ranges]
     ) -> dict[int, DownsampledCurve]:
         """Return each curve out of outlines and of what was read, by its place in the group."""
-        kept_entries, _ = _cut_out(entries, is_read, along, len(group.curves))
+        kept_entries, _ = _split_drawn_and_read(entries, is_read, along, len(group.curves))
         owners, points = _drawn_points(kept_entries, along)
         bounds = np.searchsorted(kept_entries.curve, np.arange(len(group.curves) + 1))
         ends_of = np.searchsorted(owners, np.arange(len(group.curves) + 1))
@@ -458,44 +459,49 @@ def _overviews(
             read = [] if rows is None else [rows.points(name, cell)]
             if reread is not None and len(ranges[i]):
                 read.append(_points_within(reread.points(name, cell), ranges[i], along))
-            of_rows = on_branch(join(read), stream, attempts, branch)
+            of_rows = on_branch(concat_points(read), stream, attempts, branch)
             curve_points = points.take(np.arange(ends_of[i], ends_of[i + 1]))
-            curve = order_curve(join([curve_points, of_rows]), stream, attempts, branch)
+            curve = order_curve(concat_points([curve_points, of_rows]), stream, attempts, branch)
             num_values = int(kept_entries.numbers["num"][bounds[i] : bounds[i + 1]].sum())
             drawn[i] = DownsampledCurve(curve, num_values + len(of_rows))
         return drawn
 
     # With fewer points than columns, columns only get narrower: all chunks that these cut are read.
-    is_read = _to_read(entries, is_cut, along) | is_met
+    is_read = _find_chunks_to_read(entries, is_cut, along) | is_met
     powers = {
         i: column_power(some.points, least[group.curves[i][0]], branch)
         for i, some in drawn_with(is_read, None, ()).items()
     }
-    is_read = _to_read(entries, is_cut | _is_across(entries, powers, along), along) | is_met
+    is_read = (
+        _find_chunks_to_read(entries, is_cut | _is_cut_by_column(entries, powers, along), along)
+        | is_met
+    )
     is_left = np.bincount(
         entries.curve, ~is_read & entries.is_kind(EXTREMES), minlength=len(powers)
     )
     enough = [i for i, power in powers.items() if power is not None and is_left[i]]
     if not enough:
         return {}
-    _, ranges = _cut_out(entries, is_read, along, len(group.curves))
-    reread = _reread(engine, group, ranges, enough, pending, outlined, along)
+    _, ranges = _split_drawn_and_read(entries, is_read, along, len(group.curves))
+    reread = _read_ranges(engine, group, ranges, enough, pending, outlined, along)
     drawn = drawn_with(is_read, reread, ranges)
     return {group.curves[i][0]: drawn[i] for i in enough}
 
 
-def _entries(engine: LakeEngine, group: CurveGroup) -> tuple[_ChunkEntries, dict[str, int]]:
+def _load_chunk_entries(
+    engine: LakeEngine, group: CurveGroup
+) -> tuple[_ChunkEntries, dict[str, int]]:
     """Return the chunk statistics of the curves, and their last number by writer."""
     span = group.span
-    engine.files.need(OUTLINES, group.run)
+    engine.files.check_files_of_runs(OUTLINES, group.run)
     selection = RowSelection(group.run, "", "run = ? AND stream = ?", [group.run, span.stream], {})
     keys = [*map(name_key, group.names), name_key(ROWS)]
-    selection = selection.also(f"name IN ({', '.join(map(str, keys))})")
+    selection = selection.and_where(f"name IN ({', '.join(map(str, keys))})")
     if span.sources:
         selection = filter_sources(selection, span.sources)
     for side, bound in (("last_step >= ?", span.from_step), ("first_step < ?", span.to_step)):
         if bound is not None:
-            selection = selection.also(f"(name = {keys[-1]} OR {side})", bound)
+            selection = selection.and_where(f"(name = {keys[-1]} OR {side})", bound)
     listed = ", ".join((*_INTS, *_FLOATS))
     outlines = engine.ask(
         f"SELECT name, source, incarnation, last_seq, {listed} FROM {OUTLINES}"
@@ -533,7 +539,7 @@ def _curve_of(group: CurveGroup, stats: pa.Table) -> Ints:
     return curve
 
 
-def _on_branch(
+def _select_entries(
     entries: _ChunkEntries, group: CurveGroup, attempts: Sequence[AttemptRow], branch: Branch
 ) -> tuple[_ChunkEntries, Mask]:
     """Return the entries that are asked for, in order, and which of them a bound cuts."""
@@ -553,7 +559,7 @@ def _on_branch(
             is_in &= first < end
             is_cut |= last >= end
     if branch != "all" and span.stream not in HOST_STREAMS:
-        end_of = ends(attempts)
+        end_of = make_lineage_end_lookup(attempts)
         distinct, of_entry = np.unique(numbers["attempt"], return_inverse=True)
         end_at = np.array([end_of(attempt) for attempt in distinct.tolist()])[of_entry]
         first, last = numbers["first_step"], numbers["last_step"]
@@ -565,10 +571,10 @@ def _on_branch(
     return entries.take(order), is_cut[order]
 
 
-def _to_read(entries: _ChunkEntries, is_cut: Mask, along: str) -> Mask:
+def _find_chunks_to_read(entries: _ChunkEntries, is_cut: Mask, along: str) -> Mask:
     """Return the chunks whose rows have to be read: overlapping chunks are treated alike.
 
-    Non-finite values follow their chunk (``_cut_out``).
+    Non-finite values follow their chunk (``_split_drawn_and_read``).
     """
     is_stretch = ~entries.is_kind(NONFINITE)
     # If all values are equal, two are drawn, and the second is the last.
@@ -590,7 +596,7 @@ def _to_read(entries: _ChunkEntries, is_cut: Mask, along: str) -> Mask:
     return is_read
 
 
-def _pending(
+def _seqs_without_stats(
     catalogue: Catalogue, group: CurveGroup, last_seq_with_stats: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
     """Return by writer the numbers of rows without chunk statistics."""
@@ -608,7 +614,7 @@ def _seq_filter(seqs: Mapping[str, tuple[int, int]]) -> Callable[[RowSelection],
     return lambda selection: filter_seqs(selection, seqs)
 
 
-def _is_met(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:
+def _has_new_rows(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:
     """Return the chunks that overlap rows without statistics."""
     is_met = np.zeros(len(entries.curve), np.bool_)
     bounds = np.searchsorted(entries.curve, np.arange(len(group.curves) + 1))
@@ -625,7 +631,7 @@ def _is_met(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mas
     return is_met
 
 
-def _is_across(entries: _ChunkEntries, powers: Mapping[int, int | None], along: str) -> Mask:
+def _is_cut_by_column(entries: _ChunkEntries, powers: Mapping[int, int | None], along: str) -> Mask:
     """Return the chunks that a column boundary cuts."""
     power = np.array([powers[i] or 0 for i in range(len(powers))], np.int64)[entries.curve]
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
@@ -636,7 +642,7 @@ def _is_across(entries: _ChunkEntries, powers: Mapping[int, int | None], along: 
 _Ranges = list[tuple[int, int]]
 
 
-def _cut_out(
+def _split_drawn_and_read(
     entries: _ChunkEntries, is_read: Mask, along: str, num_curves: int
 ) -> tuple[_ChunkEntries, list[_Ranges]]:
     """Return the statistics to draw, and for each curve the ranges to read as rows."""
@@ -674,7 +680,7 @@ def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 
-def _reread(
+def _read_ranges(
     engine: LakeEngine,
     group: CurveGroup,
     ranges: Sequence[_Ranges],
@@ -692,14 +698,14 @@ def _reread(
     for begin, end in _coalesced(together):
 
         def narrow(selection: RowSelection, begin: int = begin, end: int = end) -> RowSelection:
-            selection = selection.also(f"{column} BETWEEN ? AND ?", begin, end)
+            selection = selection.and_where(f"{column} BETWEEN ? AND ?", begin, end)
             if not pending:
                 return selection
-            marks = table_of(("incarnation", "outlined_seq"), outlined.items())
+            marks = build_arrow_table(("incarnation", "outlined_seq"), outlined.items())
             return selection._replace(
                 joins=f"{selection.joins} JOIN span_outlined USING (incarnation)",
                 tables={**selection.tables, "span_outlined": marks},
-            ).also("seq <= outlined_seq")
+            ).and_where("seq <= outlined_seq")
 
         narrowed.append(narrow)
     return fetch_group(engine, group, narrowed)
@@ -725,8 +731,8 @@ def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
 def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
     """Return the curve of each point of the statistics, and the points."""
     curve, numbers, values = entries
-    is_first = _is_end(curve, numbers[f"first_{along}"], np.minimum)
-    is_last = _is_end(curve, numbers[f"last_{along}"], np.maximum)
+    is_first = _is_curve_end(curve, numbers[f"first_{along}"], np.minimum)
+    is_last = _is_curve_end(curve, numbers[f"last_{along}"], np.maximum)
     is_nonfinite = entries.is_kind(NONFINITE)
     low, high = (numbers[f"{side}_step"] for side in ("low", "high"))
     is_same = (low == high) & (numbers["low_unix_ns"] == numbers["high_unix_ns"])
@@ -750,7 +756,7 @@ def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
     return owners[order], points.take(order)
 
 
-def _is_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
+def _is_curve_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
     """Return which entries reach the end of their curve: one may be inside another."""
     starts = np.flatnonzero(np.diff(curve, prepend=-1))
     if not len(starts):
@@ -795,17 +801,17 @@ class OpenLake:
             return {name: missing_column(0) for name in names}
         run, places = location
         selection = select_span(span, run, places)
-        rows = select(
+        rows = select_rows(
             self.engine, span.stream, selection, {n: column_sql(n, places) for n in all_names}
         )
-        return in_order({name: to_column(rows[name]) for name in all_names}, names)
+        return sort_columns({name: column_from_arrow(rows[name]) for name in all_names}, names)
 
     def num_rows(self, span: RowSpan) -> int:
         """Return how many rows the span has."""
         location = locate_run(self.catalogue, span)
         if location is None:
             return 0
-        counted = select(
+        counted = select_rows(
             self.engine, span.stream, select_span(span, *location), {"num": "count(*)"}
         )
         return int(counted["num"][0].as_py())
@@ -842,5 +848,5 @@ class OpenLake:
                 drawn |= _overviews(self.engine, self.catalogue, group, least, attempts, branch)
                 rest = [curve for curve in group.curves if curve[0] not in drawn]
             if rest:
-                drawn |= whole_curves(self.engine, group.of(rest), attempts, branch)
+                drawn |= whole_curves(self.engine, group.subset(rest), attempts, branch)
         return [drawn.get(i, DownsampledCurve(NO_POINTS, 0)) for i in places]

@@ -26,7 +26,7 @@ from vitals_collector.numbers.interface import (
     Columns,
     ColumnValues,
     DeletedRows,
-    Due,
+    DueWindow,
     Reason,
     RollUpResult,
     RowSpan,
@@ -39,14 +39,14 @@ from vitals_collector.numbers.lake_catalogue import (
     OUTLINES,
     Catalogue,
     Places,
+    build_arrow_table,
+    column_from_arrow,
     name_key,
     quoted,
     stream_column_sql,
-    table_of,
-    to_column,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
-from vitals_collector.numbers.lake_reading import RowSelection, locate_run, select
+from vitals_collector.numbers.lake_reading import RowSelection, locate_run, select_rows
 from vitals_collector.numbers.rank_rollup import (
     DURATION,
     LOSS,
@@ -116,7 +116,7 @@ def plan(
         kept_sources = order_worst_ranks(
             _values_by_source(sources, writers["broken"]),
             _values_by_source(sources, writers["slow"]),
-            _furthest(engine, selection, places),
+            _max_loss_distances(engine, selection, places),
             num_worst,
         )
     nums = writers["num"].to_pylist()
@@ -131,7 +131,7 @@ def _query_statistics(
     engine: LakeEngine, selection: RowSelection, expressions: dict[str, str]
 ) -> Columns:
     """Return the statistics over ranks of each step of a window."""
-    engine.files.need("steps", selection.run)
+    engine.files.check_files_of_runs("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
         values.append(f"{sql}::DOUBLE AS x{i}, CASE WHEN isfinite(x{i}) THEN x{i} END AS f{i}")
@@ -142,7 +142,7 @@ def _query_statistics(
         " GROUP BY step ORDER BY step",
         selection.values,
     )
-    columns = [to_column(column) for column in rows.columns]
+    columns = [column_from_arrow(column) for column in rows.columns]
     numbers = dict(zip(("step", "time_unix_ns", NUM_RANKS), columns, strict=False))
     for i, name in enumerate(expressions):
         numbers |= _statistics_columns(name, *columns[3 + 5 * i : 8 + 5 * i])
@@ -184,10 +184,12 @@ def _writers_in(
         "broken": f"min(step) FILTER ({is_broken})",
     }
     grouped = selection._replace(where=f"{selection.where} GROUP BY incarnation, source, rank")
-    return select(engine, "steps", grouped, expressions)
+    return select_rows(engine, "steps", grouped, expressions)
 
 
-def _furthest(engine: LakeEngine, selection: RowSelection, places: Places) -> dict[str, float]:
+def _max_loss_distances(
+    engine: LakeEngine, selection: RowSelection, places: Places
+) -> dict[str, float]:
     """Return the largest distance of each source's loss from its step's median."""
     loss = f"{stream_column_sql(LOSS, places)}::DOUBLE"
     answer = engine.ask(
@@ -251,7 +253,7 @@ def _rolled_up_rows(planned: RollUpPlan) -> pa.Table:
         (*window, incarnation, first, last, 0 if source in kept_sources else num, planned.reason)
         for source, incarnation, first, last, num in zip(*writers.to_pydict().values(), strict=True)
     ]
-    return table_of(LEVELLED_COLUMNS, rows)
+    return build_arrow_table(LEVELLED_COLUMNS, rows)
 
 
 # --------------------------------------------------------------------------------- layers and hosts
@@ -261,7 +263,7 @@ _GROUP = ("run", "incarnation", "source", "rank")
 
 def next_window(
     engine: LakeEngine, catalogue: Catalogue, run_id: str, stream: str, attempt: int, size: int
-) -> Due | None:
+) -> DueWindow | None:
     """Return the oldest window of a stream that was not downsampled yet; None if there is none.
 
     For steps, the rows of ranks other than 0. For hosts, windows are in nanoseconds, and attempts
@@ -293,7 +295,7 @@ def next_window(
         [run, window.first_step, window.end_step],
     )
     incarnations, seqs, times = writers.to_pydict().values()
-    return Due(window, max(times), dict(zip(incarnations, seqs, strict=True)))
+    return DueWindow(window, max(times), dict(zip(incarnations, seqs, strict=True)))
 
 
 def _window_filter(stream: str, attempt: int) -> tuple[str, str]:
@@ -303,7 +305,7 @@ def _window_filter(stream: str, attempt: int) -> tuple[str, str]:
     return f"attempt = {attempt}" + (" AND rank > 0" if stream == "steps" else ""), "step"
 
 
-def thin(
+def downsample_window(
     engine: LakeEngine,
     catalogue: Catalogue,
     run_id: str,
@@ -338,7 +340,7 @@ def thin(
         f"run = {run} AND {where} AND {along} >= {window.first_step}"
         f" AND {along} < {window.end_step}"
     )
-    engine.files.need(stream, run)
+    engine.files.check_files_of_runs(stream, run)
     with engine.transaction():
         before = _writer_seq_ranges(engine, stream, rows)
         if stream in HOST_STREAMS and not is_whole:
@@ -356,7 +358,7 @@ def thin(
             (run, stream, *window, writer, first, last, num - num_left.get(writer, 0), reason)
             for writer, first, last, num in zip(*before.to_pydict().values(), strict=True)
         ]
-        engine.insert(LEVELLED, table_of(LEVELLED_COLUMNS, listed))
+        engine.insert(LEVELLED, build_arrow_table(LEVELLED_COLUMNS, listed))
     return len(before) and sum(before["num"].to_pylist()) - sum(num_left.values())
 
 
@@ -395,7 +397,7 @@ def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str
 
 def deleted_rows(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[DeletedRows]:
     """Return the numbers of deleted rows of the run, by stream and reason."""
-    run = catalogue.number(run_id)
+    run = catalogue.run_number(run_id)
     if run is None:
         return []
     taken = engine.ask(

@@ -198,14 +198,14 @@ def check_query(
             more than the views.
     """
     parsed = _parse_select(connection, _unwrap_explain(sql))
-    parts = {name.casefold() for name in _part_names(parsed)}
+    parts = {name.casefold() for name in _iter_cte_names(parsed)}
     shadowed = sorted(parts & set(taken))
     if shadowed:
         raise UsageError(
             f"WITH {shadowed[0]}: that name belongs to something else here",
             hint=f"give this part of the question another name, such as my_{shadowed[0]}",
         )
-    for refused in _refused(parsed, {*views, *parts}):
+    for refused in _iter_forbidden_names(parsed, {*views, *parts}):
         if (view := refused.removeprefix("the table ").casefold()) in VIEWS:
             raise UsageError(
                 f"nothing was recorded here yet that {view} would show",
@@ -243,14 +243,14 @@ def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     return parsed
 
 
-def _part_names(node: Any) -> Iterator[str]:
+def _iter_cte_names(node: Any) -> Iterator[str]:
     """Yield the names of common table expressions (WITH)."""
     for at in _walk_query(node):
         for part in at.get("cte_map", {}).get("map", ()):
             yield str(part["key"])
 
 
-def _refused(node: Any, names: Collection[str]) -> Iterator[str]:
+def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
     """Yield the forbidden tables and functions of the parsed query."""
     for at in _walk_query(node):
         kind, function = at.get("type"), at.get("function_name")
@@ -340,7 +340,7 @@ class LakeReader:
             )
             self._attach(folder, catalogue, database, file_store)
             self._make_views(has_records=bool(catalogue) or database is not None)
-            self._lock_in(file_store)
+            self._disable_external_access(file_store)
 
     def __enter__(self) -> "LakeReader":
         """Return self."""
@@ -402,7 +402,7 @@ class LakeReader:
         self.views = tuple(views)
         """Names of the views."""
 
-    def _lock_in(self, file_store: FileStore) -> None:
+    def _disable_external_access(self, file_store: FileStore) -> None:
         """Disable external access for later queries."""
         for setting in (
             f"memory_limit = {_quote_sql_text(self._memory_limit)}",
@@ -441,13 +441,13 @@ class LakeReader:
             ) from None
         except duckdb.Error as error:
             if is_late.is_set():
-                raise too_late(self._max_seconds) from None
+                raise query_timeout_error(self._max_seconds) from None
             raise UsageError(f"DuckDB refuses the question: {error}") from None
         finally:
             timer.cancel()
 
 
-def too_late(seconds: float) -> StorageError:
+def query_timeout_error(seconds: float) -> StorageError:
     """Return the error for a query that took too long."""
     return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
 

@@ -24,7 +24,7 @@ from vitals_collector.numbers.interface import (
     CurveRequest,
     DeletedRows,
     DownsampledCurve,
-    Due,
+    DueWindow,
     Reason,
     RollUpResult,
     RowSpan,
@@ -32,9 +32,9 @@ from vitals_collector.numbers.interface import (
     StepWindow,
     StreamKey,
     common_type,
-    in_order,
     missing_column,
     rank_of,
+    sort_columns,
     texts_of,
     type_of,
     whole_curve,
@@ -55,7 +55,7 @@ class _StoredRows(NamedTuple):
     rows: _Rows
 
 
-class MemoryNumbers:
+class MemoryNumberStore:
     """Rows in order of arrival; reads scan all of them."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class MemoryNumbers:
         """Return columns of the rows in the span, in order."""
         all_names = tuple(dict.fromkeys((*ORDER, *names)))
         matching_parts, kinds = self._matching_parts(span), self.kinds(span.run_id, span.stream)
-        return in_order(
+        return sort_columns(
             {
                 n: _concatenate_column(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts)
                 for n in all_names
@@ -164,7 +164,7 @@ class MemoryNumbers:
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> Due | None:
+    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
         """Return the oldest steps that are not rolled up yet."""
         rows = self.scan(
             RowSpan(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
@@ -183,7 +183,9 @@ class MemoryNumbers:
             strict=True,
         ):
             last_seqs[writer] = max(seq, last_seqs.get(writer, seq))
-        return Due(StepWindow(attempt, first, first + size), int(times[is_in].max()), last_seqs)
+        return DueWindow(
+            StepWindow(attempt, first, first + size), int(times[is_in].max()), last_seqs
+        )
 
     def roll_up(
         self,

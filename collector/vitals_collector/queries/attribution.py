@@ -20,7 +20,7 @@ from trainvitals.detect.attribution import (
     Next,
     Onset,
     OnsetTracker,
-    origin,
+    find_origin_onset,
 )
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.errors import UNREADABLE
@@ -35,7 +35,7 @@ from vitals_collector.live.step_join import (
     LayerPart,
     RowWriters,
     WriterRows,
-    merge,
+    merge_steps,
 )
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
@@ -96,12 +96,16 @@ def precursor(
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
-    planned = _planned(moment.sql, run_id, attempt)
-    first = origin(onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned)
+    planned = _load_announced_changes(moment.sql, run_id, attempt)
+    first = find_origin_onset(
+        onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+    )
     return Precursor(first)
 
 
-def _planned(connection: Connection, run_id: str, attempt: int) -> list[tuple[int, int]]:
+def _load_announced_changes(
+    connection: Connection, run_id: str, attempt: int
+) -> list[tuple[int, int]]:
     """Return the changes that the training announced, each with its steps."""
     table = events.c
     query = select(table.step, table.body).where(
@@ -124,14 +128,14 @@ def first_change_text(
     attempt = attempt_of(moment.sql, run_id, step)
     if attempt is None:
         return None
-    finding = min((view.finding for view in findings), key=_rank_of_trouble, default=None)
+    finding = min((view.finding for view in findings), key=_finding_sort_key, default=None)
     cause = "" if finding is None else finding.cause or finding.kind
     onset = step if finding is None or finding.onset_step < 0 else min(finding.onset_step, step)
     first = precursor(moment, run_id, attempt, onset, cause)
     return None if first is None else first.text
 
 
-def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
+def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
     """Return a sort key: numbers before speed, actionable findings before advisory ones."""
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
@@ -141,7 +145,7 @@ def _rank_of_trouble(finding: Finding) -> tuple[bool, bool]:
 
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
-    columns = _measured(moment.sql, run_id)
+    columns = _load_measured_columns(moment.sql, run_id)
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
@@ -152,13 +156,13 @@ def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> It
         return
     layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
     parts = [*_iter_layer_parts(moment.sql, run_id, layers, columns)]
-    yield from merge([_writer_rows(rows, columns["steps"])], parts).steps
+    yield from merge_steps([_writer_rows(rows, columns["steps"])], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
-def _measured(connection: Connection, run_id: str) -> dict[str, list[str]]:
+def _load_measured_columns(connection: Connection, run_id: str) -> dict[str, list[str]]:
     """Return the run's columns that fleet detectors use, by stream."""
     looked_at = {
         "steps": {*RANK_COLUMNS, *RUN_COLUMNS},

@@ -42,7 +42,7 @@ class TableColumn(NamedTuple):
         return TableColumn(self.values[which], None if self.valid is None else self.valid[which])
 
 
-class Condition(NamedTuple):
+class TableCondition(NamedTuple):
     """A parsed condition."""
 
     column: str
@@ -50,7 +50,7 @@ class Condition(NamedTuple):
     value: float | int | str | bool | None
     """None matches missing values."""
 
-    def met(self, cells: TableColumn) -> Mask:
+    def matching_cells(self, cells: TableColumn) -> Mask:
         """Return which cells match the condition."""
         there = np.ones(len(cells.values), bool) if cells.valid is None else cells.valid
         if self.value is None:
@@ -58,7 +58,7 @@ class Condition(NamedTuple):
         return _compare(cells.values, self.op, self.value) & there
 
 
-def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition, ...]:
+def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[TableCondition, ...]:
     """Parse the conditions of a table query.
 
     Args:
@@ -82,7 +82,7 @@ def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
     )
 
 
-def _parse_condition(text: str, columns: Mapping[str, Kind]) -> Condition:
+def _parse_condition(text: str, columns: Mapping[str, Kind]) -> TableCondition:
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a condition has {len(text)} characters; it may have {MAX_LENGTH}")
     match = _SHAPE.fullmatch(text)
@@ -104,8 +104,8 @@ def _parse_condition(text: str, columns: Mapping[str, Kind]) -> Condition:
             hint=f"{meant}There are {' '.join(OPERATORS)}",
         )
     if value.lower() == "none" and op in ("=", "!="):
-        return Condition(column, op, None)
-    return Condition(column, op, _parse_value(text, column, op, value, kind))
+        return TableCondition(column, op, None)
+    return TableCondition(column, op, _parse_value(text, column, op, value, kind))
 
 
 def _parse_value(
@@ -167,4 +167,4 @@ def _shortened_repr(text: str) -> str:
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
 
 
-__all__ = ["OPERATORS", "Condition", "Kind", "TableColumn", "parse", "unknown_column"]
+__all__ = ["OPERATORS", "Kind", "TableColumn", "TableCondition", "parse", "unknown_column"]

@@ -12,7 +12,7 @@ from trainvitals.errors import ConfigError
 from trainvitals.records import is_skip
 from trainvitals.views import DecisionView, FindingView, LostWork
 from vitals_collector.live.restarts import Lost, Restart
-from vitals_collector.numbers.interface import AttemptRow, NumbersReader, RowSpan, lineage
+from vitals_collector.numbers.interface import AttemptRow, NumberStoreReader, RowSpan, lineage
 from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.queries.top_changes import ancestry
 from vitals_collector.storage.schema import sources
@@ -79,7 +79,7 @@ def lost_work(
         seconds = None if spans else 0.0
         return LostWork(steps=steps, batches=batches, seconds=seconds, down_seconds=down)
     attempts = attempt_rows(moment.sql, run_id)
-    seconds, tokens = _measured(moment.numbers, run_id, spans, attempts)
+    seconds, tokens = _measure_lost_steps(moment.numbers, run_id, spans, attempts)
     num_gpus = _num_gpus(moment.sql, run_id)
     hours, money = hours_and_money(None if seconds is None else seconds * num_gpus, price)
     return LostWork(
@@ -93,7 +93,9 @@ def lost_work(
     )
 
 
-def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restart]) -> float | None:
+def _down_seconds(
+    numbers: NumberStoreReader, run_id: str, restarts: Sequence[Restart]
+) -> float | None:
     """Return the time without steps, from each failure to the next step; None: unknown."""
     total_ns = 0
     for restart in (each for each in restarts if not each.is_planned):
@@ -105,7 +107,7 @@ def _down_seconds(numbers: NumbersReader, run_id: str, restarts: Sequence[Restar
     return total_ns / 1e9 if total_ns else None
 
 
-def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[FindingView]) -> float:
+def _waited_seconds(numbers: NumberStoreReader, run_id: str, waits: Sequence[FindingView]) -> float:
     """Return the duration of hangs that ended, from the last progress before each."""
     began: dict[int, int] = {}
     for view in waits:
@@ -120,7 +122,7 @@ def _waited_seconds(numbers: NumbersReader, run_id: str, waits: Sequence[Finding
 
 
 def late_seconds(
-    numbers: NumbersReader, run_id: str, found: Sequence[FindingView], steps: tuple[int, int]
+    numbers: NumberStoreReader, run_id: str, found: Sequence[FindingView], steps: tuple[int, int]
 ) -> float:
     """Return the time that other ranks waited for a straggler in these steps, the last included.
 
@@ -183,8 +185,8 @@ def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()
     return [span for span in merged if span[1] <= span[2]]
 
 
-def _measured(
-    numbers: NumbersReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
+def _measure_lost_steps(
+    numbers: NumberStoreReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
 ) -> tuple[float | None, int | None]:
     """Return rank 0's seconds for the lost steps, and the tokens of the run in them.
 

@@ -7,11 +7,17 @@ import numpy as np
 
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import MoverView, RunSummary, StepView
-from vitals_collector.numbers.interface import Columns, Floats, NumbersReader, RowSpan
+from vitals_collector.numbers.interface import Columns, Floats, NumberStoreReader, RowSpan
 from vitals_collector.queries.attribution import Precursor, precursor
-from vitals_collector.queries.ledger import data_of, step_rows
+from vitals_collector.queries.ledger import samples_of_step, step_rows
 from vitals_collector.queries.series import exclusive_end
-from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
+from vitals_collector.queries.top_changes import (
+    MAX_SCORE,
+    WINDOW_STEPS,
+    TopChange,
+    find_top_changes,
+    judge_change,
+)
 from vitals_collector.storage.store import ReadSnapshot
 
 AFTER_SECONDS = 60
@@ -33,7 +39,7 @@ _MAX_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class IncidentEvidence:
     """Measurements around one incident."""
 
     is_gathered: bool = False
@@ -42,7 +48,7 @@ class Evidence:
     """The step of the onset."""
     precursor: Precursor | None = None
     """The first change; None: unknown."""
-    movers: tuple[Moved, ...] = ()
+    movers: tuple[TopChange, ...] = ()
     """The largest changes, if there was a first change: without one, they are noise."""
     has_layers: bool = False
     has_gpus: bool = False
@@ -57,7 +63,7 @@ def gather_evidence(
     onset: int,
     last: int,
     cause: str,
-) -> Evidence:
+) -> IncidentEvidence:
     """Return the measurements around an incident."""
     first = precursor(moment, run.run_id, attempt, onset, cause)
     has_named = first is not None and first.onset is not None
@@ -67,16 +73,16 @@ def gather_evidence(
         rows=tuple(r for r in step_rows(moment, run.run_id, onset) if r.attempt == attempt),
         findings=(),
         decisions=(),
-        data=data_of(moment.sql, run.run_id, onset),
+        data=samples_of_step(moment.sql, run.run_id, onset),
     )
     near = RowSpan(run.run_id, "layers", from_step=onset - 500, to_step=exclusive_end(onset))
     has_layers = moment.numbers.num_rows(near) > 0
     gpus = _gpu_changes(moment.numbers, run.run_id, attempt, onset, last)
-    return Evidence(
+    return IncidentEvidence(
         is_gathered=True,
         view=view,
         precursor=first,
-        movers=moved(moment, run.run_id, onset, attempt) if has_named else (),
+        movers=find_top_changes(moment, run.run_id, onset, attempt) if has_named else (),
         has_layers=has_layers,
         has_gpus=gpus is not None,
         gpus=gpus or (),
@@ -84,7 +90,7 @@ def gather_evidence(
 
 
 def _gpu_changes(
-    numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
+    numbers: NumberStoreReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[MoverView, ...] | None:
     """Return GPU changes between onset and end that did not occur before; None: no samples."""
     when = _times(numbers, run_id, attempt, onset, last)
@@ -130,7 +136,7 @@ def _changes_of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
         # Numbered as steps of a window: the earlier samples are far enough before it.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
         # A GPU may throttle minutes before its effect shows in a step: such values are not usual.
-        mover = judge(
+        mover = judge_change(
             source, name, pseudo, values, WINDOW_STEPS, min_before=_MIN_SAMPLES, has_jumps=False
         )
         if mover is not None and mover.view.score >= _MIN_SCORE:
@@ -174,7 +180,7 @@ def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
 
 
 def _times(
-    numbers: NumbersReader, run_id: str, attempt: int, onset: int, last: int
+    numbers: NumberStoreReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
     """Return the first and last end time of an incident's steps on rank 0."""
     span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=exclusive_end(last))
@@ -183,4 +189,4 @@ def _times(
     return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
 
 
-__all__ = ["THROTTLED", "Evidence", "gather_evidence"]
+__all__ = ["THROTTLED", "IncidentEvidence", "gather_evidence"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainvitals.errors import UsageError
-from trainvitals.forecast import Lag, final_loss, finish, lag
+from trainvitals.forecast import Lag, forecast_final_loss, forecast_finish, measure_token_lag
 from trainvitals.views import Along, ForecastQuestion, ForecastView, RunSummary
 from vitals_collector.live.overview import info_of
 from vitals_collector.numbers.interface import Floats, Points
@@ -69,7 +69,7 @@ def _finish_fields(
         return {"no_finish": f"the run has stopped ({run.state})"}
     if timed is None:
         return {"no_finish": "no step has ended yet"}
-    predicted = finish(
+    predicted = forecast_finish(
         timed.step,
         timed.time_unix_ns,
         timed.attempt,
@@ -92,7 +92,7 @@ def _final_loss_fields(of_run: "_LineageCurves", total: int) -> dict[str, object
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
-    predicted = final_loss(points.step, points.value, total_steps=total)
+    predicted = forecast_final_loss(points.step, points.value, total_steps=total)
     if isinstance(predicted, str):
         return {"no_final_loss": predicted}
     return {
@@ -108,7 +108,7 @@ def _lag_fields(
     """Return the forecast's fields on the lag behind another run."""
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
-    predicted = lag(*of_run.losses(along), *of_other.losses(along))
+    predicted = measure_token_lag(*of_run.losses(along), *of_other.losses(along))
     view: dict[str, object] = {"against": other.name or other.run_id, "along": along}
     if isinstance(predicted, str):
         return view | {"no_comparison": predicted}

@@ -24,7 +24,12 @@ from trainvitals.goodput import (
 )
 from trainvitals.records import Finding, RankStarted, TrainingPaused
 from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
-from vitals_collector.numbers.interface import RANKS, NumbersReader, ends, is_of_lineage
+from vitals_collector.numbers.interface import (
+    RANKS,
+    NumberStoreReader,
+    is_of_lineage,
+    make_lineage_end_lookup,
+)
 from vitals_collector.numbers.interface import RowSpan as Rows
 from vitals_collector.queries.cost import hours_and_money
 from vitals_collector.queries.series import attempt_rows
@@ -81,7 +86,7 @@ def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
     query = select(sources).where(table.run_id == run.run_id, table.rank >= 0)
     rows = connection.execute(query.order_by(table.started_unix_ns)).all()
     heads = [row for row in rows if row.rank == 0]
-    begun, ready = _begun(connection, run.run_id)
+    begun, ready = _load_start_times(connection, run.run_id)
     starts = []
     for k, head in enumerate(heads):
         since = head.started_unix_ns if k else 0
@@ -97,7 +102,7 @@ def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
             process_ns=begun.get(head.incarnation) or head.started_unix_ns,
             ready_ns=ready.get(head.incarnation, head.started_unix_ns),
             end_ns=head.ended_unix_ns or head.last_seen_unix_ns,
-            ended=_ended(head, other_ranks, is_running=is_last and run.state == "running"),
+            ended=_launch_end(head, other_ranks, is_running=is_last and run.state == "running"),
             num_gpus=len({row.gpu_uuid for row in (head, *other_ranks)} - {""}),
         )
         starts.append(
@@ -109,7 +114,7 @@ def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
 _MOMENT_NS = 1_000_000_000
 
 
-def _ended(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> Ended:
+def _launch_end(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> Ended:
     """Return how a launch ended. A launcher that loses one rank interrupts the others."""
     if not head.ended_state:
         return "running" if is_running else "lost"
@@ -122,7 +127,7 @@ def _ended(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> E
     return ended
 
 
-def _begun(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
+def _load_start_times(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return, by incarnation of rank 0, when its process started and when ``watch`` returned."""
     table = events.c
     query = select(table.incarnation, table.kind, table.time_unix_ns, table.body).where(
@@ -148,13 +153,13 @@ def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start
     parts = [_launch_columns(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
-    end_of = ends(attempt_rows(moment.sql, run_id))
+    end_of = make_lineage_end_lookup(attempt_rows(moment.sql, run_id))
     is_kept = is_of_lineage(columns["attempt"], step, end_of)
     return EndedSteps(**columns, is_undone=~is_kept)
 
 
 def _launch_columns(
-    numbers: NumbersReader, run_id: str, index: int, start: _Start
+    numbers: NumberStoreReader, run_id: str, index: int, start: _Start
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the columns of one launch's steps: rank 0's, with the parts of the mean rank."""
     span = Rows(run_id, "steps", seqs={start.head: _ALL_ROWS})
@@ -170,12 +175,12 @@ def _launch_columns(
         launch_rows[name].values.astype(np.int64)[order]
         for name in ("step", "attempt", "time_unix_ns")
     )
-    over = _OverRanks(_keys(attempt, step), of)
+    over = _RankMeans(_keys(attempt, step), of)
     others = sorted(start.ranks)
     sampled_ranks = others[:: -(-len(others) // MAX_RANKS)] if others else []
     if sampled_ranks:
         over.add_rows(numbers, run_id, [start.ranks[rank] for rank in sampled_ranks])
-        over.add_levels(numbers, run_id)
+        over.add_rolled_up(numbers, run_id)
     return {
         "step": step,
         "attempt": attempt,
@@ -195,7 +200,7 @@ def _keys(attempt: Ints, step: Ints) -> Ints:
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
 
 
-class _OverRanks:
+class _RankMeans:
     """Sums the ranks' parts of each step of rank 0."""
 
     def __init__(self, keys: Ints, of_head: Mapping[str, Floats]) -> None:
@@ -204,7 +209,7 @@ class _OverRanks:
         self._head = of_head
         self._sums = {name: np.nan_to_num(of_head[name]) for name in _PARTS}
         self._num = np.ones(len(keys))
-        wait = _waits(of_head)
+        wait = _wait_seconds(of_head)
         self._wait = np.nan_to_num(wait)
         self._num_waits = np.isfinite(wait).astype(np.float64)
         self._least = wait.copy()
@@ -217,7 +222,9 @@ class _OverRanks:
         has_row = self._sorted[at] == keys
         return self._order[at[has_row]], has_row
 
-    def add_rows(self, numbers: NumbersReader, run_id: str, incarnations: Sequence[str]) -> None:
+    def add_rows(
+        self, numbers: NumberStoreReader, run_id: str, incarnations: Sequence[str]
+    ) -> None:
         """Add rows of other ranks."""
         span = Rows(run_id, "steps", seqs=dict.fromkeys(incarnations, _ALL_ROWS))
         rows = numbers.scan(span, ["step", "attempt", *_PARTS, *_WAITS])
@@ -232,12 +239,12 @@ class _OverRanks:
         for name in _PARTS:
             np.add.at(self._sums[name], at, np.nan_to_num(columns[name]))
         np.add.at(self._num, at, 1.0)
-        wait = _waits(columns)
+        wait = _wait_seconds(columns)
         np.add.at(self._wait, at, np.nan_to_num(wait))
         np.add.at(self._num_waits, at, np.isfinite(wait))
         np.fmin.at(self._least, at, wait)
 
-    def add_levels(self, numbers: NumbersReader, run_id: str) -> None:
+    def add_rolled_up(self, numbers: NumberStoreReader, run_id: str) -> None:
         """Add the statistics over the other ranks for steps whose rows were rolled up."""
         kinds = numbers.kinds(run_id, RANKS)
         if not kinds:
@@ -258,9 +265,9 @@ class _OverRanks:
                 np.nan_to_num(self._head[name][at]) + np.nan_to_num(over[f"{name}:mean"]) * num
             )
         self._num[at] = 1.0 + num
-        mean = _waits({name: over[f"{name}:mean"] for name in _WAITS})
-        least = _waits({name: over[f"{name}:min"] for name in _WAITS})
-        wait_columns = _waits({name: self._head[name][at] for name in _WAITS})
+        mean = _wait_seconds({name: over[f"{name}:mean"] for name in _WAITS})
+        least = _wait_seconds({name: over[f"{name}:min"] for name in _WAITS})
+        wait_columns = _wait_seconds({name: self._head[name][at] for name in _WAITS})
         self._wait[at] = np.nan_to_num(wait_columns) + np.nan_to_num(mean) * num
         self._num_waits[at] = np.isfinite(wait_columns) + np.isfinite(mean) * num
         self._least[at] = np.fmin(wait_columns, least)
@@ -275,7 +282,7 @@ class _OverRanks:
         return {**parts, "wait": wait, "least_wait": self._least}
 
 
-def _waits(columns: Mapping[str, Floats]) -> Floats:
+def _wait_seconds(columns: Mapping[str, Floats]) -> Floats:
     """Return each row's wait for other ranks; NaN if no part of it was measured."""
     gradients, exchange = (columns[name] for name in _WAITS)
     total = np.nan_to_num(gradients) + np.nan_to_num(exchange)
@@ -339,7 +346,7 @@ def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> 
 # ------------------------------------------------------------------------------------ cost
 
 
-def _energy(numbers: NumbersReader, run_id: str, since_ns: int, until_ns: int) -> float | None:
+def _energy(numbers: NumberStoreReader, run_id: str, since_ns: int, until_ns: int) -> float | None:
     """Return the joules of all GPUs that report them: by counter, otherwise by power."""
     span = Rows(run_id, "gpu", from_unix_ns=since_ns, to_unix_ns=until_ns + 1)
     if "energy_joules" not in numbers.kinds(run_id, "gpu"):
@@ -505,7 +512,7 @@ class GoodputReader:
         self._wake.set()
         return self._cache.known(runs)
 
-    def once(self) -> None:
+    def read_queried_runs(self) -> None:
         """Read the runs of the latest query; an error is logged, counted, and ends the pass."""
         try:
             for run in self._asked:
@@ -526,7 +533,7 @@ class GoodputReader:
             self._wake.clear()
             if self._stop.is_set():
                 return
-            self.once()
+            self.read_queried_runs()
 
 
 __all__ = ["GoodputCache", "GoodputReader", "run_goodput"]

@@ -27,7 +27,7 @@ between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
-class Item(NamedTuple):
+class IncidentItem(NamedTuple):
     """Grouping data of one item."""
 
     kind: Literal["finding", "decision", "alert", "event", "restart"]
@@ -60,17 +60,17 @@ def domain_of(name: str, default: str = "numbers") -> str:
     return DOMAINS.get(name, default)
 
 
-def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> Item:
+def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> IncidentItem:
     """Return the grouping data of a finding."""
     onset = finding.onset_step if 0 <= finding.onset_step <= finding.step else finding.step
     domain = domain_of(finding.kind)
-    return Item(
+    return IncidentItem(
         "finding", index, attempt, onset, onset, finding.step, time_unix_ns,
         finding.cause or finding.kind, domain, finding.rank,
     )  # fmt: skip
 
 
-def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
+def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> IncidentItem:
     """Return the grouping data of a decision."""
     first = last = decision.step
     if decision.action != "skip_step":  # the steps up to the decision end with it
@@ -78,7 +78,7 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
     is_rollback = decision.action == "rollback" and decision.acted
     if is_rollback and 0 <= decision.rollback_to_step < first:
         first = decision.rollback_to_step
-    return Item(
+    return IncidentItem(
         "decision", index, decision.attempt, decision.step, first, last, time_unix_ns,
         decision.cause or decision.rule, domain_of(decision.cause), decision.rank,
         decision.new_attempt if is_rollback else 0,
@@ -86,9 +86,9 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Item:
     )  # fmt: skip
 
 
-def group_incidents(items: Sequence[Item]) -> list[list[Item]]:
+def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     """Return the groups in the order of their start; within each, items by step, then time."""
-    sets = _Sets(len(items))
+    sets = _DisjointSets(len(items))
     by_attempt: dict[int, list[int]] = {}
     for i, item in enumerate(items):
         by_attempt.setdefault(item.attempt, []).append(i)
@@ -100,14 +100,14 @@ def group_incidents(items: Sequence[Item]) -> list[list[Item]]:
         )
     for i, item in enumerate(items):
         for j in by_attempt.get(item.new_attempt, ()) if item.new_attempt else ():
-            if _came_again(item, items[j]):
+            if _is_repeated_problem(item, items[j]):
                 sets.join(i, j)
         for j in by_attempt[item.attempt] if item.cause in DEATHS else ():
             if _waits_for_dead(items[j], item):
                 sets.join(i, j)
-    groups: dict[int, list[Item]] = {}
+    groups: dict[int, list[IncidentItem]] = {}
     for i, item in enumerate(items):
-        groups.setdefault(sets.top(i), []).append(item)
+        groups.setdefault(sets.find_root(i), []).append(item)
     clusters = [
         _deaths_first(_root_first(sorted(members, key=_item_sort_key)))
         for members in groups.values()
@@ -121,14 +121,14 @@ _DEATH_NOTED_NS = 3_000_000_000
 """A rank's death may be noted so long after the others were seen to wait for it."""
 
 
-def _waits_for_dead(item: Item, death: Item) -> bool:
+def _waits_for_dead(item: IncidentItem, death: IncidentItem) -> bool:
     """Return whether a wait follows from a death; a wait long before may be why it was ended."""
     is_wait = item.cause == "waiting" or item.cause.startswith("hang_")
     is_near = abs(item.onset - death.onset) <= FOLLOWING_STEPS
     return is_wait and is_near and item.time_unix_ns >= death.time_unix_ns - _DEATH_NOTED_NS
 
 
-def _deaths_first(members: list[Item]) -> list[Item]:
+def _deaths_first(members: list[IncidentItem]) -> list[IncidentItem]:
     """Put the waits for a dead rank after its death, which caused them."""
     deaths = [item for item in members if item.cause in DEATHS]
     waits = [item for item in members if any(_waits_for_dead(item, death) for death in deaths)]
@@ -138,7 +138,7 @@ def _deaths_first(members: list[Item]) -> list[Item]:
 _FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")
 
 
-def _root_first(members: list[Item]) -> list[Item]:
+def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
     """Put parameters that a later check found NaN before the loss that followed from them.
 
     They were the cause if every NaN before the check was withheld: nothing else damaged them.
@@ -154,7 +154,7 @@ def _root_first(members: list[Item]) -> list[Item]:
     return [root._replace(onset=first.onset, first=first.first), *rest]
 
 
-def _came_again(rollback: Item, item: Item) -> bool:
+def _is_repeated_problem(rollback: IncidentItem, item: IncidentItem) -> bool:
     """Return whether an item on a rollback's new attempt is the problem that it was for."""
     if item.cause == rollback.cause or (item.rank >= 0 and item.rank == rollback.rank):
         return item.first <= rollback.last + NEAR_STEPS
@@ -164,7 +164,7 @@ def _came_again(rollback: Item, item: Item) -> bool:
     return before <= item.last and item.first <= behind
 
 
-def _item_sort_key(item: Item) -> tuple[int, bool, int, int, int, str, int]:
+def _item_sort_key(item: IncidentItem) -> tuple[int, bool, int, int, int, str, int]:
     """Return the order of items in an incident: by attempt and step, deaths last."""
     is_death = item.domain == "run"
     depth = DEATHS.index(item.cause) if item.cause in DEATHS else len(DEATHS)
@@ -177,7 +177,7 @@ def _item_sort_key(item: Item) -> tuple[int, bool, int, int, int, str, int]:
 _Keys = list[tuple[str, str | int]]
 
 
-def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
+def _join_near(items: Sequence[IncidentItem], order: Iterable[int], sets: "_DisjointSets") -> None:
     """Join near items of one cause, and items of one rank that directly follow each other."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
@@ -187,10 +187,12 @@ def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> No
         for key in keys:
             distance = SAME_CAUSE_STEPS if key[0] == "cause" else FOLLOWING_STEPS
             _join_within_reach(items, i, reach.get(key), item.first - distance, sets)
-        _reach_further(items, i, keys, reach)
+        _keep_longest_reach(items, i, keys, reach)
 
 
-def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> None:
+def _join_following(
+    items: Sequence[IncidentItem], order: Iterable[int], sets: "_DisjointSets"
+) -> None:
     """Join items of one domain that directly follow each other, unless both name a rank."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
@@ -199,19 +201,19 @@ def _join_following(items: Sequence[Item], order: Iterable[int], sets: "_Sets") 
         _join_within_reach(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
         keys: _Keys = [("domain", item.domain)]
         keys += [] if item.rank >= 0 else [("whole", item.domain)]
-        _reach_further(items, i, keys, reach)
+        _keep_longest_reach(items, i, keys, reach)
 
 
 def _join_within_reach(
-    items: Sequence[Item], i: int, j: int | None, since: int, sets: "_Sets"
+    items: Sequence[IncidentItem], i: int, j: int | None, since: int, sets: "_DisjointSets"
 ) -> None:
     """Join two items of an incident if the earlier one lasts until this step."""
     if j is not None and items[j].last >= since:
         sets.join(i, j)
 
 
-def _reach_further(
-    items: Sequence[Item], i: int, keys: _Keys, reach: dict[tuple[str, str | int], int]
+def _keep_longest_reach(
+    items: Sequence[IncidentItem], i: int, keys: _Keys, reach: dict[tuple[str, str | int], int]
 ) -> None:
     """Keep the item with the longest reach for each key."""
     for key in keys:
@@ -220,23 +222,23 @@ def _reach_further(
             reach[key] = i
 
 
-class _Sets:
+class _DisjointSets:
     """Disjoint sets of numbers."""
 
     def __init__(self, num: int) -> None:
         self._above = list(range(num))
 
-    def top(self, i: int) -> int:
+    def find_root(self, i: int) -> int:
         while self._above[i] != i:
             self._above[i] = i = self._above[self._above[i]]
         return i
 
     def join(self, i: int, j: int) -> None:
-        self._above[self.top(i)] = self.top(j)
+        self._above[self.find_root(i)] = self.find_root(j)
 
 
 def incident_ids(
-    groups: Sequence[Sequence[Item]], ordinals: Mapping[int, int] | None = None
+    groups: Sequence[Sequence[IncidentItem]], ordinals: Mapping[int, int] | None = None
 ) -> list[str]:
     """Return a name for each group: the attempt and step of its onset, and its first cause.
 
@@ -262,7 +264,7 @@ __all__ = [
         "NEAR_STEPS",
         "SAME_CAUSE_STEPS",
         "SEVERITIES",
-        "Item",
+        "IncidentItem",
         "domain_of",
         "group_incidents",
         "incident_ids",

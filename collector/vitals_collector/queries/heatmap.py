@@ -29,19 +29,19 @@ from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,
     Floats,
-    NumbersReader,
+    NumberStoreReader,
     Points,
     RowSpan,
-    by_time,
-    ends,
+    concat_points,
     is_of_lineage,
-    join,
+    make_lineage_end_lookup,
+    sort_by_time,
 )
 from vitals_collector.queries import heatmap_layers, series
 from vitals_collector.queries.heatmap_cells import (
-    Extremes,
+    CellExtremes,
     HeatmapRows,
-    furthest,
+    most_deviating_values,
     nanmedian,
     of_curves,
     starts_of,
@@ -80,7 +80,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     names, starts, extremes, rolled_back = load(
         moment, curve, attempts, question.branch, question.points
     )
-    value = furthest(extremes)
+    value = most_deviating_values(extremes)
     selected_rows = _most_deviating_rows(
         value, extremes, question.rows, is_alike=stream != "layers"
     )
@@ -151,16 +151,16 @@ def _load_source_rows(
     if curve.span.stream == "steps":
         curves = _by_source(numbers, whole, attempts, branch)
     else:
-        curves = _host(numbers, whole, attempts)
-    end_of = ends(attempts)
+        curves = _load_host_curves(numbers, whole, attempts)
+    end_of = make_lineage_end_lookup(attempts)
     names: list[str] = []
     lineage_points: list[Points] = []
     discarded_points: list[Points] = []
     for name in _ordered(curves):
         drawn = curves[name]
         is_kept = is_of_lineage(drawn.attempt, drawn.step, end_of)
-        of_lineage = drawn.take(is_kept) if branch != "discarded" else join([])
-        discarded = drawn.take(~is_kept) if branch != "lineage" else join([])
+        of_lineage = drawn.take(is_kept) if branch != "discarded" else concat_points([])
+        discarded = drawn.take(~is_kept) if branch != "lineage" else concat_points([])
         if len(of_lineage) or len(discarded):
             names.append(name)
             lineage_points.append(of_lineage)
@@ -169,13 +169,13 @@ def _load_source_rows(
         [drawn for drawn in (*lineage_points, *discarded_points) if len(drawn)], points
     )
     cells = of_curves(lineage_points, starts).with_discarded(of_curves(discarded_points, starts))
-    again = join(discarded_points).step
+    again = concat_points(discarded_points).step
     rolled_back = (int(again.min()), int(again.max())) if len(again) else None
     return HeatmapRows(names, starts, cells, rolled_back)
 
 
 def _by_source(
-    numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
+    numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
 ) -> dict[str, Points]:
     """Return the heat map's curve of every source."""
     sources = numbers.sources(curve.span.run_id, curve.span.stream)
@@ -198,7 +198,7 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
 
 
 def _most_deviating_rows(
-    value: Floats, extremes: Extremes, num: int, *, is_alike: bool
+    value: Floats, extremes: CellExtremes, num: int, *, is_alike: bool
 ) -> list[int]:
     """Return the rows that deviate most, in their order.
 
@@ -223,21 +223,21 @@ def _most_deviating_rows(
 # ------------------------------------------------------------------------------- GPUs and nodes
 
 
-def _host(
-    numbers: NumbersReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
+def _load_host_curves(
+    numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
     """Return the curves of GPUs or nodes, with the steps that ran during each sample.
 
     Samples before the end of the first step, or after that of the last, belong to no step.
     """
     span = curve.span
-    clock = _clock(numbers, span.run_id, attempts, curve.num_points or 0)
+    clock = _load_step_times(numbers, span.run_id, attempts, curve.num_points or 0)
     if not len(clock):
         return {}
     of_host = curve._replace(span=RowSpan(span.run_id, span.stream))
     curves = {}
     for name, points in _by_source(numbers, of_host, attempts, "all").items():
-        with_steps = _with_steps(points, clock)
+        with_steps = _assign_steps(points, clock)
         is_in = np.ones(len(with_steps), dtype=np.bool_)
         if span.from_step is not None:
             is_in &= with_steps.step >= span.from_step
@@ -247,8 +247,8 @@ def _host(
     return curves
 
 
-def _clock(
-    numbers: NumbersReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
+def _load_step_times(
+    numbers: NumberStoreReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
     """Return the steps of all attempts by end time, to place samples of a host."""
     of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
@@ -256,11 +256,11 @@ def _clock(
         curve = CurveRequest(of_rank0, column, max(num_points, 1_000))
         (drawn,) = numbers.curves([curve], attempts, "all")
         if len(drawn.points):
-            return by_time(drawn.points)
-    return join([])
+            return sort_by_time(drawn.points)
+    return concat_points([])
 
 
-def _with_steps(curve: Points, clock: Points) -> Points:
+def _assign_steps(curve: Points, clock: Points) -> Points:
     """Return the samples taken while steps ran, with their steps and attempts.
 
     During a rollback no step ends: its samples belong to the last step before it.

@@ -12,7 +12,7 @@ _NEIGHBOURS = 9
 _MIN_FOLDED = 256
 
 
-class Extremes(NamedTuple):
+class CellExtremes(NamedTuple):
     """Minimum, maximum and middle of each cell's finite values, and whether it has others."""
 
     low: Floats
@@ -22,21 +22,21 @@ class Extremes(NamedTuple):
     is_left: Mask
     """Whether only discarded rows have them."""
 
-    def take(self, rows: Sequence[int]) -> "Extremes":
+    def take(self, rows: Sequence[int]) -> "CellExtremes":
         """Return the chosen rows."""
         which = np.array(rows, dtype=np.int64)
-        return Extremes(
+        return CellExtremes(
             *(self.low[which], self.high[which], self.middle[which]),
             *(self.is_marked[which], self.is_left[which]),
         )
 
-    def with_discarded(self, discarded: "Extremes") -> "Extremes":
+    def with_discarded(self, discarded: "CellExtremes") -> "CellExtremes":
         """Return the lineage's cells with the discarded values added.
 
         The middle stays that of the lineage if it has one: a middle of two attempts' values is on
         the curve of neither, and a cell could not show which attempt left it.
         """
-        return Extremes(
+        return CellExtremes(
             np.fmin(self.low, discarded.low),
             np.fmax(self.high, discarded.high),
             np.where(np.isnan(self.middle), discarded.middle, self.middle),
@@ -51,12 +51,12 @@ class HeatmapRows(NamedTuple):
     names: Sequence[str]
     starts: Ints
     """First step of each column."""
-    cells: Extremes
+    cells: CellExtremes
     rolled_back: tuple[int, int] | None
     """First and last step with a discarded value."""
 
 
-class Grid:
+class HeatmapGrid:
     """Cells that accept values in any order; rows are added on demand."""
 
     def __init__(self, starts: Ints, num_rows: int = 0) -> None:
@@ -75,12 +75,12 @@ class Grid:
             is_marked = ~is_finite
             self._is_marked[self._cells(row[is_marked], step[is_marked])] = True
             row, step, value = row[is_finite], step[is_finite], value[is_finite]
-        num = self._fold(row, step, value)
+        num = self._add_repeated_rows(row, step, value)
         if num < len(row):
             at, rest = self._cells(row[num:], step[num:]), value[num:]
             self._update_cells(at, rest, rest, rest, np.ones(len(rest)))
 
-    def extremes(self, num_rows: int) -> Extremes:
+    def extremes(self, num_rows: int) -> CellExtremes:
         """Return the first rows' cells; NaN in cells without a finite value."""
         shape = (num_rows, len(self.starts))
         self._grow(num_rows)
@@ -93,9 +93,9 @@ class Grid:
             rest = (total - low - high) / np.maximum(num - 2, 1)  # a single spike is not part of it
         middle = np.where((num > 2) & np.isfinite(rest), np.clip(rest, low, high), half)
         is_marked = self._is_marked[:end].reshape(shape)
-        return Extremes(low, high, middle, is_marked, np.zeros_like(is_marked))
+        return CellExtremes(low, high, middle, is_marked, np.zeros_like(is_marked))
 
-    def _fold(self, row: Ints, step: Ints, value: Floats) -> int:
+    def _add_repeated_rows(self, row: Ints, step: Ints, value: Floats) -> int:
         """Add leading values that share one column and repeat one order of rows.
 
         Returns:
@@ -163,15 +163,15 @@ def starts_of(curves: Sequence[Points], points: int) -> Ints:
     return even_starts(first, last, points)
 
 
-def of_curves(curves: Sequence[Points], starts: Ints) -> Extremes:
+def of_curves(curves: Sequence[Points], starts: Ints) -> CellExtremes:
     """Return the heat-map cells of curves, one row each."""
-    grid = Grid(starts, len(curves))
+    grid = HeatmapGrid(starts, len(curves))
     for i, curve in enumerate(curves):
         grid.add(np.full(len(curve), i, dtype=np.int64), curve.step, curve.value)
     return grid.extremes(len(curves))
 
 
-def furthest(extremes: Extremes) -> Floats:
+def most_deviating_values(extremes: CellExtremes) -> Floats:
     """Return the extreme of each cell with the larger distance from the row's local median."""
     if not extremes.low.size:
         return extremes.low
@@ -207,11 +207,11 @@ def nanmedian(values: Floats) -> Floats:
 
 
 __all__ = [
-    "Extremes",
-    "Grid",
+    "CellExtremes",
+    "HeatmapGrid",
     "HeatmapRows",
     "even_starts",
-    "furthest",
+    "most_deviating_values",
     "nanmedian",
     "of_curves",
     "starts_of",

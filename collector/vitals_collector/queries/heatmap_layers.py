@@ -19,12 +19,17 @@ from vitals_collector.numbers.interface import (
     Floats,
     Ints,
     Mask,
-    NumbersReader,
+    NumberStoreReader,
     RowSpan,
-    ends,
     is_of_lineage,
+    make_lineage_end_lookup,
 )
-from vitals_collector.queries.heatmap_cells import Extremes, Grid, HeatmapRows, even_starts
+from vitals_collector.queries.heatmap_cells import (
+    CellExtremes,
+    HeatmapGrid,
+    HeatmapRows,
+    even_starts,
+)
 from vitals_collector.storage.schema import names, streams
 from vitals_collector.storage.store import ReadSnapshot
 
@@ -45,9 +50,9 @@ def load_layer_rows(
 ) -> HeatmapRows:
     """Return the layers in the model's order."""
     source = _WindowReader(moment, curve, attempts, branch)
-    filling = _Filling(points)
-    windows = _windows(moment.numbers, curve.span)
-    last: _Rows | None = None
+    filling = _HeatmapFiller(points)
+    windows = _split_windows(moment.numbers, curve.span)
+    last: _WindowRows | None = None
     while windows:
         filling.add(source.load_window(windows.pop(0)))
         if filling.is_full:
@@ -65,7 +70,7 @@ def load_layer_rows(
     )
 
 
-def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
+def _split_windows(numbers: NumberStoreReader, span: RowSpan) -> list[RowSpan]:
     """Return the span in windows of few rows each, by step."""
     num = numbers.num_rows(span)
     if num <= MAX_ROWS:
@@ -79,7 +84,7 @@ def _windows(numbers: NumbersReader, span: RowSpan) -> list[RowSpan]:
 
 
 def _split_span(
-    numbers: NumbersReader, span: RowSpan, low: int, high: int, least: int
+    numbers: NumberStoreReader, span: RowSpan, low: int, high: int, least: int
 ) -> list[RowSpan]:
     """Halve a span of layer rows until each part has few rows."""
     if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
@@ -95,7 +100,7 @@ def _split_span(
 # ------------------------------------------------------------------------------------ reading
 
 
-class _Rows(NamedTuple):
+class _WindowRows(NamedTuple):
     """Measured values of a window, stitched, by step: one per layer and step."""
 
     row: Ints
@@ -140,7 +145,7 @@ class _LayerOrder:
             number_of = {name: i for i, name in enumerate(dict.fromkeys(incarnations))}
             writer = np.array([number_of[name] for name in incarnations], dtype=np.int64)
             names_of = [self._names_of.get(name, {}) for name in number_of]
-        code, distinct, first = _coded(writer, layer)
+        code, distinct, first = _encode_pairs(writer, layer)
         row_of = np.zeros(len(distinct), dtype=np.int64)
         for i, at in enumerate(first.tolist()):
             layer_names = self._common if names_of is None else names_of[int(writer[at])]
@@ -162,7 +167,7 @@ class _LayerOrder:
         return row
 
 
-def _coded(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
+def _encode_pairs(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
     """Return a number for each pair, by writer then layer; the pairs, and an index of each."""
     width, num = int(layer.max()) + 1, int(writer.max()) + 1
     if layer.min() < 0 or writer.min() < 0 or width * num > _MOST_CODES:
@@ -191,12 +196,12 @@ class _WindowReader:
     ) -> None:
         self.layers = _LayerOrder(moment.sql, curve.span.run_id)
         self._numbers = moment.numbers
-        self._end_of = ends(attempts)
+        self._end_of = make_lineage_end_lookup(attempts)
         self._branch = branch
         ratio = ["update_norm", "weight_norm"]
         self._columns = ratio if curve.column == RATIO else [curve.column]
 
-    def load_window(self, window: RowSpan, *, is_timed: bool = False) -> _Rows:
+    def load_window(self, window: RowSpan, *, is_timed: bool = False) -> _WindowRows:
         """Return the window's values.
 
         The times take as long to read as all other columns, and are read only if some rows may
@@ -204,7 +209,7 @@ class _WindowReader:
         """
         keys = ("step", "attempt", *self.layers.needs, *(("time_unix_ns",) if is_timed else ()))
         columns = self._numbers.scan(window, [*keys, *self._columns])
-        value, is_wanted = value_of(columns, self._columns)
+        value, is_wanted = metric_values(columns, self._columns)
         step, attempt = (
             columns[name].values.astype(np.int64, copy=False) for name in ("step", "attempt")
         )
@@ -216,14 +221,14 @@ class _WindowReader:
             step, attempt, is_kept = step[is_wanted], attempt[is_wanted], is_kept[is_wanted]
             value = value[is_wanted]
         if not len(step):
-            return _Rows(step, step, value, is_kept)
+            return _WindowRows(step, step, value, is_kept)
         row, is_rising = self.layers.rows(columns)
         if is_rising:
-            return _Rows(row, step, value, is_kept)
+            return _WindowRows(row, step, value, is_kept)
         if not is_timed:
             return self.load_window(window, is_timed=True)
         which = self._newest(row, step, attempt, columns["time_unix_ns"].values)
-        return _Rows(row[which], step[which], value[which], is_kept[which])
+        return _WindowRows(row[which], step[which], value[which], is_kept[which])
 
     def _newest(self, row: Ints, step: Ints, attempt: Ints, time: Ints) -> Ints:
         """Return the latest row per layer and step (and attempt, except in a lineage), by step."""
@@ -239,15 +244,15 @@ class _WindowReader:
 # ------------------------------------------------------------------------------------ filling
 
 
-class _Filling:
+class _HeatmapFiller:
     """Adds values to cells once the steps of each column are known."""
 
     def __init__(self, points: int) -> None:
         self._points = points
         self._steps = np.zeros(0, dtype=np.int64)
-        self._held: list[_Rows] = []
+        self._held: list[_WindowRows] = []
         """Rows that arrived before there were more steps than columns."""
-        self._grids: tuple[Grid, Grid] | None = None
+        self._grids: tuple[HeatmapGrid, HeatmapGrid] | None = None
         """Cells of the lineage, and of discarded rows."""
         self._rolled_back: tuple[int, int] | None = None
 
@@ -256,7 +261,7 @@ class _Filling:
         """Whether there are more steps than columns, and the end of the last column is unknown."""
         return self._grids is None and len(self._steps) > self._points
 
-    def add(self, rows: _Rows) -> None:
+    def add(self, rows: _WindowRows) -> None:
         """Add the values of further steps."""
         if self._grids is not None:
             self._add_to_grids(rows, self._grids)
@@ -265,25 +270,25 @@ class _Filling:
             is_new = np.append(True, rows.step[1:] != rows.step[:-1])
             self._steps = np.concatenate([self._steps, rows.step[is_new]])
 
-    def draw_columns(self, last: _Rows | None) -> None:
+    def draw_columns(self, last: _WindowRows | None) -> None:
         """Create equally wide columns up to the end of the last rows, if any are left."""
         steps = last.step if last and len(last.step) else self._steps
         self._create_grids(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
-    def finish(self, num_rows: int) -> tuple[Ints, Extremes, tuple[int, int] | None]:
+    def finish(self, num_rows: int) -> tuple[Ints, CellExtremes, tuple[int, int] | None]:
         """Return the columns' first steps, the cells, and the discarded steps."""
         lineage_grid, discarded_grid = self._grids or self._create_grids(self._steps)
         extremes = lineage_grid.extremes(num_rows).with_discarded(discarded_grid.extremes(num_rows))
         return lineage_grid.starts, extremes, self._rolled_back
 
-    def _create_grids(self, starts: Ints) -> tuple[Grid, Grid]:
-        self._grids = grids = Grid(starts), Grid(starts)
+    def _create_grids(self, starts: Ints) -> tuple[HeatmapGrid, HeatmapGrid]:
+        self._grids = grids = HeatmapGrid(starts), HeatmapGrid(starts)
         for rows in self._held:
             self._add_to_grids(rows, grids)
         self._held.clear()
         return grids
 
-    def _add_to_grids(self, rows: _Rows, grids: tuple[Grid, Grid]) -> None:
+    def _add_to_grids(self, rows: _WindowRows, grids: tuple[HeatmapGrid, HeatmapGrid]) -> None:
         row, step, value, is_kept = rows
         if not is_kept.all():
             again = ~is_kept
@@ -312,7 +317,7 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
     return bool(np.all(is_next | is_same))
 
 
-def value_of(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
+def metric_values(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
     """Return the values of a column or of a ratio of two, and which rows have one."""
     values = [columns[name].values.astype(np.float64, copy=False) for name in names]
     if len(names) == 1:
@@ -331,4 +336,4 @@ def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], st
     return {(incarnation, number): name for incarnation, number, name in connection.execute(query)}
 
 
-__all__ = ["RATIO", "layer_names", "load_layer_rows", "value_of"]
+__all__ = ["RATIO", "layer_names", "load_layer_rows", "metric_values"]

@@ -15,8 +15,8 @@ from trainvitals.alerting import (
     is_answered,
     point_is_over,
 )
-from trainvitals.detect.attribution import origin
-from trainvitals.io.capsules import is_capsule, verdict_on
+from trainvitals.detect.attribution import find_origin_onset
+from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from trainvitals.views import (
     AlertView,
@@ -38,13 +38,13 @@ from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import late_seconds, lost_work
-from vitals_collector.queries.evidence import Evidence, gather_evidence
+from vitals_collector.queries.evidence import IncidentEvidence, gather_evidence
 from vitals_collector.queries.grouping import (
     DEATHS,
     FOLLOWING_STEPS,
     NEAR_STEPS,
     SEVERITIES,
-    Item,
+    IncidentItem,
     domain_of,
     group_incidents,
     incident_ids,
@@ -95,7 +95,7 @@ _note = msgspec.msgpack.Decoder(Note).decode
 _ended = msgspec.msgpack.Decoder(RunEnded).decode
 
 
-class Said(NamedTuple):
+class IncidentEvent(NamedTuple):
     """A selected event."""
 
     view: EventView
@@ -105,7 +105,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class RunRecords:
     """All records of a run that may be part of an incident."""
 
     findings: tuple[FindingView, ...]
@@ -113,7 +113,7 @@ class Records:
     """Attempt of each finding."""
     decisions: tuple[DecisionView, ...]
     alerts: tuple[AlertView, ...]
-    events: tuple[Said, ...]
+    events: tuple[IncidentEvent, ...]
     data: tuple[StepData, ...]
     data_steps: tuple[int, ...]
     loss_kind: str = "minimize"
@@ -168,7 +168,7 @@ def run_verdict(
     lines = tuple(
         IncidentLine(
             incident_id=bundle.name,
-            title=story.title(of_run.story_facts(bundle, Evidence())),
+            title=story.incident_title(of_run.story_facts(bundle, IncidentEvidence())),
             severity=of_run.severity(bundle),
             is_open=of_run.is_open(bundle),
             onset_step=bundle.onset,
@@ -199,7 +199,7 @@ def _read_incidents(
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _from_movers(moment.sql, run.run_id, group_incidents(items))
+        for members in _extend_by_changes(moment.sql, run.run_id, group_incidents(items))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
@@ -220,9 +220,9 @@ def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
     return finding.kind, finding.cause, finding.step, finding.rank
 
 
-def _from_movers(
-    connection: Connection, run_id: str, groups: Sequence[list[Item]]
-) -> list[list[Item]]:
+def _extend_by_changes(
+    connection: Connection, run_id: str, groups: Sequence[list[IncidentItem]]
+) -> list[list[IncidentItem]]:
     """Extend each incident to the time during which its cause was out of range."""
     live = watched_onsets(connection, run_id)
     if live is None:
@@ -232,7 +232,9 @@ def _from_movers(
         first = members[0]
         mover = None
         if first.domain == "numbers" and live.from_key <= (first.attempt, first.onset):
-            mover = origin(live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False)
+            mover = find_origin_onset(
+                live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False
+            )
         if mover is not None:
             is_start = mover.is_cause and mover.step >= first.onset - FOLLOWING_STEPS
             first = first._replace(
@@ -243,7 +245,7 @@ def _from_movers(
     return moved
 
 
-def _to_last_step(members: list[Item], run: RunSummary) -> list[Item]:
+def _to_last_step(members: list[IncidentItem], run: RunSummary) -> list[IncidentItem]:
     """Move a run's death to its last step: the rank that reports it knows only earlier steps."""
     first, late = members[0], run.last_step
     if (
@@ -256,11 +258,11 @@ def _to_last_step(members: list[Item], run: RunSummary) -> list[Item]:
 
 
 def _over_condition(
-    members: list[Item],
-    records: Records,
+    members: list[IncidentItem],
+    records: RunRecords,
     run: RunSummary,
     holding: Collection[tuple[str, str, int, int]],
-) -> list[Item]:
+) -> list[IncidentItem]:
     """Extend an incident to the latest step while the condition of one of its findings holds."""
     return [
         item._replace(last=max(item.last, run.last_step))
@@ -272,7 +274,7 @@ def _over_condition(
 
 
 @dataclass(slots=True)
-class Bundle:
+class IncidentParts:
     """Parts of one incident, as indexes into the records."""
 
     name: str
@@ -293,7 +295,7 @@ class Bundle:
     restarts: list[int] = field(default_factory=list)
 
 
-def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
+def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
     """Return the onset of the next incident after this one; -1 if there is none.
 
     An incident on an earlier attempt is never the next one, whatever its step.
@@ -306,12 +308,12 @@ def _next_onset(bundle: Bundle, bundles: Sequence[Bundle]) -> int:
     return min(later, default=-1)
 
 
-def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, int]]]]:
+def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tuple[int, int]]]]:
     """Return the items of incidents, and the alerts that each raised, with their steps.
 
     Alerts without such an item, such as that of a lost run, are items themselves.
     """
-    items: list[Item] = []
+    items: list[IncidentItem] = []
     raised: dict[str, list[tuple[int, int]]] = {}
     for i, finding_view in enumerate(records.findings):
         item = item_of_finding(
@@ -333,11 +335,11 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
             step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
-            items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
+            items.append(IncidentItem("alert", i, last, step, step, step, when, alert.name, "run"))
     for i, restart in enumerate(records.restarts):
         step = restart.last_step
         items.append(
-            Item(
+            IncidentItem(
                 "restart", i, restart.before, step, step, step, restart.stopped_unix_ns, "restart",
                 "run",
             )
@@ -349,7 +351,9 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
             attempt = view_.attempt or last
             domain = domain_of(event.code, event.code)
             items.append(
-                Item("event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain)
+                IncidentItem(
+                    "event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain
+                )
             )
     return items, raised
 
@@ -364,7 +368,7 @@ def _record_raised_alerts(
 # ------------------------------------------------------------------------------------- reading
 
 
-def read_records(connection: Connection, run_id: str) -> Records:
+def read_records(connection: Connection, run_id: str) -> RunRecords:
     """Return the latest findings, decisions and selected events of a run, and its alerts."""
     table = findings.c
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
@@ -377,7 +381,7 @@ def read_records(connection: Connection, run_id: str) -> Records:
     for view in ledger:
         if view.decision.action != "continue":
             decided.setdefault(view.decision.step, set()).add(view.decision.action)
-    return Records(
+    return RunRecords(
         findings=tuple(
             FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
             for row in finding_rows
@@ -396,7 +400,9 @@ def read_records(connection: Connection, run_id: str) -> Records:
     )
 
 
-def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Sequence[Row[Any]]]:
+def _read_events(
+    connection: Connection, run_id: str
+) -> tuple[list[IncidentEvent], Sequence[Row[Any]]]:
     table = events.c
 
     def newest(*kinds: str) -> Sequence[Row[Any]]:
@@ -409,34 +415,34 @@ def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Seque
     return [event for event in noted_events if event is not None], newest("BatchNoted")
 
 
-def _noted_event(row: Row[Any]) -> Said | None:
+def _noted_event(row: Row[Any]) -> IncidentEvent | None:
     """Return an event that may belong to an incident; None for others."""
     view = event_view(row)
     if row.kind == "Note":
         note = _note(row.body)
         if note.severity == "info" and note.code != "wait_over":
             return None
-        return Said(view, note.severity, note.code if note.severity == "error" else "")
+        return IncidentEvent(view, note.severity, note.code if note.severity == "error" else "")
     if row.kind == "RunEnded":
         ended = _ended(row.body)
-        return Said(view, "info", "RunFailed" if ended.state == "failed" else "")
+        return IncidentEvent(view, "info", "RunFailed" if ended.state == "failed" else "")
     if row.kind == "CheckpointChanged" and " is bad " not in row.summary:
         return None
-    return Said(view, "info", "")
+    return IncidentEvent(view, "info", "")
 
 
 # ------------------------------------------------------------------------------------ bundling
 
 
 def _build_bundle(
-    name: str, members: Sequence[Item], records: Records, ordinals: Mapping[int, int]
-) -> Bundle:
+    name: str, members: Sequence[IncidentItem], records: RunRecords, ordinals: Mapping[int, int]
+) -> IncidentParts:
     def of(kind: str) -> list[int]:
         return [item.which for item in members if item.kind == kind]
 
     times = [item.time_unix_ns for item in members]
     ranks = {item.rank for item in members if item.rank >= 0}
-    bundle = Bundle(
+    bundle = IncidentParts(
         name=name,
         attempt=members[0].attempt,
         ordinal=ordinals.get(members[0].attempt, members[0].attempt),
@@ -457,7 +463,9 @@ def _build_bundle(
     return bundle
 
 
-def _attach_events(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
+def _attach_events(
+    bundle: IncidentParts, members: Sequence[IncidentItem], records: RunRecords
+) -> None:
     """Add the events near an incident, and the data of its steps."""
     spans: dict[int, tuple[int, int]] = {}
     for item in members:
@@ -489,7 +497,7 @@ def _attach_events(bundle: Bundle, members: Sequence[Item], records: Records) ->
 
 
 def _attach_alerts(
-    bundles: Sequence[Bundle], records: Records, raised: dict[str, list[tuple[int, int]]]
+    bundles: Sequence[IncidentParts], records: RunRecords, raised: dict[str, list[tuple[int, int]]]
 ) -> None:
     """Assign each alert to the incident whose item raised it last: alerts are raised repeatedly."""
     num = len(records.findings)
@@ -508,7 +516,7 @@ def _attach_alerts(
 # ------------------------------------------------------------------------------- presentation
 
 
-def severity_of(bundle: Bundle, records: Records) -> Severity:
+def incident_severity(bundle: IncidentParts, records: RunRecords) -> Severity:
     """Return the highest severity of its parts."""
     severities: list[Severity] = [records.alerts[i].severity for i in bundle.alerts]
     for i in bundle.findings:
@@ -521,7 +529,7 @@ def severity_of(bundle: Bundle, records: Records) -> Severity:
     return max(severities, key=SEVERITIES.index, default="log")
 
 
-def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
+def _is_open(bundle: IncidentParts, records: RunRecords, run: RunSummary) -> bool:
     """Return whether an incident is still open."""
     if run.state == "finished":
         # The user keeps the last state, and no healthy step shows that the problem is over.
@@ -549,8 +557,8 @@ class _Incidents:
 
     moment: ReadSnapshot
     run: RunSummary
-    records: Records
-    bundles: list[Bundle]
+    records: RunRecords
+    bundles: list[IncidentParts]
     price: float
     reach: frozenset[str] | None
     run_dir: Path | None
@@ -558,28 +566,28 @@ class _Incidents:
     """Findings whose condition still holds."""
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
-    def severity(self, bundle: Bundle) -> Severity:
+    def severity(self, bundle: IncidentParts) -> Severity:
         """Return the highest severity of its parts."""
-        return severity_of(bundle, self.records)
+        return incident_severity(bundle, self.records)
 
-    def is_open(self, bundle: Bundle) -> bool:
+    def is_open(self, bundle: IncidentParts) -> bool:
         """Return whether the incident is still open."""
         if self.run.state == "running" and self.is_lasting(bundle):
             return True
         return _is_open(bundle, self.records, self.run)
 
-    def is_lasting(self, bundle: Bundle) -> bool:
+    def is_lasting(self, bundle: IncidentParts) -> bool:
         """Return whether the condition of one of its findings held at the last step."""
         found = (self.records.findings[i].finding for i in bundle.findings)
         return any(_condition_key(finding) in self.holding for finding in found)
 
-    def gravity(self, bundle: Bundle) -> tuple[bool, int, bool, int, int]:
+    def gravity(self, bundle: IncidentParts) -> tuple[bool, int, bool, int, int]:
         """Return the sort key: open incidents first, by severity; then those with actions."""
         is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
         has_acted = len(bundle.decisions) > 0
         return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
 
-    def story_facts(self, bundle: Bundle, evidence: Evidence) -> story.StoryFacts:
+    def story_facts(self, bundle: IncidentParts, evidence: IncidentEvidence) -> story.StoryFacts:
         """Return the input of its story."""
         records = self.records
         return story.StoryFacts(
@@ -597,7 +605,9 @@ class _Incidents:
             evidence=evidence,
         )
 
-    def verdict(self, bundle: Bundle, first: Precursor | None, *, is_whole: bool) -> VerdictView:
+    def verdict(
+        self, bundle: IncidentParts, first: Precursor | None, *, is_whole: bool
+    ) -> VerdictView:
         """Return the verdict on it; without ``is_whole``, the cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
@@ -647,7 +657,7 @@ class _Incidents:
         )
         return verdict(facts)
 
-    def _capsule(self, bundle: Bundle) -> tuple[int, str]:
+    def _capsule(self, bundle: IncidentParts) -> tuple[int, str]:
         """Return its first step with a repro capsule (-1: none), and the result of the repro."""
         records = self.records
         capsules = sorted(
@@ -657,11 +667,11 @@ class _Incidents:
         )
         if self.run_dir is not None:
             for step, file in capsules:
-                if played := verdict_on(self.run_dir, file):
+                if played := read_capsule_verdict(self.run_dir, file):
                     return step, played
         return (capsules[0][0], "") if capsules else (-1, "")
 
-    def _precedent(self, bundle: Bundle) -> Precedent:
+    def _precedent(self, bundle: IncidentParts) -> Precedent:
         earlier = [
             other.onset
             for other in self.bundles
@@ -675,7 +685,7 @@ class _Incidents:
         return Precedent(steps=earlier, runs=labels, num_asked=num_asked)
 
 
-def _precursor_of(first: Precursor | None, bundle: Bundle) -> str | None:
+def _precursor_of(first: Precursor | None, bundle: IncidentParts) -> str | None:
     """Return the first change; also None if it is the loss that the cause itself names."""
     if first is None:
         return None
@@ -713,10 +723,10 @@ def _runs_that_had(
     return [row.name or row.run_id for row in others if row.run_id in had], len(others)
 
 
-def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> IncidentView:
+def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool) -> IncidentView:
     """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
-    evidence = Evidence()
+    evidence = IncidentEvidence()
     if is_whole:
         evidence = gather_evidence(
             moment, run, bundle.attempt, bundle.onset, bundle.last, bundle.cause
@@ -731,7 +741,7 @@ def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> Inc
     return IncidentView(
         incident_id=bundle.name,
         run_id=run.run_id,
-        title=story.title(facts),
+        title=story.incident_title(facts),
         severity=of_run.severity(bundle),
         is_open=is_open,
         onset_step=bundle.onset,
@@ -750,4 +760,4 @@ def _incident_view(of_run: _Incidents, bundle: Bundle, *, is_whole: bool) -> Inc
     )
 
 
-__all__ = ["Bundle", "incidents", "items_of", "read_records", "run_verdict"]
+__all__ = ["IncidentParts", "incidents", "items_of", "read_records", "run_verdict"]

@@ -28,7 +28,7 @@ from trainvitals.views import (
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumbersReader, RowSpan
+from vitals_collector.numbers.interface import NumberStoreReader, RowSpan
 from vitals_collector.queries.series import exclusive_end, kind_of
 from vitals_collector.storage.schema import (
     RANKS,
@@ -154,7 +154,7 @@ def findings_of(
     )
 
 
-def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
+def samples_of_step(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
     """Return the samples of a bad step, from each rank that reported them."""
     table = events.c
     query = (
@@ -169,7 +169,7 @@ def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, .
     )
 
 
-def readings_of(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
+def load_probe_readings(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
     """Return the readings of the state for every problem whose steps include this one."""
     table = events.c
     query = (
@@ -193,7 +193,7 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
     table = checkpoints.c
     query = select(checkpoints).where(table.run_id == run_id)
     rows = connection.execute(query.order_by(table.step, table.time_unix_ns)).all()
-    in_memory_since = _memory_of_rank0(connection, run_id)
+    in_memory_since = _rank0_process_start(connection, run_id)
     views = []
     for row in rows:
         is_lost = row.place == "memory" and row.time_unix_ns < in_memory_since
@@ -213,7 +213,7 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
     return tuple(views)
 
 
-def _memory_of_rank0(connection: Connection, run_id: str) -> float:
+def _rank0_process_start(connection: Connection, run_id: str) -> float:
     """Return the start of rank 0's process, which reports snapshots; infinite if it has ended."""
     table = sources.c
     query = (
@@ -301,10 +301,10 @@ def step_rows(
     ``loss/NAME`` and so on.
     """
     newest: dict[tuple[str, int], StepRow] = {}
-    for row in _written_at(moment.numbers, run_id, step, stream):
+    for row in _iter_step_rows(moment.numbers, run_id, step, stream):
         newest[row.source, row.attempt] = row
     if stream == "steps":
-        for turn_rows in _rows_of_turns(moment, run_id, step):
+        for turn_rows in _iter_optimizer_rows(moment, run_id, step):
             whole_row = newest.get((turn_rows.source, turn_rows.attempt))
             if whole_row is not None:
                 newest[turn_rows.source, turn_rows.attempt] = msgspec.structs.replace(
@@ -315,7 +315,7 @@ def step_rows(
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 
 
-def _rows_of_turns(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[StepRow]:
+def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[StepRow]:
     """Yield each separate value as a row, if the step was made by one of several optimizers."""
     query = select(names.c.incarnation, names.c.id, names.c.name).where(
         names.c.run_id == run_id, names.c.stream == "scalars"
@@ -327,7 +327,7 @@ def _rows_of_turns(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[Ste
     }
     if not any(name.startswith("skipped/") for name in of_turns.values()):
         return
-    for row in _written_at(moment.numbers, run_id, step, "scalars"):
+    for row in _iter_step_rows(moment.numbers, run_id, step, "scalars"):
         name = of_turns.get((row.incarnation, int(row.values.get("name") or 0)))
         if name is not None and row.source == "rank:0":
             marks = tuple(mark.replace("value=", f"{name}=", 1) for mark in row.nonfinite)
@@ -340,7 +340,9 @@ def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
     return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
-def _written_at(numbers: NumbersReader, run_id: str, step: int, stream: str) -> Iterator[StepRow]:
+def _iter_step_rows(
+    numbers: NumberStoreReader, run_id: str, step: int, stream: str
+) -> Iterator[StepRow]:
     """Yield every source's rows of a step, the latest last."""
     kinds = numbers.kinds(run_id, stream)
     if not kinds:
@@ -378,7 +380,7 @@ def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
 
 
 __all__ = [
-    *("alerts_of", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
-    *("event_view", "events_of", "findings_of", "readings_of", "run_row"),
+    *("alerts_of", "attempts_of", "checkpoints_of", "samples_of_step", "decisions_of"),
+    *("event_view", "events_of", "findings_of", "load_probe_readings", "run_row"),
     *("sources_of", "step_rows"),
 ]

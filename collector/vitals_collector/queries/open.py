@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainvitals.clock import SystemClock
-from trainvitals.io.client import client_of
-from trainvitals.io.lookup import choose_run, default_folder, find_collector
+from trainvitals.io.client import open_collector_client
+from trainvitals.io.lookup import choose_run, default_runs_directory, find_collector
 from trainvitals.question import Question
 from trainvitals.views import RunsQuestion, RunSummary
 
@@ -24,7 +24,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedReader:
     """A reader, and a function that makes new data visible to it."""
 
     reader: Reader
@@ -38,7 +38,7 @@ class Opened:
 @contextlib.contextmanager
 def open_reader(
     folder: Path | None = None, *, collector: str = "", token_file: Path | None = None
-) -> Iterator[Opened]:
+) -> Iterator[OpenedReader]:
     """Provide a reader over ``folder``, otherwise ``collector``, otherwise the default.
 
     The default is the first of: the collector that the environment names, this user's collector if
@@ -53,10 +53,10 @@ def open_reader(
         return
     address = find_collector(collector, token_file)
     if address is not None:
-        with client_of(address) as client:
-            yield Opened(client, lambda: None)
+        with open_collector_client(address) as client:
+            yield OpenedReader(client, lambda: None)
         return
-    with open_folder(default_folder()) as opened:
+    with open_folder(default_runs_directory()) as opened:
         yield opened
 
 
@@ -70,7 +70,7 @@ def find_run(reader: Reader, id_or_name: str) -> RunSummary:
 
 
 @contextlib.contextmanager
-def open_folder(folder: Path) -> Iterator[Opened]:
+def open_folder(folder: Path) -> Iterator[OpenedReader]:
     """Provide a reader over a directory: a run directory, or one with run directories.
 
     Raises:
@@ -89,6 +89,6 @@ def open_folder(folder: Path) -> Iterator[Opened]:
         spools.poll()
         price = price_of_environment()
         query = FolderQuery(store, clock=SystemClock(), gpu_hour_price=price, folder=folder)
-        yield Opened(query, spools.poll, folder, spools.unreadable)
+        yield OpenedReader(query, spools.poll, folder, spools.unreadable)
     finally:
         store.close()

@@ -31,7 +31,7 @@ _METRICS = ("loss", "grad_norm", "learning_rate", "mfu_ratio", "tokens_seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """State of a run at one poll."""
 
     summary: RunSummary
@@ -74,7 +74,7 @@ class ProgressReader:
         self._alerts: set[tuple[str, int]] = set()
         self._last_alert = ""
 
-    def poll(self) -> Progress:
+    def poll(self) -> RunProgress:
         """Return the run as it is now."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         happened = [
@@ -87,7 +87,7 @@ class ProgressReader:
         series = self._recent_series(detail, step)
         # In the meantime, a collector may have stored more steps.
         step = max((reply.step[-1] for reply in series.values() if reply.step), default=step)
-        progress = Progress(
+        progress = RunProgress(
             summary=detail.summary,
             attempt=1 if newest is None else newest.ordinal,
             step=step,

@@ -91,19 +91,19 @@ from vitals_collector.queries.incidents import incidents, run_verdict
 from vitals_collector.queries.ledger import (
     attempts_of,
     checkpoints_of,
-    data_of,
     decisions_of,
     events_of,
     findings_of,
-    readings_of,
+    load_probe_readings,
     run_row,
+    samples_of_step,
     sources_of,
     stacks_of,
     step_rows,
 )
 from vitals_collector.queries.series import curve_reply
-from vitals_collector.queries.shadow import with_hindsight
-from vitals_collector.queries.top_changes import movers
+from vitals_collector.queries.shadow import add_observed_outcomes
+from vitals_collector.queries.top_changes import top_change_views
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.schema import RANKS, runs
@@ -233,7 +233,7 @@ _OF_ALL_RUNS = (RunsQuestion, ConfigsQuestion, AlertsQuestion, SilencesQuestion,
 @answer_to(RunsQuestion)
 def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
     with query.read() as moment:
-        found = overview.summaries(moment.sql, query.liveness())
+        found = overview.load_run_summaries(moment.sql, query.liveness())
     return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
 
 
@@ -253,7 +253,7 @@ def _run_detail(query: Query, question: RunQuestion) -> RunDetail:
     with query.read() as moment:
         row = run_row(moment.sql, question.run_id)
         return RunDetail(
-            summary=overview.summaries(moment.sql, query.liveness(), question.run_id)[0],
+            summary=overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0],
             info=overview.info_of(row),
             attempts=attempts_of(moment, question.run_id),
             sources=sources_of(moment.sql, question.run_id),
@@ -325,9 +325,9 @@ def _step(query: Query, question: StepQuestion) -> StepView:
             rows=step_rows(moment, run_id, step),
             findings=found,
             moved_first=first_change_text(moment, run_id, step, found),
-            decisions=with_hindsight(moment, run_id, decisions_of(moment.sql, run_id, step)),
-            readings=readings_of(moment.sql, run_id, step),
-            data=data_of(moment.sql, run_id, step),
+            decisions=add_observed_outcomes(moment, run_id, decisions_of(moment.sql, run_id, step)),
+            readings=load_probe_readings(moment.sql, run_id, step),
+            data=samples_of_step(moment.sql, run_id, step),
             over_ranks=step_rows(moment, run_id, step, RANKS),
         )
 
@@ -335,7 +335,9 @@ def _step(query: Query, question: StepQuestion) -> StepView:
 @answer_to(DecisionsQuestion)
 def _decisions(query: Query, question: DecisionsQuestion) -> tuple[DecisionView, ...]:
     with query.read(question.run_id) as moment:
-        return with_hindsight(moment, question.run_id, decisions_of(moment.sql, question.run_id))
+        return add_observed_outcomes(
+            moment, question.run_id, decisions_of(moment.sql, question.run_id)
+        )
 
 
 @answer_to(FindingsQuestion)
@@ -378,7 +380,7 @@ def _alerts(query: Query, question: AlertsQuestion) -> tuple[AlertView, ...]:
 @answer_to(SilencesQuestion)
 def _silences(query: Query, question: SilencesQuestion) -> tuple[SilenceView, ...]:
     now = query.clock.time_ns()
-    return inbox.silences_listed(query.store, now_unix_ns=now, reach=query.reach)
+    return inbox.list_silences(query.store, now_unix_ns=now, reach=query.reach)
 
 
 @answer_to(CommandsQuestion)
@@ -398,7 +400,7 @@ def _cells(query: Query, question: CellsQuestion) -> CellsReply:
 @answer_to(MoversQuestion)
 def _movers(query: Query, question: MoversQuestion) -> tuple[MoverView, ...]:
     with query.read(question.run_id) as moment:
-        return movers(moment, question.run_id, question.step)
+        return top_change_views(moment, question.run_id, question.step)
 
 
 @answer_to(IncidentsQuestion)
@@ -414,7 +416,7 @@ def _verdict(query: Query, question: VerdictQuestion) -> RunVerdict:
 def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
     """Call ``judge`` on a snapshot of the run, for its incidents or its verdict."""
     with query.read(run_id) as moment:
-        run = overview.summaries(moment.sql, query.liveness(), run_id)[0]
+        run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
         return judge(
             moment,
             run,
@@ -427,7 +429,7 @@ def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
 @answer_to(GoodputQuestion)
 def _goodput(query: Query, question: GoodputQuestion) -> GoodputView:
     with query.read(question.run_id) as moment:
-        run = overview.summaries(moment.sql, query.liveness(), question.run_id)[0]
+        run = overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0]
         return query.goodput.of(moment, run)
 
 
@@ -436,7 +438,9 @@ def _forecast(query: Query, question: ForecastQuestion) -> ForecastView:
     others = (question.other,) if question.other else ()
     with query.read(question.run_id, *others) as moment:
         ids = (question.run_id, *others)
-        runs = [overview.summaries(moment.sql, query.liveness(), run_id)[0] for run_id in ids]
+        runs = [
+            overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0] for run_id in ids
+        ]
         return forecast(moment, question, runs, now_unix_ns=query.clock.time_ns())
 
 
@@ -464,7 +468,9 @@ def _select_series(
     if not _has_means(request):
         return source, CurveRequest(span, curve.column, request.points)
     if span.from_step is not None and request.smoothing:
-        span = span._replace(from_step=max(0, span.from_step - _reach(request.smoothing)))
+        span = span._replace(
+            from_step=max(0, span.from_step - _smoothing_reach_steps(request.smoothing))
+        )
     return source, CurveRequest(
         span, curve.column
     )  # the mean of the drawn points differs from that of the stored ones
@@ -475,7 +481,7 @@ def _has_means(request: SeriesRequest) -> bool:
     return request.mean or request.smoothing > 0.0
 
 
-def _reach(weight: float) -> int:
+def _smoothing_reach_steps(weight: float) -> int:
     """Return the number of steps before the first drawn one that smoothing needs.
 
     Earlier steps weigh less than 1e-9, even if only one step in ten was measured.

@@ -149,12 +149,14 @@ def _find_named_curve(
     keys = {row.incarnation: row.id for row in connection.execute(query)}
     if not keys:
         raise _unknown_series_error(connection, run_id, metric)
-    chosen_source = source or _whose(connection, run_id, keys)
+    chosen_source = source or _source_of_incarnations(connection, run_id, keys)
     span = RowSpan(run_id, stream, _source_filter(chosen_source), keyed=SeriesKey(key_column, keys))
     return chosen_source, CurveRequest(span, column)
 
 
-def _whose(connection: Connection, run_id: str, incarnations: Collection[str]) -> str:
+def _source_of_incarnations(
+    connection: Connection, run_id: str, incarnations: Collection[str]
+) -> str:
     """Return the source of a name if none was given: rank 0's, otherwise the first one's."""
     query = select(sources.c.source).where(
         sources.c.run_id == run_id, sources.c.incarnation.in_(incarnations)
@@ -199,7 +201,7 @@ def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> U
 # ------------------------------------------------------------------------------------ drawing
 
 
-def _evenly(which: Ints, num: int) -> Ints:
+def _choose_evenly(which: Ints, num: int) -> Ints:
     """Return at most ``num`` of them, evenly chosen, including the first and the last."""
     if len(which) <= num:
         return which
@@ -208,7 +210,7 @@ def _evenly(which: Ints, num: int) -> Ints:
 
 def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]:
     """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
-    which = _evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
+    which = _choose_evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
     nonfinite = points.take(which)
     rows = zip(
         nonfinite.step.tolist(), nonfinite.attempt.tolist(), nonfinite.value.tolist(), strict=True

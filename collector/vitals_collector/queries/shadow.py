@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import msgspec
 
 from trainvitals.errors import UsageError
-from trainvitals.hindsight import AFTER, BEFORE, outcome
+from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
 from trainvitals.views import DecisionView
 from vitals_collector.queries import series
 from vitals_collector.storage.store import ReadSnapshot
 
 
-def with_hindsight(
+def add_observed_outcomes(
     moment: ReadSnapshot, run_id: str, views: Sequence[DecisionView]
 ) -> tuple[DecisionView, ...]:
     """Return the decisions; those in mode ``observe`` with the outcome that the run shows."""
@@ -33,7 +33,11 @@ def with_hindsight(
         losses.setdefault(attempt, {})[step] = loss
     return tuple(
         msgspec.structs.replace(
-            view, hindsight=outcome(view.decision, losses.get(view.decision.attempt, {})) or ""
+            view,
+            hindsight=judge_decision_in_hindsight(
+                view.decision, losses.get(view.decision.attempt, {})
+            )
+            or "",
         )
         for view in views
     )

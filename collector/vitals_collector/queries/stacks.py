@@ -43,18 +43,20 @@ def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
             mute.setdefault(view.detail, []).append(view.rank)
     if away := sorted(set(range(world_size)) - {view.rank for view in stacks}):
         mute.setdefault("no answer from its node's agent", []).extend(away)
-    parts = [f"{capital(_named(ranks))} did not answer: {why}" for why, ranks in mute.items()]
+    parts = [
+        f"{capital(_rank_list_text(ranks))} did not answer: {why}" for why, ranks in mute.items()
+    ]
     for same in sorted(groups.values(), key=lambda same: (len(same), same[0].rank)):
         steps = sorted({view.step for view in same})
         at = f"step {steps[0]}" + (f" to {steps[-1]}" if steps[1:] else "")
         last = same[0].collectives[-1:]
         in_call = f", last collective {last[0]}" if last else ""
-        parts.append(f"{capital(_named([v.rank for v in same]))}, {at}{in_call}:")
+        parts.append(f"{capital(_rank_list_text([v.rank for v in same]))}, {at}{in_call}:")
         parts += _truncate_calls(same[0].calls)
     return "\n".join(map(printable, parts))
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_list_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3``, or ``ranks 0 to 2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:

@@ -20,13 +20,13 @@ from vitals_collector.numbers.interface import (
     Columns,
     ColumnValues,
     Ints,
-    NumbersReader,
+    NumberStoreReader,
     Points,
     RowSpan,
     concat_columns,
     stitch,
 )
-from vitals_collector.queries.conditions import Condition, Kind, TableColumn
+from vitals_collector.queries.conditions import Kind, TableColumn, TableCondition
 from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import ReadSnapshot
@@ -93,7 +93,7 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
 
 
 def find_steps(
-    moment: ReadSnapshot, request: TableQuestion, conditions: Sequence[Condition]
+    moment: ReadSnapshot, request: TableQuestion, conditions: Sequence[TableCondition]
 ) -> StepTableResult:
     """Return the requested rows, by step, then attempt, then rank.
 
@@ -112,12 +112,12 @@ def find_steps(
         del rows  # free the memory for the next source
         num_total += len(met.step)
         num_discarded += num_left
-        matches = [_first(_concatenate_matches([*matches, met]), request)]
+        matches = [_first_rows(_concatenate_matches([*matches, met]), request)]
     return StepTableResult(_concatenate_matches(matches), num_total, num_discarded)
 
 
 def read_steps(
-    numbers: NumbersReader, run_id: str, rows: MatchingSteps, names: Sequence[str]
+    numbers: NumberStoreReader, run_id: str, rows: MatchingSteps, names: Sequence[str]
 ) -> dict[str, TableColumn]:
     """Return the named columns of the rows."""
     rest = [name for name in names if name not in ("rank", "step")]
@@ -176,7 +176,7 @@ def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
             yield RowSpan(run_id, "steps", sources, from_step=low, to_step=high)
 
 
-def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
+def _bounds(request: TableQuestion, conditions: Sequence[TableCondition]) -> _Bounds:
     """Return the requested range of steps, narrowed by conditions on the step."""
     lows = [] if request.from_step is None else [request.from_step]
     highs = [] if request.to_step is None else [request.to_step]
@@ -194,7 +194,7 @@ def _as_int64(value: int) -> int:
 
 
 def _spans(
-    numbers: NumbersReader, request: TableQuestion, conditions: Sequence[Condition]
+    numbers: NumberStoreReader, request: TableQuestion, conditions: Sequence[TableCondition]
 ) -> list[RowSpan]:
     """Return the rows to scan of each source, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
@@ -227,7 +227,7 @@ def _matching_rows(
     rank: int,
     branch: Branch,
     attempts: Sequence[AttemptRow],
-    conditions: Sequence[Condition],
+    conditions: Sequence[TableCondition],
 ) -> tuple[MatchingSteps, int]:
     """Return the matching rows, and the number of those outside the lineage."""
     step, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _PLAIN)
@@ -241,7 +241,7 @@ def _matching_rows(
             cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
             cells = _table_column(rows[condition.column].take(which))
-        which = which[condition.met(cells)]
+        which = which[condition.matching_cells(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
     return MatchingSteps(ranks, step[which], attempt[which]), num_left
 
@@ -259,7 +259,7 @@ def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:
     )
 
 
-def _first(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
+def _first_rows(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
     """Return the requested number of rows, in the requested order."""
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))

@@ -20,10 +20,10 @@ from trainvitals.views import (
     StepRow,
 )
 from vitals_collector.queries import why
-from vitals_collector.queries.evidence import THROTTLED, Evidence
+from vitals_collector.queries.evidence import THROTTLED, IncidentEvidence
 from vitals_collector.queries.grouping import DEATHS
-from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, Moved
-from vitals_collector.queries.user_alerts import episodes
+from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, TopChange
+from vitals_collector.queries.user_alerts import user_alert_episodes
 
 _T = TypeVar("_T")
 
@@ -60,10 +60,10 @@ class StoryFacts:
     alerts: Sequence[AlertView]
     events: Sequence[EventView]
     data: Sequence[StepData]
-    evidence: Evidence
+    evidence: IncidentEvidence
 
 
-def title(incident: StoryFacts) -> str:
+def incident_title(incident: StoryFacts) -> str:
     """Return the incident in one line: the action, its cause, and the step."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
@@ -108,7 +108,7 @@ def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
 def _onset_paragraph(incident: StoryFacts) -> str:
     when = _time_phrase(incident.started_unix_ns)
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
-    alerts = episodes(view.finding for view in incident.findings)
+    alerts = user_alert_episodes(view.finding for view in incident.findings)
     sentences += [alert.text for alert in _first_few(alerts)]
     sentences += _omitted_sentence(alerts, "custom alert")
     findings = _findings([view for view in incident.findings if not view.finding.severity])
@@ -198,11 +198,11 @@ def _movers_paragraph(incident: StoryFacts) -> str:
     return " ".join(sentences)
 
 
-def _sorted_movers_text(movers: Sequence[Moved]) -> str:
+def _sorted_movers_text(movers: Sequence[TopChange]) -> str:
     return _movers_text(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
 
 
-def _movers_text(movers: Sequence[Moved]) -> str:
+def _movers_text(movers: Sequence[TopChange]) -> str:
     shown = "; ".join(
         f"{_mover_name(mover.view)} {_change_text(mover)}" for mover in movers[:MAX_TOLD]
     )
@@ -218,7 +218,7 @@ def _mover_name(view: MoverView) -> str:
     return f"{row}: {metric}"
 
 
-def _change_text(mover: Moved) -> str:
+def _change_text(mover: TopChange) -> str:
     """Return the peak, usual value and deviation of a change as text."""
     view, unit = mover.view, split_unit(mover.view.metric)[1]
     usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
@@ -314,4 +314,4 @@ def _time_phrase(time_unix_ns: int) -> str:
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
 
 
-__all__ = ["StoryFacts", "explain_incident", "title"]
+__all__ = ["StoryFacts", "explain_incident", "incident_title"]

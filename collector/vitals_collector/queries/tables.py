@@ -13,13 +13,19 @@ import numpy as np
 from sqlalchemy import Connection, Row, Select, Table, select
 
 from trainvitals.errors import UsageError
-from trainvitals.jsonable import jsonable, word_of
+from trainvitals.jsonable import jsonable, non_finite_word
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableQuestion, TableReply
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
-from vitals_collector.queries.conditions import Condition, Kind, TableColumn, parse, unknown_column
+from vitals_collector.queries.conditions import (
+    Kind,
+    TableColumn,
+    TableCondition,
+    parse,
+    unknown_column,
+)
 from vitals_collector.queries.ledger import event_view, run_row
 from vitals_collector.queries.step_tables import (
     columns_of_steps,
@@ -120,18 +126,18 @@ def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
     read = read_steps(moment.numbers, request.run_id, answer.rows, shown)
     return TableReply(
         columns=tuple(shown),
-        data=tuple(_listed(read[name]) for name in shown),
+        data=tuple(_json_values(read[name]) for name in shown),
         num_total=answer.num_total,
         num_discarded=answer.num_discarded,
     )
 
 
-def _listed(cells: TableColumn) -> tuple[Any, ...]:
+def _json_values(cells: TableColumn) -> tuple[Any, ...]:
     """Return a column of a table reply as JSON values."""
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
         for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
-            values[i] = word_of(values[i])
+            values[i] = non_finite_word(values[i])
     if cells.valid is not None:
         for i in np.flatnonzero(~cells.valid).tolist():
             values[i] = None
@@ -166,12 +172,14 @@ def _to_json_scalar(value: Any) -> str | float | int | bool | None:
 
 
 def _matching_indices(
-    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Kind], conditions: Sequence[Condition]
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, Kind],
+    conditions: Sequence[TableCondition],
 ) -> list[int]:
     which = np.arange(len(rows))
     for condition in conditions:
         values = [rows[i][condition.column] for i in which.tolist()]
-        which = which[condition.met(_table_column(values, columns[condition.column]))]
+        which = which[condition.matching_cells(_table_column(values, columns[condition.column]))]
     return [int(i) for i in which]
 
 
@@ -189,7 +197,7 @@ def _table_column(row_values: Sequence[Any], kind: Kind) -> TableColumn:
 def _run_rows(
     connection: Connection, request: TableQuestion, when: Liveness
 ) -> list[dict[str, Any]]:
-    views = overview.summaries(connection, when, request.run_id or None)
+    views = overview.load_run_summaries(connection, when, request.run_id or None)
     return [_row_dict(view) for view in reversed(views)]
 
 

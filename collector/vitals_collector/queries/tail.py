@@ -14,7 +14,7 @@ _MAX_STEPS = 20_000
 _Row = tuple[object, ...]
 
 
-class Tail:
+class StepTail:
     """Tracks the steps already written."""
 
     def __init__(self, reader: Reader, run_id: str, form: Format = Format.TABLE) -> None:
@@ -37,7 +37,7 @@ class Tail:
         self._next_step = from_step
         self._write_steps(self._read_new_rows(), with_header=True)
 
-    def go_on(self) -> RunSummary:
+    def write_new_steps(self) -> RunSummary:
         """Write the new steps, and return the state of the run."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         newest = detail.attempts[-1] if detail.attempts else None

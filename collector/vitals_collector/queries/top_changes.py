@@ -22,12 +22,12 @@ from vitals_collector.numbers.interface import (
     Floats,
     Ints,
     Mask,
-    NumbersReader,
+    NumberStoreReader,
     Points,
     RowSpan,
     stitch,
 )
-from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
+from vitals_collector.queries.heatmap_layers import RATIO, layer_names, metric_values
 from vitals_collector.queries.series import attempt_rows, exclusive_end
 from vitals_collector.storage.schema import decisions, findings, measured_columns
 from vitals_collector.storage.store import ReadSnapshot
@@ -74,17 +74,17 @@ OF_SPEED = frozenset(name for name in _OF_RANK if name.endswith("_seconds"))
 """Metrics of the speed, not of the training."""
 
 
-class Moved(NamedTuple):
+class TopChange(NamedTuple):
     """A change, with the step at which it started."""
 
     view: MoverView
     first_step: int
 
 
-def movers(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
+def top_change_views(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
     """Return the largest changes up to a step, on the attempt with a problem at it."""
     attempt = attempt_of(moment.sql, run_id, step)
-    return tuple(mover.view for mover in moved(moment, run_id, step, attempt))
+    return tuple(mover.view for mover in find_top_changes(moment, run_id, step, attempt))
 
 
 def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
@@ -115,20 +115,22 @@ def _within(step: int) -> int:
     return max(-(2**62), min(step, 2**62))
 
 
-def moved(moment: ReadSnapshot, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
+def find_top_changes(
+    moment: ReadSnapshot, run_id: str, step: int, attempt: int | None
+) -> tuple[TopChange, ...]:
     """Return the largest changes of layers and ranks up to a step."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
     there = _load_measured_columns(moment.sql, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
-    candidates: list[Moved] = []
+    candidates: list[TopChange] = []
     candidates += _layer_changes(moment, run_id, (first, step), branch, there)
     candidates += _rank_changes(moment.numbers, run_id, (first, step), branch, there)
     candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
     return tuple(sorted(candidates, key=_mover_sort_key)[:MAX_MOVERS])
 
 
-def _mover_sort_key(mover: Moved) -> tuple[float, int, bool, str, str]:
+def _mover_sort_key(mover: TopChange) -> tuple[float, int, bool, str, str]:
     # Layers and ranks are more exact than the run's own value: they come first.
     return (
         -mover.view.score,
@@ -164,7 +166,7 @@ def _layer_changes(
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
     there: set[tuple[str, str]],
-) -> list[Moved]:
+) -> list[TopChange]:
     columns_of = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
     columns_of = {
         m: c for m, c in columns_of.items() if all(("layers", column) in there for column in c)
@@ -181,17 +183,17 @@ def _layer_changes(
     order = {name: i for i, name in enumerate(dict.fromkeys(label_of.values()))}
     number_of = {pair: order[label] for pair, label in label_of.items()}
     key = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
-    return _judged(rows, key, list(order), columns_of, steps[1], branch)
+    return _judge_rows(rows, key, list(order), columns_of, steps[1], branch)
 
 
 def _rank_changes(
-    numbers: NumbersReader,
+    numbers: NumberStoreReader,
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
     there: set[tuple[str, str]],
-) -> list[Moved]:
-    candidates: list[Moved] = []
+) -> list[TopChange]:
+    candidates: list[TopChange] = []
     span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(steps[1]))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if ("steps", name) in there]
@@ -208,18 +210,18 @@ def _rank_changes(
         ranks, key = np.unique(rows["rank"].values, return_inverse=True)
         labels = [RUN] if sources else [f"rank:{rank}" for rank in ranks.tolist()]
         columns_of = {name: (name,) for name in names}
-        candidates += _judged(rows, key, labels, columns_of, steps[1], branch)
+        candidates += _judge_rows(rows, key, labels, columns_of, steps[1], branch)
     return candidates
 
 
-def _judged(
+def _judge_rows(
     rows: Columns,
     key: Ints,
     labels: Sequence[str],
     columns_of: Mapping[str, Sequence[str]],
     step: int,
     branch: Sequence[AttemptRow],
-) -> list[Moved]:
+) -> list[TopChange]:
     """Return the change of each row of each metric; ``key`` returns the row of a value."""
     at, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _KEYS)
     points = Points(at, attempt, time, np.arange(len(key), dtype=np.float64))
@@ -233,13 +235,15 @@ def _judged(
         which = stitch(branch_points, branch, "lineage").value.astype(np.int64)
         own_steps = points.step[which]
         for metric, columns in columns_of.items():
-            value, is_there = value_of({name: rows[name].take(which) for name in columns}, columns)
-            mover = judge(label, metric, own_steps[is_there], value[is_there], step)
+            value, is_there = metric_values(
+                {name: rows[name].take(which) for name in columns}, columns
+            )
+            mover = judge_change(label, metric, own_steps[is_there], value[is_there], step)
             candidates += [] if mover is None else [mover]
     return candidates
 
 
-def judge(
+def judge_change(
     row: str,
     metric: str,
     steps: Ints,
@@ -248,7 +252,7 @@ def judge(
     *,
     min_before: int = _MIN_BEFORE,
     has_jumps: bool = True,
-) -> Moved | None:
+) -> TopChange | None:
     """Return the deviation of the values in the window before ``step``. Pure.
 
     None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
@@ -269,7 +273,7 @@ def judge(
         view = MoverView(
             row=row, metric=metric, before=middle, peak=None, peak_step=first, score=NONFINITE_SCORE
         )
-        return Moved(view, first)
+        return TopChange(view, first)
     if middle is None or len(before) < min_before:
         return None
     if metric == "learning_rate" and not _has_jumped(before, late):
@@ -286,7 +290,7 @@ def judge(
         peak_step=int(at[peak]),
         score=score,
     )
-    return Moved(view, int(at[begins[0]]))
+    return TopChange(view, int(at[begins[0]]))
 
 
 def _has_jumped(before: Floats, late: Floats) -> bool:
@@ -310,4 +314,13 @@ def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -
         return np.asarray(np.abs(late - middle) / scale)
 
 
-__all__ = ["OF_SPEED", "RUN", "Moved", "ancestry", "attempt_of", "judge", "moved", "movers"]
+__all__ = [
+    "OF_SPEED",
+    "RUN",
+    "TopChange",
+    "ancestry",
+    "attempt_of",
+    "find_top_changes",
+    "judge_change",
+    "top_change_views",
+]

@@ -40,7 +40,7 @@ class UserAlertEpisode:
         return f"Your alert ({severity}){where} at step{until}: {reason}."
 
 
-def episodes(findings: Iterable[Finding]) -> list[UserAlertEpisode]:
+def user_alert_episodes(findings: Iterable[Finding]) -> list[UserAlertEpisode]:
     """Return the custom alerts by start; alerts renewed in time are one episode."""
     open_episodes: dict[str, UserAlertEpisode] = {}
     closed: list[UserAlertEpisode] = []

@@ -134,7 +134,7 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
     if facts.run.last_step >= step:
         return None
     ranks = sorted({view.finding.rank for view in waits if view.finding.rank >= 0})
-    began = _began(waits)
+    began = _wait_start_ns(waits)
     seconds = max(0.0, (facts.run.last_seen_unix_ns - began) / 1e9)
     return _Hang(step, ranks, began, seconds)
 
@@ -143,7 +143,7 @@ def _wait_findings(facts: VerdictFacts) -> list[FindingView]:
     return [view for view in facts.findings if view.finding.kind in _WAITS]
 
 
-def _began(waits: Sequence[FindingView]) -> int:
+def _wait_start_ns(waits: Sequence[FindingView]) -> int:
     """Return the time of the last progress before the waits."""
     return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
 
@@ -157,17 +157,17 @@ def verdict(facts: VerdictFacts) -> VerdictView:
     hang = _hang(facts)
     return VerdictView(
         incident_id=facts.incident_id,
-        state=_one_line(state(facts)),
+        state=_one_line(verdict_state_line(facts)),
         is_hung=hang is not None,
-        cause=_one_line(cause(facts)),
-        action=_one_line(action(facts.decisions, facts.restarts)),
+        cause=_one_line(verdict_cause_line(facts)),
+        action=_one_line(verdict_action_line(facts.decisions, facts.restarts)),
         cost=_one_line(_cost_with_waits(facts, hang)),
-        before=_one_line(before(facts.precedent)),
+        before=_one_line(precedent_line(facts.precedent)),
         next=_one_line(text),
         played=_one_line(facts.played),
         commands=tuple(_one_line(command) for command in commands),
         lost=facts.lost,
-        timeline=timeline(facts),
+        timeline=incident_timeline(facts),
     )
 
 
@@ -185,12 +185,12 @@ def _one_line(text: str) -> str:
 # --------------------------------------------------------------------------------------- state
 
 
-def state(facts: VerdictFacts) -> str:
+def verdict_state_line(facts: VerdictFacts) -> str:
     """Return the verdict's line on the state of the run and of the incident."""
     if (hang := _hang(facts)) is not None:
         lasted = humanize_seconds(hang.seconds)
         return f"Hung in step {hang.step:,}: no step has ended for {lasted}."
-    return f"{_run_state_text(facts.run)}. {ending(facts)}"
+    return f"{_run_state_text(facts.run)}. {incident_end_text(facts)}"
 
 
 def _run_state_text(run: RunSummary) -> str:
@@ -200,7 +200,7 @@ def _run_state_text(run: RunSummary) -> str:
     return _ENDED[run.state].format(f"{run.last_step:,}")
 
 
-def ending(facts: VerdictFacts) -> str:
+def incident_end_text(facts: VerdictFacts) -> str:
     """Return whether the incident is over, and for how many healthy steps."""
     decided = [view.decision for view in facts.decisions]
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
@@ -225,7 +225,7 @@ def ending(facts: VerdictFacts) -> str:
 # --------------------------------------------------------------------------------------- cause
 
 
-def cause(facts: VerdictFacts) -> str:
+def verdict_cause_line(facts: VerdictFacts) -> str:
     """Return the verdict's line on the cause, with ranks and steps."""
     sentences = list(dict.fromkeys(_causes(facts)))
     # Deaths are in the order of events: the root is first. An alert may be about the error of a
@@ -247,7 +247,7 @@ def cause(facts: VerdictFacts) -> str:
 
 
 @dataclass(slots=True)
-class _Trigger:
+class _CauseRecords:
     """Records of one cause."""
 
     name: str
@@ -270,10 +270,10 @@ class _Trigger:
 
 def _causes(facts: VerdictFacts) -> list[str]:
     """Return a sentence for each cause: the root first, then those with an action."""
-    triggers: dict[str, _Trigger] = {}
+    triggers: dict[str, _CauseRecords] = {}
 
-    def trigger(record: Finding | Decision, name: str) -> _Trigger:
-        return triggers.setdefault(name, _Trigger(name, set(), set(), [], [], []))
+    def trigger(record: Finding | Decision, name: str) -> _CauseRecords:
+        return triggers.setdefault(name, _CauseRecords(name, set(), set(), [], [], []))
 
     for view in facts.findings:
         name = view.finding.cause or view.finding.kind
@@ -328,7 +328,7 @@ def _restart_text(restart: Restart) -> str:
     return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
-def _trigger_sentence(trigger: _Trigger) -> str:
+def _trigger_sentence(trigger: _CauseRecords) -> str:
     at = _steps(trigger.steps)
     # If all ranks had the fault, do not name the one that also reported it.
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
@@ -349,7 +349,7 @@ def _trigger_sentence(trigger: _Trigger) -> str:
     return f"{reason}." if f"step {min(trigger.steps)}" in reason else f"{reason} ({at[3:]})."
 
 
-def _nonfinite(trigger: _Trigger) -> str:
+def _nonfinite(trigger: _CauseRecords) -> str:
     """Return NaN or Inf, from the values; otherwise from the reason."""
     if not any(not math.isfinite(value) for value in trigger.values):
         reasons = " ".join(trigger.reasons).casefold()
@@ -384,10 +384,10 @@ _OBSERVED: dict[ActionName, str] = {
 }
 
 
-def action(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
+def verdict_action_line(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
     """Return the verdict's line on the actions of Vitals, done or only observed."""
     if restarts:
-        decided = action(decisions) if decisions else ""
+        decided = verdict_action_line(decisions) if decisions else ""
         resumed = " ".join(_resumed(each) for each in restarts)
         return f"{decided} {resumed}".strip()
     actions = [view.decision for view in decisions if view.decision.action != "continue"]
@@ -469,7 +469,7 @@ def _single_action_text(decision: Decision) -> str:
 def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
     """Return the verdict's line on the cost, with the time that ranks waited."""
     world_size = facts.run.world_size
-    text = cost(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
+    text = verdict_cost_line(facts.lost, world_size, 0.0 if hang is None else hang.seconds)
     if not facts.late_seconds:
         return text
     others = humanize_count(max(1, world_size - 1), "other rank")
@@ -477,16 +477,16 @@ def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
-def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
+def verdict_cost_line(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Return the verdict's line on the cost; unmeasured values are left out."""
     ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
-        rest = cost(replace(lost, down_seconds=None), world_size, idle_seconds)
+        rest = verdict_cost_line(replace(lost, down_seconds=None), world_size, idle_seconds)
         down = humanize_seconds(lost.down_seconds)
         return f"{rest} Down for {down} x {ranks} until the next step."
     if idle_seconds:
         idle = f"Idle so far: {humanize_seconds(idle_seconds)} x {ranks}."
-        return f"{idle} {cost(lost, world_size)}" if lost.steps else idle
+        return f"{idle} {verdict_cost_line(lost, world_size)}" if lost.steps else idle
     if not lost.steps:
         return "Lost work: none."
     details = []
@@ -509,7 +509,7 @@ def cost(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
 # -------------------------------------------------------------------------------------- before
 
 
-def before(precedent: Precedent) -> str:
+def precedent_line(precedent: Precedent) -> str:
     """Return the verdict's line on earlier incidents, in this run and in others."""
     num = len(precedent.steps)
     text = "First time in this run."
@@ -584,7 +584,7 @@ def _open_incident_action(
     if run.mode == "observe" and newest is not None:
         text = 'Vitals only observes this run: restart it with mode="guard" to have it act.'
         return text, (why, report)
-    machine = _machine(facts.findings)
+    machine = _suspect_machine_text(facts.findings)
     if (hang := _hang(facts)) is not None:
         whose = f"{name_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
@@ -594,7 +594,7 @@ def _open_incident_action(
     return todo or "Nothing to do yet: Vitals keeps watching.", (why, report)
 
 
-def _machine(findings: Sequence[FindingView]) -> str:
+def _suspect_machine_text(findings: Sequence[FindingView]) -> str:
     """Return the ranks that a finding about a machine names."""
     ranks = {
         view.finding.rank
@@ -609,11 +609,11 @@ def _machine(findings: Sequence[FindingView]) -> str:
 # ------------------------------------------------------------------------------------ timeline
 
 
-def timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
+def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     """Return the events in a few lines, by time: first finding, actions, pages, the end."""
     lines: list[TimelineEntry] = []
     if waits := _wait_findings(facts):
-        lines.append(_timeline_entry(_began(waits), waits[0].finding.step, "Last progress"))
+        lines.append(_timeline_entry(_wait_start_ns(waits), waits[0].finding.step, "Last progress"))
     ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
     if ours:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
@@ -671,6 +671,14 @@ def _timeline_entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
 
 
 __all__ = [
-    *("Precedent", "VerdictFacts", "action", "before", "cause", "cost", "ending"),
-    *("is_about_wait", "of_healthy", "state", "timeline", "verdict"),
+    *(
+        "Precedent",
+        "VerdictFacts",
+        "verdict_action_line",
+        "precedent_line",
+        "verdict_cause_line",
+        "verdict_cost_line",
+        "incident_end_text",
+    ),
+    *("is_about_wait", "of_healthy", "verdict_state_line", "incident_timeline", "verdict"),
 ]

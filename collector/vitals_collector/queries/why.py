@@ -55,7 +55,7 @@ from trainvitals.views import (
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.stacks import capital, wait_stacks_text
-from vitals_collector.queries.user_alerts import UserAlertEpisode, episodes
+from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
 
 _VERDICT = (
     (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
@@ -134,8 +134,8 @@ def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool =
 def step_text(facts: StepFacts) -> str:
     """Return the explanation of a step, its incident, stacks and traces."""
     run, step = facts.run, facts.view.step
-    alerts = episodes(raised.finding for raised in facts.findings)
-    parts = [explain(run, facts.view, facts.decisions, facts.after, alerts)]
+    alerts = user_alert_episodes(raised.finding for raised in facts.findings)
+    parts = [explain_step(run, facts.view, facts.decisions, facts.after, alerts)]
     parts += [
         f"Part of an incident: vitals postmortem {run.run_id} --incident {line.incident_id}"
         for line in facts.incidents
@@ -149,7 +149,7 @@ def step_text(facts: StepFacts) -> str:
     return "\n".join(parts)
 
 
-def explain(
+def explain_step(
     run: RunSummary,
     view: StepView,
     ledger: Sequence[DecisionView],
@@ -173,7 +173,7 @@ def explain(
         parts += [which + of_attempt(view, attempt), *_rank_loss_range(view, attempt)]
     if not attempts:
         parts.append("No row of it is stored.")
-    parts += _thinned(view)
+    parts += _rolled_up_notes(view)
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
     # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
@@ -311,7 +311,7 @@ def of_attempt(view: StepView, attempt: int) -> str:
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
-    turn = turn_of(head)
+    turn = stepped_optimizer(head)
     at = f"/{turn}" if turn else ""
     clauses = [
         f"loss{at} {_format_value(head, 'loss' + at)}{_limit_text(head, 'loss_limit' + at)}, "
@@ -329,7 +329,7 @@ def of_attempt(view: StepView, attempt: int) -> str:
             verdict.append(text)
             unknown_bits &= ~mask
     is_skipped = bool(values.get("skipped"))
-    outcome = "the update was " + _outcome(bits, is_skipped=is_skipped)
+    outcome = "the update was " + _update_outcome(bits, is_skipped=is_skipped)
     if verdict:
         so = ", so " if is_skipped else "; "
         outcome = " and ".join(verdict) + so + outcome
@@ -340,7 +340,7 @@ def of_attempt(view: StepView, attempt: int) -> str:
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
 
-def turn_of(row: StepRow) -> str:
+def stepped_optimizer(row: StepRow) -> str:
     """Return the name of the only optimizer that the step moved; "" if it moved all."""
     names = [name.partition("/")[2] for name in row.values if name.startswith("skipped/")]
     return names[0] if names else ""
@@ -348,7 +348,7 @@ def turn_of(row: StepRow) -> str:
 
 def loss_of(view: StepView) -> str:
     """Return the series of the step's loss."""
-    turn = next(filter(None, map(turn_of, view.rows)), "")
+    turn = next(filter(None, map(stepped_optimizer, view.rows)), "")
     return f"scalars.loss/{turn}" if turn else "steps.loss"
 
 
@@ -369,7 +369,7 @@ def learning_rates(values: Mapping[str, float | int | None]) -> str:
     return f"{min(rates):.6g} to {max(rates):.6g} (of {len(shown)} groups)"
 
 
-def _outcome(bits: int, *, is_skipped: bool) -> str:
+def _update_outcome(bits: int, *, is_skipped: bool) -> str:
     """Return the outcome of the update: an applied update was not skipped, outlier or not."""
     if is_skipped:
         return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
@@ -378,7 +378,7 @@ def _outcome(bits: int, *, is_skipped: bool) -> str:
     return "applied"
 
 
-def _thinned(view: StepView) -> list[str]:
+def _rolled_up_notes(view: StepView) -> list[str]:
     """Return a note on attempts whose rows of most ranks were rolled up, with the known totals."""
     sentences = []
     for over in view.over_ranks:

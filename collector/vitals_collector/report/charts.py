@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainvitals.document.blocks import DrawnLines, Paragraph, TableBlock, TextBlock
-from trainvitals.document.tree import Node, node
+from trainvitals.document.tree import Node, make_element
 from trainvitals.views import CellsReply
 from vitals_collector.report import svg_plot, text_plot
 from vitals_collector.report.curves import CurveMark, PlottedCurve
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
+class CurvePlot:
     """A curve with its decisions; the spans are steps of incidents."""
 
     curve: PlottedCurve
@@ -26,8 +26,10 @@ class Plot:
 
     def to_figure(self) -> Node:
         """Return the curve as SVG."""
-        caption = node("figcaption", svg_plot.caption(self.curve))
-        return node("figure", caption, svg_plot.draw_curve(self.curve, self.marks, self.spans))
+        caption = make_element("figcaption", svg_plot.caption(self.curve))
+        return make_element(
+            "figure", caption, svg_plot.draw_curve(self.curve, self.marks, self.spans)
+        )
 
     def to_blocks(self) -> list[TextBlock]:
         """Return the curve, drawn with characters."""
@@ -58,8 +60,8 @@ class HeatMap:
             text += f"; {len(reply.rows)} of {reply.num_rows} rows, those that deviate most"
         text += "; a cross is a value that is not finite" if reply.nonfinite else ""
         text += f"; {self._rollbacks()}" if self._rollbacks() else ""
-        caption = node("figcaption", node("b", self.title), text)
-        return node("figure", caption, svg_plot.draw_cells(reply, self.onset_step))
+        caption = make_element("figcaption", make_element("b", self.title), text)
+        return make_element("figure", caption, svg_plot.draw_cells(reply, self.onset_step))
 
     def to_blocks(self) -> list[TextBlock]:
         """Return each row's maximum, its step, and whether all of its values are finite."""

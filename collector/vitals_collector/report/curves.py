@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainvitals.errors import UsageError
-from trainvitals.judged_log import JudgedStep, LoggedStep, cadence_of
+from trainvitals.judged_log import JudgedStep, LoggedStep, measure_log_cadence
 from trainvitals.records import Decision
 from trainvitals.views import Branch, DecisionView, NonFiniteMark, SeriesQuestion, SeriesReply
 from vitals_collector.queries.open import Reader
@@ -201,7 +201,7 @@ def judged_curves(judged_steps: Sequence[JudgedStep]) -> list[PlottedCurve]:
     """Return loss and gradient norm of a log that was judged, with their limits."""
     records = [judged.record for judged in judged_steps]
     steps = [record.step for record in records]
-    forks = cadence_of([LoggedStep(row, step) for row, step in enumerate(steps)]).restarts
+    forks = measure_log_cadence([LoggedStep(row, step) for row, step in enumerate(steps)]).restarts
     losses = [(record.loss, record.loss_limit) for record in records]
     norms = [(record.grad_norm, record.grad_norm_limit) for record in records]
     every = (("loss", losses), ("gradient norm", norms))
@@ -268,7 +268,7 @@ def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> Series
 # -------------------------------------------------------------------------------------- columns
 
 
-def place(step: int, span: tuple[int, int], num: int) -> int:
+def plot_column_index(step: int, span: tuple[int, int], num: int) -> int:
     """Return the index of the plot column that contains a step."""
     first, last = span
     return (step - first) * (num - 1) // max(1, last - first)
@@ -281,10 +281,10 @@ def plot_columns(
     columns_by_place: dict[int, PlotColumn] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:
-            columns_by_place.setdefault(place(step, span, num), PlotColumn()).add(value)
+            columns_by_place.setdefault(plot_column_index(step, span, num), PlotColumn()).add(value)
     for mark in series.nonfinite:
         if attempt in (None, mark.attempt) and span[0] <= mark.step <= span[1]:
             columns_by_place.setdefault(
-                place(mark.step, span, num), PlotColumn()
+                plot_column_index(mark.step, span, num), PlotColumn()
             ).num_nonfinite += 1
     return columns_by_place

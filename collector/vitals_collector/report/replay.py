@@ -19,7 +19,7 @@ from sqlalchemy import Connection, select
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
-from trainvitals.judged_log import JudgedStep, document
+from trainvitals.judged_log import JudgedStep, export_judged_steps
 from trainvitals.policy import (
     CheckpointRef,
     Judge,
@@ -58,7 +58,7 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import Numbers, NumbersReader, RowSpan, StreamKey
+from vitals_collector.numbers.interface import NumberStore, NumberStoreReader, RowSpan, StreamKey
 from vitals_collector.queries.series import exclusive_end
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot, Store
@@ -137,7 +137,7 @@ class Replay:
             "thinned_rows": self.num_thinned_rows,
             "thinned_to_step": self.thinned_to_step,
         }
-        return {**document(self.judged()), "missing": missing}
+        return {**export_judged_steps(self.judged()), "missing": missing}
 
     def missing(self) -> list[str]:
         """Return a text line for each kind of missing rows."""
@@ -184,7 +184,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         replayer.start_incarnation(incarnation)
         for record in rows:
             replayer.replay_step(record)
-        replayer.take_what_is_left()
+        replayer.judge_remaining_steps()
     return Replay(
         records=tuple(record for rows in records for record in rows),
         judgements=tuple(replayer.judgements),
@@ -209,7 +209,7 @@ class _LoggedEvent:
 
 
 @dataclass(slots=True)
-class _Saved:
+class _SavedDetectors:
     """A checkpoint's share of the detectors' memory."""
 
     attempt: int
@@ -234,7 +234,7 @@ class _Replayer:
         self._pending: list[_LoggedEvent] = []
         self._lag = 1
         self._refs: dict[tuple[str, str], CheckpointRef] = {}
-        self._saved: list[_Saved] = []
+        self._saved: list[_SavedDetectors] = []
         every = [entry for page in pages for entry in page]
         recorded_decisions = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
         # An event of the agent about processes: the escalation policy does not reproduce it.
@@ -257,7 +257,7 @@ class _Replayer:
         self._attempts = {e.event.id: e.event for e in every if isinstance(e.event, AttemptStarted)}
         announced = ((e, e.event) for e in every if isinstance(e.event, CheckpointChanged))
         for entry, event in announced:
-            saved = _Saved(entry.attempt, event.checkpoint_step)
+            saved = _SavedDetectors(entry.attempt, event.checkpoint_step)
             if all((s.attempt, s.step) != (saved.attempt, saved.step) for s in self._saved):
                 self._saved.append(saved)
 
@@ -286,8 +286,8 @@ class _Replayer:
         judge = self._judge
         assert judge is not None, "begin comes first"
         if record.attempt != judge.attempt and judge.attempt:
-            self.take_what_is_left()
-            self._fork(judge, record)
+            self.judge_remaining_steps()
+            self._start_attempt(judge, record)
         for saved in self._saved:
             # A snapshot before a step contains the state at the start of that step.
             is_due = saved.attempt == record.attempt and record.step >= saved.step
@@ -298,7 +298,7 @@ class _Replayer:
         while len(self._waiting) > self._lag or (self._waiting and judge.is_suspicious):
             self._judge_next(judge, now_step=record.step)
 
-    def take_what_is_left(self) -> None:
+    def judge_remaining_steps(self) -> None:
         """Judge the steps whose values were not yet read back."""
         judge = self._judge
         assert judge is not None, "begin comes first"
@@ -363,13 +363,13 @@ class _Replayer:
             for entry in self._pending
         )
 
-    def _fork(self, judge: Judge, record: StepRecord) -> None:
+    def _start_attempt(self, judge: Judge, record: StepRecord) -> None:
         """Start a new attempt, with the detectors of the checkpoint that it restored."""
         attempt = self._attempts.get(record.attempt)
         fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
         states = [s for s in self._saved if s.step == fork and s.state is not None]
         parent_states = [s for s in states if s.attempt == parent]
-        state = (parent_states or states or [_Saved(0, 0)])[-1].state
+        state = (parent_states or states or [_SavedDetectors(0, 0)])[-1].state
         judge.rolled_back(detector_state=state, attempt=record.attempt, step=fork)
         self._knows_limits = False
 
@@ -451,7 +451,7 @@ def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> i
     return sum(connection.execute(query).scalars())
 
 
-def _rolled_up_rows(numbers: Numbers, run_id: str) -> tuple[int, int]:
+def _rolled_up_rows(numbers: NumberStore, run_id: str) -> tuple[int, int]:
     """Return the number of rolled-up rows of ranks, and the last such step."""
     parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
     return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
@@ -473,7 +473,7 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 
 def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
-    turns = _turns(moment, run_id, incarnation)
+    turns = _load_optimizer_steps(moment, run_id, incarnation)
     for row in _iter_stream_rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
 
@@ -504,7 +504,7 @@ def _iter_stream_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _RankValues:
     """Values from the ranks' rows that complete the reduced row, which names no rank."""
 
     nonfinite: tuple[int, ...] = ()
@@ -512,18 +512,18 @@ class _Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _OptimizerValues:
     """Values of an optimizer in a step that moved only it."""
 
     turn: int
     numbers: dict[str, float]
 
 
-_Turns = Mapping[tuple[int, int], _Own]
+_Turns = Mapping[tuple[int, int], _OptimizerValues]
 """Keyed by (step, attempt)."""
 
 
-def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
+def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
     """Return the steps made by one of several optimizers, with its values.
 
     The run's main columns belong to the first optimizer: the steps that fill them identify it. The
@@ -544,29 +544,29 @@ def _turns(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
     if not turns:
         return {}
     number = {turn: 2 + i for i, turn in enumerate(turns)}
-    turn_rows: dict[tuple[int, int], _Own] = {}
+    turn_rows: dict[tuple[int, int], _OptimizerValues] = {}
     columns = ("step", "attempt", "name", "value")
     for row in _iter_stream_rows(moment, (run_id, incarnation, "scalars"), columns):
         metric, turn = of_turns.get(_int_or_default(row, "name", -1), ("", ""))
         value = _float_or_none(row, "value")
         if turn in number and value is not None:
             step_and_attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
-            entry = turn_rows.setdefault(step_and_attempt, _Own(number[turn], {}))
+            entry = turn_rows.setdefault(step_and_attempt, _OptimizerValues(number[turn], {}))
             entry.numbers[metric] = value
     return turn_rows
 
 
 def step_record(
-    numbers: NumbersReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
+    numbers: NumberStoreReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
     """Return the step as detectors got it: the reduced row, merged with the rows of the ranks."""
     step, attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
     bits, culprit = _int_or_default(row, "verdict", 0), _int_or_default(row, "culprit_rank", -1)
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
-    ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
+    ranks = _RankValues(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
     if (is_bad and culprit < 0) or bits & RANK_FAILED:
         own_ranks = _read_rank_values(numbers, run_id, step, attempt)
-        ranks = _Ranks(
+        ranks = _RankValues(
             nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
             failed=own_ranks.failed if bits & RANK_FAILED else (),
         )
@@ -615,14 +615,16 @@ def step_record(
     )
 
 
-def _read_rank_values(numbers: NumbersReader, run_id: str, step: int, attempt: int) -> _Ranks:
+def _read_rank_values(
+    numbers: NumberStoreReader, run_id: str, step: int, attempt: int
+) -> _RankValues:
     span = RowSpan(run_id, "steps", from_step=step, to_step=exclusive_end(step))
     rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
     for i in np.flatnonzero(rows["attempt"].values == attempt).tolist():
         loss, is_missing = rows["rank_loss"].values[i], rows["rank_loss"].is_missing[i]
         losses[int(rows["rank"].values[i])] = None if is_missing else float(loss)
-    return _Ranks(
+    return _RankValues(
         nonfinite=tuple(
             r for r, x in sorted(losses.items()) if x is not None and not math.isfinite(x)
         ),

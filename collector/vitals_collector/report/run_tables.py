@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import TableBlock
-from trainvitals.hindsight import HINDSIGHT_WORDS, tally
+from trainvitals.hindsight import HINDSIGHT_WORDS, summarize_outcomes
 from trainvitals.policy.actions import rule_words
 from trainvitals.views import CheckpointView, DecisionView, EventView, RunDetail
 
@@ -38,7 +38,7 @@ def run_facts(
         ("git commit", info.git_commit),
         ("torch", info.torch_version),
         ("folder", info.run_dir),
-        ("observed decisions", tally(view.hindsight or None for view in ledger)),
+        ("observed decisions", summarize_outcomes(view.hindsight or None for view in ledger)),
     ]
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainvitals.document.page import write_svg
-from trainvitals.document.tree import Node, node
+from trainvitals.document.tree import Node, make_element
 from trainvitals.printable import printable
 from trainvitals.units import humanize_count
 from trainvitals.views import CellsReply, SeriesReply
@@ -18,7 +18,7 @@ from vitals_collector.report.curves import (
     PlotColumn,
     PlottedCurve,
     ValueScale,
-    place,
+    plot_column_index,
     plot_columns,
 )
 
@@ -43,17 +43,17 @@ def draw_curve(
     """Return the plot of a curve; the steps in ``spans`` are shaded."""
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
     group = _curve_group(curve, marks, spans, _TOP)
-    return node("svg", group, viewBox=size, role="img", aria_label=caption(curve))
+    return make_element("svg", group, viewBox=size, role="img", aria_label=caption(curve))
 
 
 def curves_file(title: str, curves: Sequence[PlottedCurve], marks: Sequence[CurveMark]) -> str:
     """Return an SVG file with one curve below the other."""
     notes = (_COLUMNS, f"{_SYMBOLS}.", _letters(marks))
-    inside = [node("text", title, class_="title", x=_LEFT, y=20)]
-    inside += [node("text", note, x=_LEFT, y=40 + 16 * at) for at, note in enumerate(notes)]
+    inside = [make_element("text", title, class_="title", x=_LEFT, y=20)]
+    inside += [make_element("text", note, x=_LEFT, y=40 + 16 * at) for at, note in enumerate(notes)]
     top = 96
     for curve in curves:
-        inside.append(node("text", caption(curve), x=_LEFT, y=top + 4))
+        inside.append(make_element("text", caption(curve), x=_LEFT, y=top + 4))
         inside.append(_curve_group(curve, marks, (), top + _TOP + 6))
         top += _TOP + HEIGHT + _BELOW + 20
     return write_svg(_LEFT + WIDTH + _RIGHT, top, inside)
@@ -67,16 +67,19 @@ def _curve_group(
     lineage, discarded, scale = _plotted_columns(curve)
     inside = [
         *_incident_shading(spans, span),
-        node("rect", class_="frame", width=WIDTH, height=HEIGHT),
+        make_element("rect", class_="frame", width=WIDTH, height=HEIGHT),
         *_value_ticks([lineage, *discarded], scale),
         *_step_ticks(span),
         *_decision_lines(marks, span),  # below the curves: a spike covers its mark's line
         _limit(curve.limit, span, scale),
-        *(node("path", class_="left", d=_curve_path(branch, scale)) for branch in discarded),
-        node("path", class_="line", d=_curve_path(lineage, scale)),
+        *(
+            make_element("path", class_="left", d=_curve_path(branch, scale))
+            for branch in discarded
+        ),
+        make_element("path", class_="line", d=_curve_path(lineage, scale)),
         *_nonfinite_marks([lineage, *discarded]),
     ]
-    return node("g", *inside, transform=f"translate({_LEFT},{top})")
+    return make_element("g", *inside, transform=f"translate({_LEFT},{top})")
 
 
 def legend(marks: Sequence[CurveMark]) -> str:
@@ -127,25 +130,27 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
             if value is not None:
                 shade = min(NUM_SHADES - 1, int(scale.part(value) * NUM_SHADES))
                 paths.setdefault(shade, []).append(_cell_path(at, row, wide))
-    inside = [node("path", class_=f"q{shade}", d="".join(d)) for shade, d in sorted(paths.items())]
+    inside = [
+        make_element("path", class_=f"q{shade}", d="".join(d)) for shade, d in sorted(paths.items())
+    ]
     crosses = "".join(
         f"M{round((at + 0.5) * wide - 3, 1)},{row * _CELL + 3}l6,6m0,-6l-6,6"
         for row, at in reply.nonfinite
     )
     high = len(reply.rows) * _CELL
     inside += [
-        node("path", class_="nan", d=crosses),
+        make_element("path", class_="nan", d=crosses),
         *(_row_name(name, row) for row, name in enumerate(reply.rows)),
         *_onset_mark(reply, onset_step, wide, high),
     ]
     inside += [
-        node("text", str(reply.step[at]), x=round(at * wide, 1), y=high + 14)
+        make_element("text", str(reply.step[at]), x=round(at * wide, 1), y=high + 14)
         for at in sorted({i * num_columns // _NUM_TICKS for i in range(_NUM_TICKS)})
         if at < len(reply.step)
     ]
-    picture = node("g", *inside, transform=f"translate({_NAMES},{_TOP})")
+    picture = make_element("g", *inside, transform=f"translate({_NAMES},{_TOP})")
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + high + _BELOW}"
-    return node("svg", picture, viewBox=size, role="img", aria_label=reply.metric)
+    return make_element("svg", picture, viewBox=size, role="img", aria_label=reply.metric)
 
 
 def shades(reply: CellsReply) -> ValueScale:
@@ -192,14 +197,16 @@ def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) 
             before = at
         else:
             before = None
-    return node("path", class_="limit", d="".join(parts)) if parts else None
+    return make_element("path", class_="limit", d="".join(parts)) if parts else None
 
 
 def _value_ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -> list[Node]:
     if not any(column.has_value for branch in branches for column in branch.values()):
         return []
     return [
-        node("text", f"{value:.4g}", x=-6, y=_y_position(scale, value) + 4, text_anchor="end")
+        make_element(
+            "text", f"{value:.4g}", x=-6, y=_y_position(scale, value) + 4, text_anchor="end"
+        )
         for value in scale.ticks()
     ]
 
@@ -209,10 +216,10 @@ def _step_ticks(span: tuple[int, int]) -> list[Node]:
     num = min(_NUM_TICKS, last - first + 1)
     shown = [first + i * (last - first) // max(1, num - 1) for i in range(num)]
     return [
-        node(
+        make_element(
             "text",
             f"step {step}" if number == 0 else str(step),
-            x=place(step, span, WIDTH),
+            x=plot_column_index(step, span, WIDTH),
             y=HEIGHT + 15,
             text_anchor="start" if number == 0 else "end" if number == num - 1 else "middle",
         )
@@ -225,9 +232,13 @@ def _incident_shading(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -
     for first, last in spans:
         if last < span[0] or first > span[1]:
             continue
-        x, end = (place(min(max(s, span[0]), span[1]), span, WIDTH) for s in (first, last))
+        x, end = (
+            plot_column_index(min(max(s, span[0]), span[1]), span, WIDTH) for s in (first, last)
+        )
         rectangles.append(
-            node("rect", class_="incident", x=x - 1, width=max(3, end - x + 2), height=HEIGHT)
+            make_element(
+                "rect", class_="incident", x=x - 1, width=max(3, end - x + 2), height=HEIGHT
+            )
         )
     return rectangles
 
@@ -238,9 +249,9 @@ def _nonfinite_marks(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
     for branch in branches:
         lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
     return [
-        node(
+        make_element(
             "path",
-            node("title", f"{num} not finite"),
+            make_element("title", f"{num} not finite"),
             class_="nan",
             d=f"M{at - 4},{HEIGHT - 10}l8,8m0,-8l-8,8",
         )
@@ -254,13 +265,13 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
     by_column: dict[int, list[CurveMark]] = {}
     for mark in marks:
         if span[0] <= mark.step <= span[1]:
-            by_column.setdefault(place(mark.step, span, WIDTH), []).append(mark)
+            by_column.setdefault(plot_column_index(mark.step, span, WIDTH), []).append(mark)
     nodes, groups = [], list[tuple[int, list[CurveMark]]]()
     for at, here in sorted(by_column.items()):
         kind = min((mark.kind for mark in here), key=order.index)
-        title = node("title", "; ".join(mark.words for mark in here[:5]))
-        line = node("line", x1=at, x2=at, y1=0, y2=HEIGHT)
-        nodes.append(node("g", title, line, class_=f"mark {kind}"))
+        title = make_element("title", "; ".join(mark.words for mark in here[:5]))
+        line = make_element("line", x1=at, x2=at, y1=0, y2=HEIGHT)
+        nodes.append(make_element("g", title, line, class_=f"mark {kind}"))
         if groups and at - groups[-1][0] < _LETTERS:
             groups[-1][1].extend(here)
         else:
@@ -268,9 +279,9 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
     for at, here in groups:
         kinds = dict.fromkeys(mark.kind for mark in here)
         letters = "".join(KINDS[kind][0] for kind in kinds)
-        title = node("title", "; ".join(mark.words for mark in here[:5]))
-        text = node("text", letters, title, x=at, y=-5, text_anchor="middle")
-        nodes.append(node("g", text, class_=f"mark {min(kinds, key=order.index)}"))
+        title = make_element("title", "; ".join(mark.words for mark in here[:5]))
+        text = make_element("text", letters, title, x=at, y=-5, text_anchor="middle")
+        nodes.append(make_element("g", text, class_=f"mark {min(kinds, key=order.index)}"))
     return nodes
 
 
@@ -289,8 +300,8 @@ def _row_name(name: str, row: int) -> Node:
     text = printable(name)
     is_long = len(text) > _NAME_CHARACTERS
     short = f"...{text[3 - _NAME_CHARACTERS :]}" if is_long else text
-    title = node("title", text) if is_long else None
-    return node("text", short, title, x=-6, y=row * _CELL + 11, text_anchor="end")
+    title = make_element("title", text) if is_long else None
+    return make_element("text", short, title, x=-6, y=row * _CELL + 11, text_anchor="end")
 
 
 def _onset_mark(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:
@@ -299,6 +310,6 @@ def _onset_mark(reply: CellsReply, onset_step: int, wide: float, high: int) -> l
         return []
     x = round(before[-1] * wide, 1)
     return [
-        node("text", "onset", x=x, y=-6, text_anchor="middle", class_="onset"),
-        node("path", class_="onset", d=f"M{x},-4V{high}"),
+        make_element("text", "onset", x=x, y=-6, text_anchor="middle", class_="onset"),
+        make_element("path", class_="onset", d=f"M{x},-4V{high}"),
     ]

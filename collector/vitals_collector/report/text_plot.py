@@ -14,7 +14,7 @@ from vitals_collector.report.curves import (
     PlotColumn,
     PlottedCurve,
     ValueScale,
-    place,
+    plot_column_index,
     plot_columns,
 )
 
@@ -44,11 +44,11 @@ def draw(
     discarded = curve.discarded_columns(num * across)
     everything = [column for branch in (lineage, *discarded) for column in branch.values()]
     scale = ValueScale(everything)
-    dots = _dots(lineage, scale, HEIGHT * down)
+    dots = _curve_dots(lineage, scale, HEIGHT * down)
     behind = {
         (row // down, at // across)
         for branch in discarded
-        for row, at in _dots(branch, scale, HEIGHT * down)
+        for row, at in _curve_dots(branch, scale, HEIGHT * down)
     }
     lines = [_plot_title(curve, scale)]
     shown = scale.ticks() if any(column.has_value for column in everything) else ()
@@ -89,7 +89,9 @@ def _plot_title(curve: PlottedCurve, scale: ValueScale) -> str:
     return f"{'':>{LABEL}}  {text}"
 
 
-def _dots(branch: dict[int, PlotColumn], scale: ValueScale, height: int) -> set[tuple[int, int]]:
+def _curve_dots(
+    branch: dict[int, PlotColumn], scale: ValueScale, height: int
+) -> set[tuple[int, int]]:
     """Return (row, column) of every dot: a bar from minimum to maximum, and lines between bars."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int, int] | None = None
@@ -101,14 +103,14 @@ def _dots(branch: dict[int, PlotColumn], scale: ValueScale, height: int) -> set[
             )
             dots |= {(row, at) for row in range(high, low + 1)}
             if before is not None:
-                dots |= _joined(before, (at, high, low))
+                dots |= _connecting_dots(before, (at, high, low))
             before = (at, high, low)
         if column.num_nonfinite:
             before = None  # nothing is drawn across a NaN
     return dots
 
 
-def _joined(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, int]]:
+def _connecting_dots(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, int]]:
     """Return the dots of a line from one bar's nearest end to that of the next."""
     (x, high, low), (to, to_high, to_low) = a, b
     start = min(max(high, to_high), low)
@@ -149,6 +151,6 @@ def _rows_below_axis(
     for kind in reversed(KINDS):  # the most severe is drawn last
         for mark in marks:
             if mark.kind == kind and span[0] <= mark.step <= span[1]:
-                decided[place(mark.step, span, num * across) // across] = KINDS[kind][0]
+                decided[plot_column_index(mark.step, span, num * across) // across] = KINDS[kind][0]
     rows = (("not finite", nonfinite), ("decided", "".join(decided)))
     return [f"{name:>{LABEL}} |{row.rstrip()}" for name, row in rows if row.strip()]

@@ -188,7 +188,7 @@ EXISTS = "V103"
 
 
 @dataclass(frozen=True, slots=True)
-class Backup:
+class BackupResult:
     """Result of a backup."""
 
     folder: Path
@@ -197,7 +197,7 @@ class Backup:
     """The tables' version, which the program that restores it must know."""
 
 
-def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> Backup:
+def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> BackupResult:
     """Copy the data directory's store to a new directory, 0700, and return a summary.
 
     It contains everything that was acknowledged before the call. If the file system supports hard
@@ -241,7 +241,7 @@ def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None
         raise _backup_error(target, error.strerror or str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Backup(target, num_bytes, version)
+    return BackupResult(target, num_bytes, version)
 
 
 def _copy_database(source: Path, target: Path) -> str:
@@ -280,6 +280,6 @@ def _backup_error(target: Path, error_text: str) -> StorageError:
 
 __all__ = [
     "EXISTS",
-    "Backup",
+    "BackupResult",
     "backup",
 ]

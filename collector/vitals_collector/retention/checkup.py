@@ -6,11 +6,11 @@ from typing import NamedTuple
 from sqlalchemy import Connection, LargeBinary, Table, func, select, type_coerce
 
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.schema import Record, is_record_whole, metadata
+from vitals_collector.storage.schema import ChecksummedRecord, is_record_whole, metadata
 from vitals_collector.storage.store import Store
 
 
-class Damaged(NamedTuple):
+class DamagedPart(NamedTuple):
     """A file of rows, or the records of a table, that are damaged."""
 
     what: str
@@ -29,7 +29,7 @@ class StoreSize:
     """Free bytes inside the database file."""
 
 
-def check_store(store: Store) -> list[Damaged]:
+def check_store(store: Store) -> list[DamagedPart]:
     """Read every file of rows, every record, and run SQLite's integrity check.
 
     Raises:
@@ -40,13 +40,13 @@ def check_store(store: Store) -> list[Damaged]:
         if connection.dialect.name == "sqlite":
             report_rows = connection.exec_driver_sql("PRAGMA quick_check(20)")
             lines = [str(row[0]) for row in report_rows]
-            damaged += [Damaged(line, 0, ()) for line in lines if line != "ok"]
+            damaged += [DamagedPart(line, 0, ()) for line in lines if line != "ok"]
         for table in metadata.sorted_tables:
             if num := _num_damaged(connection, table):
-                damaged.append(Damaged(f"records in {table.name}", num, ()))
+                damaged.append(DamagedPart(f"records in {table.name}", num, ()))
     if isinstance(store.numbers, Lake):
         files = store.numbers.check()
-        damaged += [Damaged(file.path, file.num_rows, file.run_ids) for file in files]
+        damaged += [DamagedPart(file.path, file.num_rows, file.run_ids) for file in files]
     return damaged
 
 
@@ -55,7 +55,7 @@ def _num_damaged(connection: Connection, table: Table) -> int:
     records = [
         type_coerce(column, LargeBinary)
         for column in table.columns
-        if isinstance(column.type, Record)
+        if isinstance(column.type, ChecksummedRecord)
     ]
     if not records:
         return 0
@@ -79,4 +79,4 @@ def store_size(store: Store) -> StoreSize:
         return StoreSize(store.where, int(size.scalar_one()) + lake, 0)
 
 
-__all__ = ["Damaged", "StoreSize", "check_store", "store_size"]
+__all__ = ["DamagedPart", "StoreSize", "check_store", "store_size"]

@@ -16,7 +16,7 @@ def load_run_history(store: Store, connection: Connection, run_id: str) -> RunHi
         .order_by(sources.c.started_unix_ns.desc())
         .limit(1)
     ).first()
-    steps, times = _incidents(connection, run_id)
+    steps, times = _load_incident_times(connection, run_id)
     finding_steps = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
     is_aside = run_id in load_suspended_runs(connection)
     return RunHistory(
@@ -40,7 +40,7 @@ def _num_ranks(connection: Connection, run_id: str) -> int:
     return len(set(connection.execute(names).scalars()))
 
 
-def _incidents(connection: Connection, run_id: str) -> tuple[set[int], set[int]]:
+def _load_incident_times(connection: Connection, run_id: str) -> tuple[set[int], set[int]]:
     """Return the steps and the times of decisions, of findings that acted and of forks."""
     decided, raised, forks = decisions.c, findings.c, attempts.c
     steps: set[int] = set()

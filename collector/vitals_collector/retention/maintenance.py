@@ -16,7 +16,7 @@ from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import load_run_history
-from vitals_collector.retention.rollup import DeletionPass, RunHistory, roll_up_run, thin_run
+from vitals_collector.retention.rollup import DeletionPass, RunHistory, downsample_run, roll_up_run
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
 from vitals_collector.storage.store import SteadyClock, Store, insert
@@ -217,7 +217,7 @@ class LakeMaintenance:
         """Roll up and downsample a run's old rows; return the number of deleted rows."""
         before = _deleted_row_counts(self._lake, run.run_id)
         num = roll_up_run(self._lake, run, self._settings, when)
-        num += thin_run(self._lake, run, self._settings, when)
+        num += downsample_run(self._lake, run, self._settings, when)
         counters = self._store.counters
         with counters.lock:
             for key, total in _deleted_row_counts(self._lake, run.run_id).items() if num else ():

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.errors import UsageError
 from trainvitals.records import RunInfo
-from vitals_collector.cluster.reports import forget_reports
+from vitals_collector.cluster.reports import delete_reports
 from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import delete_watch_progress
@@ -56,7 +56,7 @@ def delete_run(
     with store.write() as connection:
         deleted = _load_started_removal(store, connection, run_id)
         if deleted is None:
-            summaries = overview.summaries(connection, when, run_id)
+            summaries = overview.load_run_summaries(connection, when, run_id)
             if not summaries:
                 raise unknown_run(run_id)
             if summaries[0].state == "running":
@@ -104,7 +104,7 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[DeletedRu
     )
     with store.read_transaction() as connection:
         old = connection.execute(query.order_by(runs.c.run_id)).all()
-        states = {run.run_id: run.state for run in overview.summaries(connection, when)}
+        states = {run.run_id: run.state for run in overview.load_run_summaries(connection, when)}
     return [
         delete_run(store, row.run_id, by="collector", when=when, reason="age")
         for row in old
@@ -139,7 +139,7 @@ def _hide_run(
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
     delete_watch_progress(connection, run_id)
-    forget_reports(connection, [run_id])
+    delete_reports(connection, [run_id])
     values = {
         "forgotten_unix_ns": now_unix_ns,
         "is_gone": False,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitals_collector.numbers.chunk_stats import CHUNK_STEPS
-from vitals_collector.numbers.interface import HOST_STREAMS, Due, Numbers, Reason, StepWindow
+from vitals_collector.numbers.interface import (
+    HOST_STREAMS,
+    DueWindow,
+    NumberStore,
+    Reason,
+    StepWindow,
+)
 from vitals_collector.retention.settings import VolumeSettings
 
 if TYPE_CHECKING:
@@ -48,7 +54,7 @@ class RunHistory(NamedTuple):
     """By ``incarnation/stream``, the last number that the fleet detectors have processed; None if
     watching the run is suspended, and its rows do not wait."""
 
-    def is_watched(self, due: Due, stream: str) -> bool:
+    def is_watched(self, due: DueWindow, stream: str) -> bool:
         """Return whether the watchers are done with all rows of a window."""
         if self.watched is None or stream in _UNWATCHED:
             return True
@@ -70,7 +76,7 @@ class DeletionPass(NamedTuple):
 
 
 def roll_up_run(
-    numbers: Numbers, run: RunHistory, settings: VolumeSettings, when: DeletionPass
+    numbers: NumberStore, run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> int:
     """Roll up the run's old steps, oldest first; return the number of deleted rows.
 
@@ -83,10 +89,10 @@ def roll_up_run(
     for attempt in sorted(run.attempts):
         while not when.is_enough():
             due = numbers.next_window(run.run_id, attempt, window_size(settings))
-            if due is None or not _is_due(due, "steps", run, settings, when):
+            if due is None or not _is_window_due(due, "steps", run, settings, when):
                 break
             began = time.monotonic()
-            is_whole = _is_near(due.window, run.near, settings.margin_steps)
+            is_whole = _is_near_incident(due.window, run.near, settings.margin_steps)
             num += numbers.roll_up(
                 run.run_id,
                 due.window,
@@ -98,7 +104,9 @@ def roll_up_run(
     return num
 
 
-def thin_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass) -> int:
+def downsample_run(
+    lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass
+) -> int:
     """Downsample the run's old layers and samples; return the number of deleted rows.
 
     Raises:
@@ -133,11 +141,11 @@ def _delete_due_rows(
         near, margin = run.near_unix_ns, int(settings.margin_seconds * 1e9)
     while not when.is_enough():
         due = lake.next_window(run.run_id, attempt, size, stream)
-        if due is None or not _is_due(due, stream, run, settings, when):
+        if due is None or not _is_window_due(due, stream, run, settings, when):
             break
         began = time.monotonic()
-        is_whole = _is_near(due.window, near, margin)
-        num += lake.thin(
+        is_whole = _is_near_incident(due.window, near, margin)
+        num += lake.downsample_window(
             run.run_id, stream, due.window, every, is_whole=is_whole, reason=when.reason
         )
         when.rest(time.monotonic() - began)
@@ -149,8 +157,8 @@ def window_size(settings: VolumeSettings) -> int:
     return -(-settings.window_steps // CHUNK_STEPS) * CHUNK_STEPS
 
 
-def _is_due(
-    due: Due, stream: str, run: RunHistory, settings: VolumeSettings, when: DeletionPass
+def _is_window_due(
+    due: DueWindow, stream: str, run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> bool:
     """Return whether a window is old and processed, and no decision can still keep it."""
     if due.newest_unix_ns >= when.before_unix_ns or not run.is_watched(due, stream):
@@ -170,10 +178,17 @@ def is_past(attempt: int, end_step: int, present: CurrentStep, settings: VolumeS
     return end_step + settings.margin_steps <= present.step
 
 
-def _is_near(window: StepWindow, near: Sequence[int], margin: int) -> bool:
+def _is_near_incident(window: StepWindow, near: Sequence[int], margin: int) -> bool:
     """Return whether one of the ascending steps is in the window or within ``margin`` of it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin
 
 
-__all__ = ["CurrentStep", "DeletionPass", "RunHistory", "roll_up_run", "thin_run", "window_size"]
+__all__ = [
+    "CurrentStep",
+    "DeletionPass",
+    "RunHistory",
+    "downsample_run",
+    "roll_up_run",
+    "window_size",
+]

@@ -6,14 +6,14 @@ import msgspec
 from sqlalchemy import Row, select
 
 from trainvitals.views import RunVolume, ThinnedView
-from vitals_collector.numbers.interface import Numbers
+from vitals_collector.numbers.interface import NumberStore
 from vitals_collector.retention.rollup import LAYERS, window_size
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import Store
 
 
-def rule_of(stream: str, settings: VolumeSettings) -> str:
+def remaining_rows_text(stream: str, settings: VolumeSettings) -> str:
     """Return a description of the remaining rows of a downsampled stream."""
     margin = settings.margin_steps
     if stream == "steps":
@@ -30,7 +30,7 @@ def rule_of(stream: str, settings: VolumeSettings) -> str:
     )
 
 
-def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunVolume:
+def volume_of(numbers: NumberStore, run: Row[Any], settings: VolumeSettings) -> RunVolume:
     """Return the size of a run at its last check, and the rows deleted from it."""
     return RunVolume(
         num_bytes=run.num_bytes or 0,
@@ -42,7 +42,7 @@ def volume_of(numbers: Numbers, run: Row[Any], settings: VolumeSettings) -> RunV
                 num_rows=part.num_rows,
                 to_step=part.to_step,
                 to_unix_ns=part.to_unix_ns,
-                rule=rule_of(part.stream, settings),
+                rule=remaining_rows_text(part.stream, settings),
             )
             for part in numbers.deleted_rows(run.run_id)
         ),
@@ -62,4 +62,4 @@ def measure_runs(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]
     return volumes
 
 
-__all__ = ["measure_runs", "rule_of", "volume_of"]
+__all__ = ["measure_runs", "remaining_rows_text", "volume_of"]

@@ -37,7 +37,7 @@ _CRC_BYTES = 4
 _MAX_TOLD = 4_096
 
 
-class Damage:
+class DamageCounter:
     """Counts damaged pieces found at reads, and logs each of them once."""
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class Damage:
 
 
 def _report_damage(dialect: Dialect, text: str) -> None:
-    damage: Damage | None = getattr(dialect, _NAME, None)
+    damage: DamageCounter | None = getattr(dialect, _NAME, None)
     if damage is not None:
         damage.report(text)
 
 
-class Record(TypeDecorator[bytes]):
+class ChecksummedRecord(TypeDecorator[bytes]):
     """The body of one record, stored after its checksum; a damaged one reads as empty."""
 
     impl = LargeBinary
@@ -108,7 +108,7 @@ RANKS = "ranks"
 """The stream, and the source, of the numbers over all ranks: no one of them writes it."""
 
 
-def _run_id(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
+def _run_id_column(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
     """Return the column of a table that refers to ``runs``."""
     return Column(
         "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=nullable
@@ -133,7 +133,7 @@ runs = Table(
     _text_column("mode"),
     _integer_column("world_size"),
     _integer_column("started_unix_ns"),
-    Column("info", Record, nullable=False, default=b"", server_default=""),
+    Column("info", ChecksummedRecord, nullable=False, default=b"", server_default=""),
     _integer_column("info_unix_ns"),
     _integer_column("pinned_unix_ns"),
     _integer_column("num_bytes"),
@@ -147,7 +147,7 @@ file's own."""
 attempts = Table(
     "attempts",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
     Column("parent", BigInteger, nullable=True),
     _integer_column("fork_step"),
@@ -158,7 +158,7 @@ attempts = Table(
 sources = Table(
     "sources",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("source", Text, nullable=False),
     _text_column("node"),
@@ -193,7 +193,7 @@ its first batch was sent with, "" if it had none: then no key is required."""
 streams = Table(
     "streams",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("stream", String(16), primary_key=True),
     _integer_column("last_seq", -1),
@@ -213,7 +213,7 @@ determines how many rows may be lost until the next one."""
 measured_columns = Table(
     "measured_columns",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("stream", String(16), primary_key=True),
     Column("name", Text, primary_key=True),
 )
@@ -223,7 +223,7 @@ events = Table(
     "events",
     metadata,
     Column("id", _ROW_ID, primary_key=True),
-    _run_id(),
+    _run_id_column(),
     Column("incarnation", String(16), nullable=False),
     Column("source", Text, nullable=False),
     Column("seq", BigInteger, nullable=False),
@@ -232,7 +232,7 @@ events = Table(
     _integer_column("attempt"),
     Column("kind", String(64), nullable=False),
     _text_column("summary"),
-    Column("body", Record, nullable=False),
+    Column("body", ChecksummedRecord, nullable=False),
     UniqueConstraint("run_id", "incarnation", "seq"),
     Index("ix_events_lookup", "run_id", "kind", "time_unix_ns"),
 )
@@ -242,7 +242,7 @@ it is damaged, as are those of findings and decisions."""
 findings = Table(
     "findings",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     _integer_column("time_unix_ns"),
@@ -252,14 +252,14 @@ findings = Table(
     _text_column("kind"),
     _text_column("level"),
     _text_column("detector"),
-    Column("body", Record, nullable=False),
+    Column("body", ChecksummedRecord, nullable=False),
     Index("ix_findings_lookup", "run_id", "step"),
 )
 
 decisions = Table(
     "decisions",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     _integer_column("time_unix_ns"),
@@ -272,14 +272,14 @@ decisions = Table(
     _text_column("cause"),
     _integer_column("rank", -1),
     Column("acted", Boolean, nullable=False),
-    Column("body", Record, nullable=False),
+    Column("body", ChecksummedRecord, nullable=False),
     Index("ix_decisions_lookup", "run_id", "step"),
 )
 
 checkpoints = Table(
     "checkpoints",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("checkpoint_id", String(255), primary_key=True),
     Column("place", String(8), primary_key=True),
     _integer_column("step"),
@@ -294,7 +294,7 @@ checkpoints = Table(
 names = Table(
     "names",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("incarnation", String(16), primary_key=True),
     Column("stream", String(16), primary_key=True),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
@@ -304,7 +304,7 @@ names = Table(
 commands = Table(
     "commands",
     metadata,
-    _run_id(primary_key=True),
+    _run_id_column(primary_key=True),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     _text_column("action"),
     _text_column("issued_by"),
@@ -323,7 +323,7 @@ alerts = Table(
     "alerts",
     metadata,
     Column("fingerprint", String(64), primary_key=True),
-    _run_id(nullable=True),
+    _run_id_column(nullable=True),
     _text_column("name"),
     Column("severity", String(8), nullable=False),
     Column("state", String(16), nullable=False),
@@ -361,7 +361,7 @@ deliveries = Table(
     metadata,
     Column("fingerprint", String(64), primary_key=True),
     Column("receiver", String(128), primary_key=True),
-    _run_id(nullable=True),
+    _run_id_column(nullable=True),
     Column("delivery_id", String(32), nullable=False),
     _integer_column("delivered_unix_ns"),
 )
@@ -392,7 +392,7 @@ annotations = Table(
     "annotations",
     metadata,
     Column("id", _ROW_ID, primary_key=True),
-    _run_id(),
+    _run_id_column(),
     _integer_column("step"),
     _integer_column("time_unix_ns"),
     _text_column("text"),
@@ -452,7 +452,7 @@ leases = Table(
 change of holder. Empty on SQLite, which has one collector."""
 
 __all__ = [
-    "Damage",
-    "Record",
+    "ChecksummedRecord",
+    "DamageCounter",
     "is_record_whole",
 ]

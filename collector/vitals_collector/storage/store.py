@@ -31,16 +31,16 @@ from trainvitals.records import EventRow
 from trainvitals.wire import Batch
 from vitals_collector.numbers.interface import (
     FULL,
-    Numbers,
+    NumberStore,
     StreamKey,
     damaged_error,
     full_error,
     is_damaged,
     is_full,
 )
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.storage.migrate import lock_migrations, migrate
-from vitals_collector.storage.schema import Damage
+from vitals_collector.storage.schema import DamageCounter
 
 # Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class OwnedElsewhere(NamedTuple):
     """The last report of this or an earlier owner; empty without one."""
 
 
-class Claims(Protocol):
+class RunClaims(Protocol):
     """Runs whose rows may be stored here, and other owners."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
@@ -282,16 +282,16 @@ class Store:
     processes.
     """
 
-    def __init__(self, engine: Engine, numbers: Numbers) -> None:
+    def __init__(self, engine: Engine, numbers: NumberStore) -> None:
         self.engine = engine
         self.numbers = numbers
         """The rows of all runs; data that users filter by is in the database."""
-        self.damage = Damage()
+        self.damage = DamageCounter()
         """Damage that was found."""
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
-        self.claims: Claims = SoleCollectorClaims()
+        self.claims: RunClaims = SoleCollectorClaims()
         """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """Offsets of streams written by this process; ingest compares them with the database before
@@ -354,7 +354,7 @@ class Store:
         return ReadSnapshot(connection, self.numbers)
 
     @contextmanager
-    def checked(self, check: Callable[[Connection], None]) -> Iterator[None]:
+    def check_writes(self, check: Callable[[Connection], None]) -> Iterator[None]:
         """Have ``check`` called first in each transaction that this thread writes, to refuse it."""
         token = _CHECK.set(check)
         try:
@@ -452,7 +452,7 @@ class ReadSnapshot(NamedTuple):
     """Snapshot for a query. Rows may be ahead of SQL by one commit."""
 
     sql: Connection
-    numbers: Numbers
+    numbers: NumberStore
 
 
 def _pragma(connection: Connection, name: str) -> int:
@@ -488,7 +488,7 @@ def insert(connection: Connection, table: Table) -> "sqlite.Insert | PostgresIns
     return postgresql.insert(table)
 
 
-def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float = 5.0) -> Store:
+def open_store(url: str, numbers: NumberStore | None = None, *, busy_seconds: float = 5.0) -> Store:
     """Return the migrated store at an SQLAlchemy URL; ``sqlite://`` is one in memory.
 
     Args:
@@ -500,7 +500,9 @@ def open_store(url: str, numbers: Numbers | None = None, *, busy_seconds: float 
         UsageError: the URL is not one, or of a database that is not supported.
         StorageError: the database is locked, of a newer version, full, or not there.
     """
-    store = Store(_build_engine(url, busy_seconds), MemoryNumbers() if numbers is None else numbers)
+    store = Store(
+        _build_engine(url, busy_seconds), MemoryNumberStore() if numbers is None else numbers
+    )
     try:
         with store.write() as connection:
             migrate(connection, store.where)
@@ -672,7 +674,7 @@ def ensure_data_dir(data: Path) -> Path:
     return data
 
 
-def clean(text: str) -> str:
+def remove_nul(text: str) -> str:
     """Return the text without NUL, which PostgreSQL does not store."""
     return text.replace("\0", "")
 
@@ -800,15 +802,15 @@ class PreparedStatement:
 __all__ = [
     "LOCKED",
     "UNKNOWN",
-    "Claims",
     "OwnedElsewhere",
     "PreparedStatement",
     "ReadSnapshot",
+    "RunClaims",
     "SoleCollectorClaims",
     "Store",
-    "clean",
     "ensure_data_dir",
     "open_data_store",
     "open_store",
+    "remove_nul",
     "unknown_run",
 ]

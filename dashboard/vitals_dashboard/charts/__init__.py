@@ -14,7 +14,7 @@ from vitals_dashboard.charts.chart import (
     step_chart,
     time_chart,
 )
-from vitals_dashboard.charts.lines import Line, Role
+from vitals_dashboard.charts.lines import ChartLine, Role
 from vitals_dashboard.charts.marks import (
     ChartMark,
     alert_marks,
@@ -36,8 +36,8 @@ __all__ = [
     "STEPS",
     "Axis",
     "Chart",
+    "ChartLine",
     "ChartMark",
-    "Line",
     "Role",
     "StepScale",
     "alert_marks",

@@ -8,7 +8,7 @@ from typing import Literal
 from trainvitals.views import Along, DecisionView, DifferenceReply
 from vitals_dashboard.charts.lines import (
     ChartCurve,
-    Line,
+    ChartLine,
     chart_text,
     curves_of,
     display_unit,
@@ -52,7 +52,7 @@ class Chart:
 
 def step_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     decisions: Iterable[DecisionView] = (),
     others: Sequence[ChartMark] = (),
@@ -108,7 +108,7 @@ def step_chart(
 
 def time_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     extent: tuple[float, float] | None = None,
     size: Size = "quarter",
@@ -134,7 +134,9 @@ def time_chart(
     )
 
 
-def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: int = 380) -> Chart:
+def runs_chart(
+    title: str, lines: Sequence[ChartLine], *, log: bool = False, height: int = 380
+) -> Chart:
     """Return the runs' curves in one chart; every line has its own scale of steps."""
     marks = [
         mark
@@ -157,7 +159,7 @@ def runs_chart(title: str, lines: Sequence[Line], *, log: bool = False, height: 
 
 def groups_chart(
     title: str,
-    groups: Sequence[tuple[str, Sequence[Line]]],
+    groups: Sequence[tuple[str, Sequence[ChartLine]]],
     *,
     log: bool = False,
     height: int = 380,
@@ -180,7 +182,11 @@ def groups_chart(
 
 
 def difference_chart(
-    title: str, lines: Sequence[Line], differences: Sequence[DifferenceReply], *, height: int = 240
+    title: str,
+    lines: Sequence[ChartLine],
+    differences: Sequence[DifferenceReply],
+    *,
+    height: int = 240,
 ) -> Chart:
     """Return each other run's difference to the first, where both have steps.
 
@@ -220,7 +226,7 @@ def _axis_unit_size(along: Along, unit: str) -> float:
     return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 
-def _scale_of(lines: Sequence[Line]) -> StepScale:
+def _scale_of(lines: Sequence[ChartLine]) -> StepScale:
     """Return the step scale of a chart: that of the first line that has one."""
     return next((line.scale for line in lines if line.scale is not None), STEPS)
 
@@ -246,7 +252,7 @@ def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) 
     return max(xs) - min(xs) if xs else 0.0
 
 
-def _with_unit(title: str, lines: Sequence[Line]) -> str:
+def _with_unit(title: str, lines: Sequence[ChartLine]) -> str:
     """Return a chart's title with the displayed unit of its lines."""
     unit = display_unit(lines[0].reply.unit)[0] if lines else ""
     return chart_text(f"{title}, {unit}" if unit else title)

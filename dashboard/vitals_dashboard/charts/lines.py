@@ -21,7 +21,7 @@ after it. ``band``: an upper end, or the lower end that follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ChartLine:
     """One series of a chart."""
 
     name: str
@@ -55,7 +55,7 @@ class ChartCurve:
     """Points that are stored."""
     num_nonfinite: int = 0
     num_replaced: int | None = None
-    """As ``Line.num_replaced``."""
+    """As ``ChartLine.num_replaced``."""
 
 
 @lru_cache(maxsize=4_096)
@@ -64,7 +64,7 @@ def chart_text(text: str, limit: int = 120) -> str:
     return formatting.plain(text, limit)
 
 
-def points(
+def series_points(
     reply: SeriesReply, *, scale: StepScale = STEPS, factor: float = 1.0, log: bool = False
 ) -> list[Point]:
     """Return the curve's points; None is a gap: a non-finite value, or one no log axis can show."""
@@ -75,7 +75,7 @@ def points(
 
 
 def curves_of(
-    lines: Sequence[Line], scale: StepScale = STEPS, *, log: bool = False
+    lines: Sequence[ChartLine], scale: StepScale = STEPS, *, log: bool = False
 ) -> list[ChartCurve]:
     """Return the curves of a chart; each attempt that was rolled back is a separate curve.
 
@@ -93,7 +93,7 @@ def curves_of(
             colour = curve_indices[series] = len(curve_indices)
         elif line.role == "mean" or (line.role == "discarded" and num_discarded > 1):
             colour = curve_indices.get(series, -1)
-        drawn = points(reply, scale=line.scale or scale, factor=factor, log=log)
+        drawn = series_points(reply, scale=line.scale or scale, factor=factor, log=log)
         result += [
             ChartCurve(
                 name=line.label,
@@ -111,7 +111,7 @@ def curves_of(
 
 
 def group_curves(
-    name: str, lines: Sequence[Line], *, colour: int, log: bool = False
+    name: str, lines: Sequence[ChartLine], *, colour: int, log: bool = False
 ) -> list[ChartCurve]:
     """Return the band from the lowest to the highest run of a group, and the mean of its runs.
 
@@ -141,7 +141,7 @@ def group_curves(
     ]
 
 
-def _by_attempt(line: Line, drawn: Sequence[Point]) -> Iterator[list[Point]]:
+def _by_attempt(line: ChartLine, drawn: Sequence[Point]) -> Iterator[list[Point]]:
     """Yield the points of each attempt: no line joins two branches, which may overlap."""
     attempts = line.reply.attempt
     for attempt in sorted(set(attempts)):

@@ -102,7 +102,7 @@ def decision_marks(decisions: Iterable[DecisionView], scale: StepScale = STEPS) 
         for view, x in zip(shown_views, places, strict=True)
     ]
     cuts = [view for view in shown_views if view.decision.acted and view.decision.lr_factor != 1.0]
-    return [*marks, *_place_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _cut_text)]
+    return [*marks, *_place_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _lr_cut_text)]
 
 
 class _LrCut(NamedTuple):
@@ -118,7 +118,7 @@ def _lr_cut(view: DecisionView) -> _LrCut:
     return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
 
 
-def _cut_text(cut: _LrCut) -> str:
+def _lr_cut_text(cut: _LrCut) -> str:
     return f"learning rate x {cut.factor:g} from step {cut.step:,}"
 
 
@@ -224,10 +224,10 @@ def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
     groups: dict[tuple[str, int], list[ChartMark]] = {}
     for mark in sorted(marks, key=lambda m: m.place):
         groups.setdefault((mark.look.word, math.floor(mark.place / apart)), []).append(mark)
-    return [_merge_group(group) for group in groups.values()]
+    return [_merge_chart_marks(group) for group in groups.values()]
 
 
-def _merge_group(group: Sequence[ChartMark]) -> ChartMark:
+def _merge_chart_marks(group: Sequence[ChartMark]) -> ChartMark:
     first = group[0]
     if len(group) == 1:
         return first

@@ -17,9 +17,9 @@ def sparkline(reply: SeriesReply | None, look: Palette) -> str:
     """Return the curve as the data URL of an image; "" without any value."""
     if reply is None or not reply.step:
         return ""
-    xs = _placed(reply.step, _EDGE, WIDTH - _EDGE)
+    xs = _scale_to_interval(reply.step, _EDGE, WIDTH - _EDGE)
     values = [math.nan if value is None else value for value in reply.value]
-    ys = _placed(values, HEIGHT - _EDGE, _EDGE)
+    ys = _scale_to_interval(values, HEIGHT - _EDGE, _EDGE)
     line, is_drawing = "", False
     for x, y in zip(xs, ys, strict=True):
         if math.isfinite(y):
@@ -37,7 +37,7 @@ def sparkline(reply: SeriesReply | None, look: Palette) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-def _placed(values: Sequence[float], start: float, end: float) -> list[float]:
+def _scale_to_interval(values: Sequence[float], start: float, end: float) -> list[float]:
     """Scale a sparkline's values to an interval; non-finite ones are unchanged."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -14,14 +14,14 @@ from vitals_dashboard.auth import TokenMiddleware
 from vitals_dashboard.settings import load_settings
 
 settings = load_settings(os.environ)
-text = page.page()
+text = page.streamlit_index_page()
 app = st.App(
     "vitals_pages.py",
     routes=page.routes(text),
     middleware=[
         Middleware(
             TokenMiddleware,
-            doors=settings.doors(),
+            doors=settings.hosts(),
             sessions=access.sessions(),
             page=text,
             redirect_file=Path(settings.redirect_file) if settings.redirect_file else None,

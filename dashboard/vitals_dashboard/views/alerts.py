@@ -58,7 +58,7 @@ def render() -> None:
         )
         st.space("stretch")
         live = layout.live_toggle()
-    layout.refreshing(
+    layout.draw_periodically(
         lambda source: _draw_body(source, str(shown), str(text or "")), live=live, key="alerts_body"
     )
 
@@ -87,7 +87,7 @@ def _draw_body(source: DataSource, shown: str, text: str) -> None:
     if shown in ("resolved", "all"):
         st.markdown(f"## Resolved and pending ({len(rest):,})")
         names = {run_id: run.name for run_id, run in runs.items()}
-        layout.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
+        layout.draw_table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
 
 
 def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
@@ -98,7 +98,7 @@ def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _AlertGroup:
     """Alerts of one incident, or alerts of a run outside incidents."""
 
     run_id: str
@@ -113,18 +113,20 @@ class _Group:
         )
 
 
-def _groups(source: DataSource, alerts: Sequence[AlertView], runs: _Runs) -> list[_Group]:
+def _group_alerts(
+    source: DataSource, alerts: Sequence[AlertView], runs: _Runs
+) -> list[_AlertGroup]:
     """Return the alerts by incident, pages first; within one the most severe, then the latest."""
     incidents: dict[str, IncidentLine] = {}
     for run_id in {alert.run_id for alert in alerts} & set(runs):
         for incident in verdict_of(source, runs[run_id]).incidents:
             incidents |= dict.fromkeys(incident.alerts, incident)
-    groups: dict[tuple[str, str], _Group] = {}
+    groups: dict[tuple[str, str], _AlertGroup] = {}
     for alert in sorted(alerts, key=lambda a: (SEVERITIES.index(a.severity), -a.updated_unix_ns)):
         line = incidents.get(alert.fingerprint)
         key = (alert.run_id, line.incident_id if line else "")
-        groups.setdefault(key, _Group(alert.run_id, line, [])).alerts.append(alert)
-    return sorted(groups.values(), key=_Group.order)
+        groups.setdefault(key, _AlertGroup(alert.run_id, line, [])).alerts.append(alert)
+    return sorted(groups.values(), key=_AlertGroup.order)
 
 
 def _draw_cards(
@@ -135,7 +137,7 @@ def _draw_cards(
         st.caption(empty)
         return
     remaining = MAX_CARDS
-    for number, group in enumerate(_groups(source, alerts, runs)):
+    for number, group in enumerate(_group_alerts(source, alerts, runs)):
         if remaining <= 0:
             break
         with st.container(key=f"alert_group_{title.lower()}_{number}", gap="xsmall"):
@@ -148,7 +150,7 @@ def _draw_cards(
         st.caption(f"{MAX_CARDS} of {len(alerts):,} {what} are shown, pages first.")
 
 
-def _head(group: _Group, runs: _Runs) -> None:
+def _head(group: _AlertGroup, runs: _Runs) -> None:
     """Draw the heading of a group of alerts, and the link to its incident."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         if not group.run_id:

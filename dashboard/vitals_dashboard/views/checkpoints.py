@@ -60,7 +60,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, checkpoint in zip(rows, newest, strict=True):
         row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and checkpoint == target else ""
-    picked = layout.table(
+    picked = layout.draw_table(
         rows,
         "No checkpoint matches.",
         key=f"checkpoints_{len(every)}_{len(shown)}",

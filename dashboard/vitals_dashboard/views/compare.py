@@ -18,9 +18,9 @@ from trainvitals.views import (
     SeriesRequest,
 )
 from vitals_dashboard import charts, compare, formatting, layout, placeholders, search, tables
-from vitals_dashboard.charts import Line
+from vitals_dashboard.charts import ChartLine
 from vitals_dashboard.feed import draw_charts, load_charts
-from vitals_dashboard.source import POINTS, DataSource, differences, series_of
+from vitals_dashboard.source import POINTS, DataSource, query_differences, series_of
 
 MAX_RUNS = 6
 DEFAULT_METRIC = "steps.loss"
@@ -84,7 +84,7 @@ def render() -> None:
         log=bool(log),
         group=str(group or "").strip(),
     )
-    layout.refreshing_runs(
+    layout.draw_runs_periodically(
         lambda source: _draw_body(source, options), _requested_runs(), live=live, key="compare_body"
     )
 
@@ -95,7 +95,7 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
     if not runs:
         placeholders.no_runs()
         return
-    ids = _choose(runs)
+    ids = _draw_run_multiselect(runs)
     if len(ids) < 2:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
@@ -105,15 +105,15 @@ def _draw_body(source: DataSource, options: CompareControls) -> None:
         placeholders.not_understood(error)
         return
     details = [source.client.ask(RunQuestion(run_id=run_id)) for run_id in ids]
-    layout.stop_at_the_end([detail.summary for detail in details])
+    layout.stop_refreshes_if_ended([detail.summary for detail in details])
     names = compare.distinct_names(details)
-    metric = _metric(details)
+    metric = _draw_metric_choice(details)
     if metric is None:
         st.caption("None of these runs has recorded a metric yet.")
         return
-    lines = _lines(source, details, names, metric, options)
+    lines = _query_run_lines(source, details, names, metric, options)
     if options.group:
-        groups = _groups(options.group, dict(zip(names, details, strict=True)), lines)
+        groups = _group_run_lines(options.group, dict(zip(names, details, strict=True)), lines)
         chart = charts.groups_chart(metric, groups, log=options.log)
         draw_charts("compare", lambda _: [chart], of=(metric, options))
     else:
@@ -130,7 +130,7 @@ def _draw_runs(
     source: DataSource,
     details: Sequence[RunDetail],
     names: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     metric: str,
     options: CompareControls,
 ) -> None:
@@ -139,8 +139,10 @@ def _draw_runs(
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
         drawn = [by_name[line.name] for line in lines]
-        replies = differences(source, drawn, metric, options.axis)
-    means = _means(source, dict(zip(names, details, strict=True)), lines, metric, options)
+        replies = query_differences(source, drawn, metric, options.axis)
+    means = _query_smoothed_lines(
+        source, dict(zip(names, details, strict=True)), lines, metric, options
+    )
     _draw_curves(lines, means, replies, metric, options)
 
 
@@ -148,7 +150,7 @@ def _requested_runs() -> list[str]:
     return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
 
 
-def _choose(runs: Sequence[RunSummary]) -> list[str]:
+def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
     """Draw the choice of runs, kept in the URL as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
     requested = _requested_runs()
@@ -176,7 +178,7 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
     )
 
 
-def _metric(details: Sequence[RunDetail]) -> str | None:
+def _draw_metric_choice(details: Sequence[RunDetail]) -> str | None:
     """Draw the choice of a metric that some run has; the address leads."""
     metrics = sorted({m for detail in details for m in detail.metrics if compare.has_steps(m)})
     if not metrics:
@@ -194,13 +196,13 @@ def _metric(details: Sequence[RunDetail]) -> str | None:
     return str(selected)
 
 
-def _lines(
+def _query_run_lines(
     source: DataSource,
     details: Sequence[RunDetail],
     names: Sequence[str],
     metric: str,
     options: CompareControls,
-) -> list[Line]:
+) -> list[ChartLine]:
     """Return the curves of the runs that have the metric, each on its own steps, tokens or time."""
     request = SeriesRequest(metric=metric, points=POINTS)
     if options.group:
@@ -209,7 +211,9 @@ def _lines(
         name: series_of(source, detail, [request])[0]
         for detail, name in zip(details, names, strict=True)
     }
-    lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
+    lines = [
+        ChartLine(name=name, reply=reply) for name, reply in replies.items() if reply is not None
+    ]
     _say_missing([n for n in names if replies[n] is None], f"no {formatting.plain(metric, 60)}")
     if options.axis == "tokens":
         return _scale_to_tokens(source, details, names, lines)
@@ -218,9 +222,9 @@ def _lines(
     return lines
 
 
-def _groups(
-    by: str, details: Mapping[str, RunDetail], lines: Sequence[Line]
-) -> list[tuple[str, list[Line]]]:
+def _group_run_lines(
+    by: str, details: Mapping[str, RunDetail], lines: Sequence[ChartLine]
+) -> list[tuple[str, list[ChartLine]]]:
     """Return the curves of the runs with an equal value, by its name and number of runs.
 
     Args:
@@ -241,8 +245,11 @@ def _groups(
 
 
 def _scale_to_tokens(
-    source: DataSource, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
-) -> list[Line]:
+    source: DataSource,
+    details: Sequence[RunDetail],
+    names: Sequence[str],
+    lines: Sequence[ChartLine],
+) -> list[ChartLine]:
     by_name = dict(zip(names, details, strict=True))
     request = SeriesRequest(metric="steps.tokens_seen", points=POINTS // 2)
     counted = {
@@ -251,7 +258,7 @@ def _scale_to_tokens(
         if (reply := series_of(source, by_name[line.name], [request])[0])
     }
     most = max((v for r in counted.values() for v in r.value if v is not None), default=0.0)
-    scaled: list[Line] = []
+    scaled: list[ChartLine] = []
     for line in lines:
         if line.name in counted:
             scale = charts.token_scale(counted[line.name], unit=charts.token_unit(most))
@@ -260,13 +267,13 @@ def _scale_to_tokens(
     return scaled
 
 
-def _means(
+def _query_smoothed_lines(
     source: DataSource,
     by_name: Mapping[str, RunDetail],
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     metric: str,
     options: CompareControls,
-) -> list[Line]:
+) -> list[ChartLine]:
     """Return the means over every value of the curves, if smoothing is on."""
     if not options.smoothing:
         return []
@@ -285,8 +292,8 @@ def _say_missing(names: Sequence[str], what: str) -> None:
 
 
 def _draw_curves(
-    lines: Sequence[Line],
-    means: Sequence[Line],
+    lines: Sequence[ChartLine],
+    means: Sequence[ChartLine],
     replies: Sequence[DifferenceReply],
     metric: str,
     options: CompareControls,

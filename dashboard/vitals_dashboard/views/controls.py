@@ -50,12 +50,12 @@ class ChartControls:
         return first, last
 
 
-def draw() -> ChartControls:
+def draw_chart_controls() -> ChartControls:
     """Draw the controls and return their values."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
-        window = str(_choice("Steps", tuple(WINDOWS), "window"))
-        first, last = _range() if window == RANGE else (None, None)
-        axis = _choice("Along x", AXES, "x")
+        window = str(_draw_choice("Steps", tuple(WINDOWS), "window"))
+        first, last = _draw_step_range() if window == RANGE else (None, None)
+        axis = _draw_choice("Along x", AXES, "x")
         smoothing = st.slider("Smoothing", 0.0, 0.99, 0.0, 0.01, key="smooth", bind="query-params")
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
         discarded = st.toggle(
@@ -78,7 +78,7 @@ def draw() -> ChartControls:
     )
 
 
-def _choice(label: str, options: Sequence[T], key: str) -> T:
+def _draw_choice(label: str, options: Sequence[T], key: str) -> T:
     """Draw a choice of one of few; the first is what an address without it means."""
     selected = st.segmented_control(
         label,
@@ -91,7 +91,7 @@ def _choice(label: str, options: Sequence[T], key: str) -> T:
     return selected if selected in options else options[0]
 
 
-def _range() -> tuple[int | None, int | None]:
+def _draw_step_range() -> tuple[int | None, int | None]:
     """Draw the range of steps. The address leads: a chart or a link may have changed it."""
     ends = []
     for name in ENDS:
@@ -103,7 +103,7 @@ def _range() -> tuple[int | None, int | None]:
             value=None,
             step=1,
             key=key,
-            on_change=_follow_range,
+            on_change=_copy_range_to_url,
             width=175,
             placeholder=f"{name} step",
             label_visibility="collapsed",
@@ -117,7 +117,7 @@ def _step_in_address(name: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
 
 
-def _follow_range() -> None:
+def _copy_range_to_url() -> None:
     for name in ENDS:
         value = st.session_state.get(f"range_{name}")
         if value is None:

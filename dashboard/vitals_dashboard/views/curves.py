@@ -9,8 +9,8 @@ from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts
-from vitals_dashboard.charts import STEPS, ChartMark, Line, Role, StepScale
-from vitals_dashboard.feed import Feed
+from vitals_dashboard.charts import STEPS, ChartLine, ChartMark, Role, StepScale
+from vitals_dashboard.feed import ChartFeed
 from vitals_dashboard.source import POINTS, DataSource, last_value, series_of
 from vitals_dashboard.views.controls import ChartControls
 
@@ -65,7 +65,7 @@ class CurveChoice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ChartContext:
     """Subject and options of a page's charts."""
 
     source: DataSource
@@ -76,7 +76,7 @@ class View:
     others: Sequence[ChartMark] = ()
     """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: StepScale = STEPS
-    feed: Feed = field(default_factory=Feed)
+    feed: ChartFeed = field(default_factory=ChartFeed)
     """Points in the browser: only new ones are queried."""
 
     @property
@@ -109,7 +109,7 @@ class View:
             return 0
         return max((a.last_step for a in self.detail.attempts), default=0)
 
-    def wanted(
+    def choose_curve(
         self,
         metric: str,
         name: str,
@@ -138,15 +138,15 @@ class View:
         self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
     ) -> list[CurveChoice]:
         """Return a run's curve, its limit, and its discarded parts."""
-        curves = [self.wanted(metric, name, points=points)]
+        curves = [self.choose_curve(metric, name, points=points)]
         if clipped:
-            curves.append(self.wanted(clipped, "clipped", points=points))
-        curves.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
+            curves.append(self.choose_curve(clipped, "clipped", points=points))
+        curves.append(self.choose_curve(f"{metric}_limit", "limit", role="limit", points=points))
         return [*curves, *self.discarded_curves(curves[:1])]
 
     def with_discarded_parts(self, metric: str, name: str) -> list[CurveChoice]:
         """Return a curve and its discarded parts."""
-        curves = [self.wanted(metric, name)]
+        curves = [self.choose_curve(metric, name)]
         return [*curves, *self.discarded_curves(curves)]
 
     def discarded_curves(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
@@ -172,10 +172,10 @@ class View:
         ]
         return [*chart.curves, *means]
 
-    def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
+    def query_lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[ChartLine]]:
         """Return the lines of each chart, queried together; missing metrics are omitted."""
         every = [curve for chart in by_chart for curve in chart]
-        lines = iter(self.feed.ask(self.source, self.detail, every))
+        lines = iter(self.feed.query_lines(self.source, self.detail, every))
         return [
             [line for _, line in zip(chart, lines, strict=False) if line is not None]
             for chart in by_chart
@@ -187,12 +187,12 @@ class View:
         return sorted(names, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
 
 
-def scale_of(view: View) -> StepScale | None:
+def query_step_scale(view: ChartContext) -> StepScale | None:
     """Return the positions of steps along x; None if the run lacks the data."""
     if view.controls.axis == "step":
         return STEPS
     metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
-    for line in view.lines([[view.wanted(metric, "")]])[0]:
+    for line in view.query_lines([[view.choose_curve(metric, "")]])[0]:
         make = charts.time_scale if view.controls.axis == "time" else charts.token_scale
         scale = make(line.reply)
         return scale if scale.steps else None
@@ -257,8 +257,8 @@ class ChartSpec:
 
 
 def build_charts(
-    view: View, extra_metrics: Sequence[str] = ()
-) -> tuple[list[charts.Chart], list[Line]]:
+    view: ChartContext, extra_metrics: Sequence[str] = ()
+) -> tuple[list[charts.Chart], list[ChartLine]]:
     """Return all charts there is something for, and the lines of the loss.
 
     Args:
@@ -267,8 +267,8 @@ def build_charts(
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
     first = ChartSpec(title="Loss", curves=loss, log=view.controls.log_loss)
-    below = list(_charts(view, extra_metrics))
-    of_loss, *others = view.lines([view.with_means(chart) for chart in (first, *below)])
+    below = list(_chart_specs(view, extra_metrics))
+    of_loss, *others = view.query_lines([view.with_means(chart) for chart in (first, *below)])
     with_lines = [(first, of_loss)] if of_loss else []
     with_lines += [
         (chart, lines)
@@ -282,10 +282,10 @@ def build_charts(
     return drawn, of_loss
 
 
-def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
+def _chart_specs(view: ChartContext, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     """Yield the charts below the loss, two per row."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
-    norm.append(view.wanted("steps.auto_max_norm", "auto clip", role="limit"))
+    norm.append(view.choose_curve("steps.auto_max_norm", "auto clip", role="limit"))
     yield ChartSpec(title="Gradient norm (log)", curves=norm, log=True)
     rate = view.with_discarded_parts("steps.learning_rate", "lr")
     yield ChartSpec(title="Learning rate", curves=rate, exact=True)
@@ -294,7 +294,7 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
     yield ChartSpec(title="MFU", curves=view.with_discarded_parts("steps.mfu_ratio", "MFU"))
     yield ChartSpec(
         title="Step time, rank 0",
-        curves=list(_split(view)),
+        curves=list(_step_time_curves(view)),
         note="above the parts: checkpoints and unmeasured time",
         least=2,
     )
@@ -308,17 +308,17 @@ def _charts(view: View, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
         yield ChartSpec(title=name, curves=view.with_discarded_parts(metric, name))
 
 
-def _split(view: View) -> Iterator[CurveChoice]:
+def _step_time_curves(view: ChartContext) -> Iterator[CurveChoice]:
     """Yield the parts of a step as means, so that they add up, and the whole step."""
     first, last = view.requested_range
     end = view.detail.summary.last_step if last is None else last
     first = max(first or 0, end - SPLIT_STEPS) or first
     for metric, name, role in SPLIT:
-        request = view.wanted(metric, name, points=POINTS).request
+        request = view.choose_curve(metric, name, points=POINTS).request
         yield CurveChoice(name, structs.replace(request, mean=True, from_step=first), role)
 
 
-def no_curve_reason(view: View) -> str:
+def no_curve_reason(view: ChartContext) -> str:
     """Return why there is no curve."""
     if view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
@@ -331,17 +331,22 @@ def no_curve_reason(view: View) -> str:
     )
 
 
-def _rank_curves(view: View, metric: str) -> list[CurveChoice]:
+def _rank_curves(view: ChartContext, metric: str) -> list[CurveChoice]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
     curves = [
-        view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
+        view.choose_curve(metric, rank.replace(":", " "), source=rank, points=points)
+        for rank in ranks
     ]
     return [*curves, *view.discarded_curves(curves)]
 
 
 def _build_chart(
-    view: View, chart: ChartSpec, lines: Sequence[Line], marks: Sequence[ChartMark], **size: Any
+    view: ChartContext,
+    chart: ChartSpec,
+    lines: Sequence[ChartLine],
+    marks: Sequence[ChartMark],
+    **size: Any,
 ) -> charts.Chart:
     return charts.step_chart(
         chart.title,

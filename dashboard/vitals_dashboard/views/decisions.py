@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from trainvitals.hindsight import HINDSIGHT_WORDS, tally
+from trainvitals.hindsight import HINDSIGHT_WORDS, summarize_outcomes
 from trainvitals.policy.actions import rule_words
 from trainvitals.views import (
     AnnotationsQuestion,
@@ -36,7 +36,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     shown = _filter_decisions(ledger)
     num_all = formatting.count(len(ledger), "decision")
     count = f"{len(shown):,} of {num_all}; select one for its evidence."
-    if shadow := tally(view.hindsight or None for view in ledger):
+    if shadow := summarize_outcomes(view.hindsight or None for view in ledger):
         count += f"  Observed decisions: {shadow}."
     st.caption(count)
     rows = tables.decision_rows(shown)
@@ -48,7 +48,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
             for row, word in zip(rows, remarks, strict=True)
         ]
     empty = "No decision matches." if ledger else "Vitals took no action."
-    picked = layout.table(
+    picked = layout.draw_table(
         rows, empty, key=f"ledger_{len(ledger)}_{len(shown)}", height=430, select=True
     )
     waiting = [view for view in newest if commands.proposed_command(view)]
@@ -122,16 +122,16 @@ def _draw_evidence(
                 icon=":material/monitor_heart:",
                 query_params=layout.curves_query_params(run.run_id, decision.step, decision.step),
             )
-        _acts(source, run, view)
+        _draw_decision_commands(source, run, view)
 
 
-def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
+def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionView) -> None:
     """Draw the commands about a decision: apply, dismiss, or contradict it."""
     key = f"{view.decision.ledger_seq}"
     action = commands.proposed_command(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
         if commands.is_acceptable(view):
-            commands.accept(source, run, view.decision.step, key=f"accept_{key}")
+            commands.draw_accept_form(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
         if commands.is_awaiting_approval(view):
@@ -153,7 +153,7 @@ def _acts(source: DataSource, run: RunSummary, view: DecisionView) -> None:
         )  # fmt: skip
         if action == "rollback" and source.control is not None and run.mode == "guard":
             commands.draw_command_form(source, run, "halt", label="Halt instead", key=f"halt_{key}")
-        commands.dismiss(source, run, view, key=f"veto_{key}")
+        commands.draw_dismiss_form(source, run, view, key=f"veto_{key}")
 
 
 def _decision_fields(view: DecisionView) -> list[str]:
@@ -180,4 +180,4 @@ def _decision_fields(view: DecisionView) -> list[str]:
 def _draw_commands(source: DataSource, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"## Manual commands ({len(sent):,})")
-    layout.table(tables.command_rows(sent), "Manual commands: none.", key="commands")
+    layout.draw_table(tables.command_rows(sent), "Manual commands: none.", key="commands")

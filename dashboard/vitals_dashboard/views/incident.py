@@ -57,10 +57,10 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
         )
         return
     selected = _select_incident(every)
-    _summary(run, selected, source.clock.time_ns())
+    _draw_incident_summary(run, selected, source.clock.time_ns())
     healthy = commands.acceptable_step(selected)
     if healthy is not None:
-        commands.accept(source, run, healthy, key=f"accept_{selected.incident_id}")
+        commands.draw_accept_form(source, run, healthy, key=f"accept_{selected.incident_id}")
     _choice(run, every)
     st.markdown("## Evidence")
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
@@ -91,7 +91,7 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
     if len(every) == 1:
         return
     st.markdown(f"## All incidents ({len(every):,})")
-    picked = layout.table(
+    picked = layout.draw_table(
         tables.incident_rows(every), "", key=f"incidents_{run.run_id}_{len(every)}", height=220,
         select=True,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
         st.rerun()
 
 
-def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
+def _draw_incident_summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
     """Draw the main facts on one screen."""
     with st.container(border=True, key="incident_summary", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
@@ -130,7 +130,7 @@ def _summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
             verdicts.draw_verdict_panel(incident.verdict)
         with right:
             st.markdown("## Timeline")
-            verdicts.timeline(incident.verdict)
+            verdicts.draw_verdict_timeline(incident.verdict)
 
 
 def _draw_story(incident: IncidentView) -> None:
@@ -183,14 +183,14 @@ def _draw_curves(
             height=HEIGHT,
         )
         for metric, title, log in CURVES
-        if (lines := _lines(source, detail, metric, steps))
+        if (lines := _query_metric_lines(source, detail, metric, steps))
     ]
     draw_charts("incident", lambda _: drawn, of=(detail.summary.run_id, incident.incident_id))
 
 
-def _lines(
+def _query_metric_lines(
     source: DataSource, detail: RunDetail, metric: str, steps: tuple[int, int]
-) -> list[charts.Line]:
+) -> list[charts.ChartLine]:
     """Return the curve, its limit, and its discarded parts."""
     series_request = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
     requested: list[tuple[str, charts.Role, SeriesRequest]] = [
@@ -201,7 +201,7 @@ def _lines(
         requested.append(("rolled back", "discarded", replace(series_request, branch="discarded")))
     replies = series_of(source, detail, [request for _, _, request in requested])
     return [
-        charts.Line(name=name, reply=reply, role=role)
+        charts.ChartLine(name=name, reply=reply, role=role)
         for (name, role, _), reply in zip(requested, replies, strict=True)
         if reply is not None
     ]
@@ -223,7 +223,9 @@ def _draw_heat_map(
         return
     names: Sequence[str] = row_names(reply.rows, detail) if detail else ()
     shade = heatmap_page.SHADES["change"]
-    heatmap_page.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
+    heatmap_page.draw_heat_map(
+        source, run, title, reply, shade=shade, key=f"incident_{key}", names=names
+    )
 
 
 def _draw_tables(incident: IncidentView, run: RunSummary) -> None:
@@ -238,10 +240,10 @@ def _draw_tables(incident: IncidentView, run: RunSummary) -> None:
         ),
         (
             "Batches and samples of the bad steps",
-            tables.data_rows(incident.data),
+            tables.step_data_rows(incident.data),
             "No batches recorded: wrap the loader in `monitor.batches`.",
         ),
     )
     for number, (title, rows, empty) in enumerate(parts):
         st.markdown(f"### {title} ({len(rows):,})")
-        layout.table(rows, empty, key=f"incident_table_{number}", height=260)
+        layout.draw_table(rows, empty, key=f"incident_table_{number}", height=260)

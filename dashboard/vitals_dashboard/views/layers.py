@@ -40,16 +40,18 @@ def render() -> None:
 def _draw_body(source: DataSource, run: RunSummary) -> None:
     """Draw the body of a run's layers page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
-    choice, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
+    choice, shade, steps = heatmap_page.draw_heat_map_controls(
+        CHOICES, key="layers", shade="change"
+    )
     reply = heatmap_page.query_cells(source, run, choice.metric, steps)
     if reply is None:
-        st.caption(_why_nothing(detail, choice))
+        st.caption(_missing_metric_reason(detail, choice))
     else:
-        heatmap_page.draw(source, run, choice.title, reply, shade=shade, key="layers")
+        heatmap_page.draw_heat_map(source, run, choice.title, reply, shade=shade, key="layers")
     movers(source, run, steps[1])
 
 
-def _why_nothing(detail: RunDetail, choice: MetricChoice) -> str:
+def _missing_metric_reason(detail: RunDetail, choice: MetricChoice) -> str:
     if not any(metric.startswith("layers.") for metric in detail.metrics):
         return "No layer metrics in this run yet. Layer norms are measured every 10th step."
     if choice.metric == "layers.grad_norm":
@@ -70,7 +72,7 @@ def movers(source: DataSource, run: RunSummary, step: int | None) -> None:
     st.caption(
         "In robust standard deviations (sigma) from its own earlier median; set To step above."
     )
-    layout.table(
+    layout.draw_table(
         tables.mover_rows(moved),
         "Nothing unusual, or no measurements there.",
         key="movers",

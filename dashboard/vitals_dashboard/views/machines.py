@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from vitals_dashboard import charts, formatting
-from vitals_dashboard.charts import Line
+from vitals_dashboard.charts import ChartLine
 from vitals_dashboard.source import series_of
-from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, Span, View
+from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, ChartContext, Span
 
 GPU: tuple[tuple[str, str], ...] = (
     ("GPU utilization", "gpu.utilization_ratio"),
@@ -26,7 +26,9 @@ MIN_SPAN_NS = 60_000_000_000
 """Minimum duration shown of samples taken every few seconds, even with few steps."""
 
 
-def build_machine_charts(view: View, loss: Sequence[Line] = ()) -> tuple[list[charts.Chart], str]:
+def build_machine_charts(
+    view: ChartContext, loss: Sequence[ChartLine] = ()
+) -> tuple[list[charts.Chart], str]:
     """Return the charts of the strip, and a description of missing data.
 
     Args:
@@ -40,10 +42,10 @@ def build_machine_charts(view: View, loss: Sequence[Line] = ()) -> tuple[list[ch
     ]
     times = None if view.requested_range == (None, None) else times_of(view, loss)
     extent = None if times is None else (times[0] / 1_000_000, times[1] / 1_000_000)
-    by_metric = view.lines(
+    by_metric = view.query_lines(
         [
             [
-                view.wanted(
+                view.choose_curve(
                     metric, _source_label(source), source=source, points=POINTS, times=times
                 )
                 for source in (gpus or nodes)[:MAX_SOURCES]
@@ -56,7 +58,7 @@ def build_machine_charts(view: View, loss: Sequence[Line] = ()) -> tuple[list[ch
         for (title, _), lines in zip(shown_metrics, by_metric, strict=True)
         if lines
     ]
-    notes = _notes(view, gpus, nodes)
+    notes = _machine_notes(view, gpus, nodes)
     if times is not None and shown_metrics and not strip:
         what = "a GPU" if gpus else "the host"
         notes.append(f"No sample of {what} was taken during these steps.")
@@ -68,9 +70,9 @@ def build_machine_charts(view: View, loss: Sequence[Line] = ()) -> tuple[list[ch
     return strip, " ".join(notes)
 
 
-def times_of(view: View, loss: Sequence[Line]) -> Span | None:
+def times_of(view: ChartContext, loss: Sequence[ChartLine]) -> Span | None:
     """Return when the visible steps were trained, in all attempts; None if there are none."""
-    ends = view.wanted("steps.loss", "", points=NUM_ENDS).request
+    ends = view.choose_curve("steps.loss", "", points=NUM_ENDS).request
     (reply,) = series_of(view.source, view.detail, [ends])
     replies = [line.reply for line in loss if line.role == "discarded"]
     replies += [] if reply is None else [reply]
@@ -82,7 +84,7 @@ def times_of(view: View, loss: Sequence[Line]) -> Span | None:
     return first - missing, last + missing
 
 
-def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
+def _machine_notes(view: ChartContext, gpus: list[str], nodes: list[str]) -> list[str]:
     if not gpus and not nodes:
         return ["No GPU or host reports for this run."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]

@@ -37,7 +37,9 @@ def render() -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
         choice = _draw_controls()
         live = layout.live_toggle()
-    layout.refreshing(lambda source: _draw_body(source, choice), live=live, key="overview_body")
+    layout.draw_periodically(
+        lambda source: _draw_body(source, choice), live=live, key="overview_body"
+    )
 
 
 def _draw_controls() -> RunFilter:
@@ -81,7 +83,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
         return
     _draw_totals(everything)
     try:
-        query, by = search.parse(choice.text), search.check_group(choice.group)
+        query, by = search.parse_run_search(choice.text), search.check_group(choice.group)
     except UsageError as error:
         placeholders.not_understood(error)
         return
@@ -93,10 +95,10 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
         choice.order,
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
-    _pages(source, choice, groups, num_runs=len(runs), num_all=len(everything))
+    _draw_run_list(source, choice, groups, num_runs=len(runs), num_all=len(everything))
 
 
-def _pages(
+def _draw_run_list(
     source: DataSource,
     choice: RunFilter,
     groups: Sequence[tuple[str, Sequence[RunSummary]]],
@@ -144,7 +146,7 @@ def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
         if part.open:
             views = [(run, goodput_of(source, run)) for run in runs if run.last_step >= 0]
             empty = "No run above has waited for a straggler, or has hung."
-            layout.table(tables.waiting_rows(views), empty, key="waiting")
+            layout.draw_table(tables.waiting_rows(views), empty, key="waiting")
             st.caption("Time in which the other ranks waited, and the same on every rank's GPU.")
 
 
@@ -177,11 +179,11 @@ def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str)
     }
     # The style sheet shows one of the two: only the browser knows how wide it is.
     with st.container(key=f"wide_{key}"):
-        selected = layout.table(
+        selected = layout.draw_table(
             rows, "", key=key, height=38 + 35 * PAGE_SIZE, select=True, columns=columns
         )
     with st.container(key=f"narrow_{key}"):
-        of_phone = layout.table(
+        of_phone = layout.draw_table(
             tables.phone_rows(rows),
             "",
             key=f"{key}_narrow",

@@ -61,7 +61,7 @@ def _draw_page(source: DataSource) -> None:
         else:
             _draw_once(lambda: _query_and_draw(source, request))
 
-    layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
+    layout.draw_periodically(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
 
 def _query_and_draw(source: DataSource, request: TableQuestion) -> None:
@@ -98,7 +98,7 @@ def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
             newest = st.toggle("Newest first", key="newest", bind="query-params")
             # Off: moving rows are hard to read, and most queries are about the past.
             live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
-    where, columns = _conditions(name)
+    where, columns = _draw_condition_boxes(name)
     if run_id is None:
         placeholders.no_such_run(st.query_params.get("run") or "")
         return None, live
@@ -128,7 +128,7 @@ def _branch_choice() -> Branch:
     return selected if selected in BRANCHES else "all"
 
 
-def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _draw_condition_boxes(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Draw both boxes; return the conditions and the columns wanted."""
     left, right = st.columns([3, 2])
     where = left.text_area(
@@ -216,12 +216,12 @@ def _cell_value(name: str, value: Any) -> Any:
 def column_formats(reply: TableReply) -> dict[str, Any]:
     """Return the format of each column: by default Streamlit rounds 0.000212 to 0.0002."""
     return {
-        name: _format(name, exports.unify_column_type(values))
+        name: _column_format(name, exports.unify_column_type(values))
         for name, values in zip(reply.columns, reply.data, strict=True)
     }
 
 
-def _format(name: str, values: Sequence[Any]) -> Any:
+def _column_format(name: str, values: Sequence[Any]) -> Any:
     if name.endswith("_unix_ns"):
         return st.column_config.DatetimeColumn(format="iso8601")
     if any(isinstance(value, float) for value in values):

@@ -56,21 +56,23 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     if waits:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
         choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
-    shown, shade, steps = heatmap_page.controls(choices, key="ranks", shade="value")
+    shown, shade, steps = heatmap_page.draw_heat_map_controls(choices, key="ranks", shade="value")
     _draw_stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
         _waited_for(source, run, steps, waits)
     reply = heatmap_page.query_cells(source, run, shown.metric, steps)
     if reply is None:
-        st.caption(_why_nothing(shown))
+        st.caption(_missing_metric_reason(shown))
     else:
         names = row_names(reply.rows, detail)
-        heatmap_page.draw(source, run, shown.title, reply, shade=shade, key="ranks", names=names)
+        heatmap_page.draw_heat_map(
+            source, run, shown.title, reply, shade=shade, key="ranks", names=names
+        )
     _draw_findings(source, run)
     _draw_sources(source, detail)
 
 
-def _why_nothing(choice: MetricChoice) -> str:
+def _missing_metric_reason(choice: MetricChoice) -> str:
     if choice.metric.startswith(("gpu.", "node.")):
         return "No agent has reported this for the run; without an agent only ranks report."
     return "No rank measured this in these steps."
@@ -139,7 +141,7 @@ def _draw_findings(source: DataSource, run: RunSummary) -> None:
         if view.finding.kind in ABOUT_MACHINES
     ]
     st.markdown(f"## Rank and node findings ({len(findings):,})")
-    layout.table(
+    layout.draw_table(
         tables.finding_rows(findings),
         "Rank and node findings: none.",
         key="rank_findings",
@@ -148,7 +150,7 @@ def _draw_findings(source: DataSource, run: RunSummary) -> None:
 
 def _draw_sources(source: DataSource, detail: RunDetail) -> None:
     st.markdown(f"## Reporting processes ({len(detail.sources):,})")
-    layout.table(
+    layout.draw_table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),
         "No process has reported yet.",
         key="sources",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from trainvitals.hindsight import tally
+from trainvitals.hindsight import summarize_outcomes
 from trainvitals.io.client import CollectorClient
 from trainvitals.units import humanize_count
 from trainvitals.views import (
@@ -26,7 +26,7 @@ from trainvitals.views import (
     RunQuestion,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables, verdicts
-from vitals_dashboard.feed import MAX_POINTS, Feed, draw_charts, load_charts
+from vitals_dashboard.feed import MAX_POINTS, ChartFeed, draw_charts, load_charts
 from vitals_dashboard.source import (
     DataSource,
     event_cache_key,
@@ -51,14 +51,14 @@ def render() -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         layout.run_links()
         st.space("stretch")
-        options = controls.draw()
-    live = layout.is_page_live(layout.run_in_address(), live=options.live)
+        options = controls.draw_chart_controls()
+    live = layout.is_page_live(layout.run_ids_from_url(), live=options.live)
     layout.page_with_live_part(lambda source: _draw_page(source, options, live))
 
 
 def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
     controls.has_zoomed()  # and they did follow, because the whole page is redrawn
-    run = layout.chosen_run(source)
+    run = layout.draw_run_choice(source)
     if run is None:
         return
     with query_in_threads() as ask:
@@ -66,7 +66,9 @@ def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
         detail = source.client.ask(RunQuestion(run_id=run.run_id, volume=False))
         seen = happened.result()
     shown = _LivePart(options, detail, seen, _own_metrics(detail))
-    layout.live_part(lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live")
+    layout.draw_live_part(
+        lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live"
+    )
     _draw_curve_tools(source, detail, seen.decisions)
     _draw_run_tables(
         detail,
@@ -88,7 +90,7 @@ class _LivePart:
         self,
         options: ChartControls,
         detail: RunDetail,
-        happened: "_Happened",
+        happened: "_RunEvents",
         extra_metrics: Sequence[str],
     ) -> None:
         self._chosen, self._happened, self._own = options, happened, extra_metrics
@@ -100,7 +102,9 @@ class _LivePart:
         verdict = st.container(key="run_verdict")
         # The curves matter most: nothing else is queried until the browser has them.
         with st.container(key="run_charts"):
-            _draw_run_charts(_view(source, detail, self._chosen, self._happened), self._own)
+            _draw_run_charts(
+                _build_chart_context(source, detail, self._chosen, self._happened), self._own
+            )
         with verdict:
             verdicts.draw_verdict_strip(
                 detail.summary, verdict_of(source, detail.summary, is_exact=True)
@@ -119,7 +123,7 @@ class _LivePart:
         return True
 
 
-class _Happened(NamedTuple):
+class _RunEvents(NamedTuple):
     """Decisions, checkpoints, alerts and notes of a run, drawn as marks."""
 
     decisions: Sequence[DecisionView]
@@ -128,8 +132,8 @@ class _Happened(NamedTuple):
     notes: Sequence[AnnotationView]
 
 
-def _query_run_events(source: DataSource, run_id: str) -> _Happened:
-    return _Happened(
+def _query_run_events(source: DataSource, run_id: str) -> _RunEvents:
+    return _RunEvents(
         source.client.ask(DecisionsQuestion(run_id=run_id)),
         source.client.ask(CheckpointsQuestion(run_id=run_id)),
         source.client.ask(AlertsQuestion(run_id=run_id)),
@@ -137,16 +141,16 @@ def _query_run_events(source: DataSource, run_id: str) -> _Happened:
     )
 
 
-def _view(
-    source: DataSource, detail: RunDetail, options: ChartControls, happened: _Happened
-) -> curves.View:
+def _build_chart_context(
+    source: DataSource, detail: RunDetail, options: ChartControls, happened: _RunEvents
+) -> curves.ChartContext:
     """Return the view, with all events at their position along x."""
-    view = curves.View(
+    view = curves.ChartContext(
         source=source,
         detail=detail,
         controls=options,
     )
-    scale = curves.scale_of(view)
+    scale = curves.query_step_scale(view)
     if scale is None:
         st.caption(f"This run has no {options.axis} to draw along; steps are shown.")
         scale = charts.STEPS
@@ -159,10 +163,10 @@ def _view(
     return replace(view, scale=scale, decisions=marks, others=others)
 
 
-def _draw_run_charts(view: curves.View, extra_metrics: Sequence[str]) -> None:
+def _draw_run_charts(view: curves.ChartContext, extra_metrics: Sequence[str]) -> None:
     notes: list[str] = []
 
-    def make(feed: Feed) -> list[charts.Chart]:
+    def make(feed: ChartFeed) -> list[charts.Chart]:
         fed = replace(view, feed=feed)
         of_run, loss = curves.build_charts(fed, extra_metrics)
         strip, missing = machines.build_machine_charts(fed, loss)
@@ -194,7 +198,7 @@ def _draw_curve_tools(
     with where:
         controls.around(decisions)
     with what:
-        _more_metrics(detail)
+        _draw_metric_choice(detail)
     with note:
         if source.control is not None:
             _draw_note_form(source.control, detail)
@@ -217,7 +221,7 @@ def _own_metrics(detail: RunDetail) -> list[str]:
     return [m for m in st.session_state["also"] if m in metrics]
 
 
-def _more_metrics(detail: RunDetail) -> None:
+def _draw_metric_choice(detail: RunDetail) -> None:
     def follow() -> None:
         st.query_params["also"] = st.session_state["also"]
 
@@ -247,7 +251,7 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
             if not text.strip():
                 message = "A note needs a text."
             else:
-                message = commands.note(
+                message = commands.write_user_note(
                     control, detail.summary, int(step), text.strip(), by.strip()
                 )
                 message = message or f"The note is on the curves, at step {step:,}."
@@ -345,8 +349,10 @@ def _draw_run_tables(
         key, label = title.split()[0].lower(), f"{title} ({len(found):,})"
         with st.expander(label, key=f"open_{key}", on_change="rerun", bind="query-params") as part:
             if part.open:
-                layout.table(rows_of(found), empty, key=key)
-                if title == "Decisions" and (shadow := tally(v.hindsight or None for v in found)):
+                layout.draw_table(rows_of(found), empty, key=key)
+                if title == "Decisions" and (
+                    shadow := summarize_outcomes(v.hindsight or None for v in found)
+                ):
                     st.caption(f"Observed decisions: {shadow}.")
 
 
@@ -363,7 +369,9 @@ def _draw_goodput(source: DataSource, detail: RunDetail) -> None:
             if foreseen := _forecast_text(source, detail):
                 st.text(foreseen)
             st.text(f"Goodput {formatting.share(view.ratio)}")
-            layout.table(tables.goodput_rows(view), "No process has reported yet.", key="goodput")
+            layout.draw_table(
+                tables.goodput_rows(view), "No process has reported yet.", key="goodput"
+            )
             st.caption("  |  ".join(f"{name}: {text}" for name, text in view.cost()))
             for note in view.notes:
                 st.caption(note)

@@ -27,7 +27,7 @@ from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
 from vitals_collector.api.auth import OTLP_PATH, PROTOBUF, principal_of, require
 from vitals_collector.api.ingest_route import IngestApp
-from vitals_collector.api.questions import answers, takes
+from vitals_collector.api.questions import openapi_request_body, openapi_responses
 from vitals_collector.live.run_status import GUEST
 from vitals_collector.queries.ledger import run_row
 from vitals_collector.queries.series import attempt_rows
@@ -268,7 +268,9 @@ class _ServiceWriter:
         self.names: dict[str, int] = {}
         self._next_seq = {"events": 0, "scalars": 0}
 
-    def bodies(self, points: Sequence[Point], at: tuple[int, int], now_ns: int) -> list[bytes]:
+    def encode_batches(
+        self, points: Sequence[Point], at: tuple[int, int], now_ns: int
+    ) -> list[bytes]:
         """Return the batches of these points.
 
         Args:
@@ -365,7 +367,7 @@ class OtlpIntake:
             series.add(point.name)
             accepted.append(point)
         if accepted:
-            await self._ingest.store(writer.bodies(accepted, at, now_ns), principal)
+            await self._ingest.store(writer.encode_batches(accepted, at, now_ns), principal)
 
     def _newest(self, run_id: str) -> tuple[int, int]:
         """Return the run's latest attempt, and its latest step."""
@@ -387,8 +389,8 @@ def otlp_router(store: Store, ingest: IngestApp, *, clock: Clock) -> APIRouter:
         OTLP_PATH,
         tags=["ingest"],
         dependencies=[Depends(require("ingest"))],
-        responses=answers(dict[str, Any]),
-        openapi_extra=takes(dict[str, Any]),
+        responses=openapi_responses(dict[str, Any]),
+        openapi_extra=openapi_request_body(dict[str, Any]),
     )
     async def take_metrics(request: Request) -> Response:
         """Store OpenTelemetry metrics (OTLP/HTTP: JSON, or `application/x-protobuf`) as scalars.

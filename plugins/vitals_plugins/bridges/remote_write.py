@@ -202,7 +202,7 @@ def remote_writer(
     """
     if not url:
         return None
-    if not _is_address(url):
+    if not _is_http_url(url):
         raise ConfigError(
             f"the remote-write address is {redacted(url)!r}; it must be http://HOST/... or "
             "https://HOST/...",
@@ -217,7 +217,7 @@ def remote_writer(
     return RemoteWriter(url, collector, counters, clock=clock, leads=leads)
 
 
-def _is_address(url: str) -> bool:
+def _is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         _ = parts.port, httpx.URL(url)
@@ -245,7 +245,9 @@ def encode_write_request(
     """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
     bits = [(series, struct.pack("<d", _normalize_nan(value))) for series, value in values.items()]
     bits += [(series, _STALE) for series in ended]
-    return b"".join(_field(1, _encode_series(series, value, unix_ms)) for series, value in bits)
+    return b"".join(
+        _encode_bytes_field(1, _encode_series(series, value, unix_ms)) for series, value in bits
+    )
 
 
 def compress_snappy(body: bytes) -> bytes:
@@ -263,13 +265,16 @@ def _normalize_nan(value: float) -> float:
 def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
     """Return a TimeSeries of Prometheus remote write, with one sample."""
     labels = b"".join(
-        _field(1, _field(1, name.encode()) + _field(2, text.encode())) for name, text in series
+        _encode_bytes_field(
+            1, _encode_bytes_field(1, name.encode()) + _encode_bytes_field(2, text.encode())
+        )
+        for name, text in series
     )
     sample = b"\x09" + value + b"\x10" + encode_varint(unix_ms)
-    return labels + _field(2, sample)
+    return labels + _encode_bytes_field(2, sample)
 
 
-def _field(number: int, content: bytes) -> bytes:
+def _encode_bytes_field(number: int, content: bytes) -> bytes:
     """Return a field that holds bytes (protobuf.dev, "Encoding")."""
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 

@@ -95,7 +95,7 @@ def gemm(
     while True:
         with torch.autocast(device.type, enabled=False):
             product = multiply(left, right)
-        wrong = _compare(name, seed, product, expected)
+        wrong = _find_wrong_element(name, seed, product, expected)
         if wrong is not None or time.monotonic() >= until:
             return wrong
 
@@ -121,7 +121,7 @@ def memory(
     for number, part in enumerate(parts):
         first = number * _CHUNK_WORDS
         expected = _pattern_words(pattern, block, first, len(part), seed)
-        wrong = _compare(f"memory {pattern}", seed, read(part), expected)
+        wrong = _find_wrong_element(f"memory {pattern}", seed, read(part), expected)
         if wrong is not None:
             element = first + wrong.element
             return wrong._replace(element=element, address=block.data_ptr() + 8 * element)
@@ -170,10 +170,10 @@ def all_reduce(
     total = (weights * (rank + 1)).to(device, torch.float32)
     reduce(total)
     expected = (weights * shares).to(device, torch.float32)
-    return _compare("all-reduce", seed, total, expected)
+    return _find_wrong_element("all-reduce", seed, total, expected)
 
 
-def _compare(
+def _find_wrong_element(
     kernel: str, seed: int, actual: torch.Tensor, expected: torch.Tensor
 ) -> WrongAnswer | None:
     """Return the first wrong element of a kernel's result, compared bit by bit."""

@@ -48,7 +48,7 @@ class ActingCollector:
         _call_again(self.acting.lease.renew_or_acquire)
         _call_again(self.owners.renew)
         _call_again(self.acting.engine.poll)
-        self.acting.dispatcher.pump()
+        self.acting.dispatcher.deliver_due()
         return self.heard.words
 
     def die(self) -> None:

@@ -20,7 +20,7 @@ from tests.collector.rows import Writer
 from tests.e2e.lab import until
 from tests.support.forked import COMMANDS
 from trainvitals.identity import new_run_id
-from trainvitals.io.client import client_of, collector_on
+from trainvitals.io.client import collector_on, open_collector_client
 from vitals_collector.cluster.leases import PAGER
 from vitals_collector.storage.schema import alerts, leases
 from vitals_collector.storage.store import Store
@@ -122,7 +122,7 @@ class RealCollector:
         """Have it store a batch; raises TransportError where another one owns the run."""
         collector = collector_on(self.data)
         assert collector is not None
-        with client_of(collector, "ingest", timeout=60.0) as client:
+        with open_collector_client(collector, "ingest", timeout=60.0) as client:
             client.ingest(raw)
 
 

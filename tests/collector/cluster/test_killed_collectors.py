@@ -22,7 +22,7 @@ from trainvitals.identity import new_run_id
 from trainvitals.io.client import read_tokens
 from trainvitals.io.spool import Spool
 from vitals_agent.backoff import Backoff
-from vitals_agent.collector_endpoint import CollectorEndpoint, finder
+from vitals_agent.collector_endpoint import CollectorEndpoint, make_collector_finder
 from vitals_agent.faults import Faults
 from vitals_agent.shipper import Shipper
 from vitals_collector.api.auth import load_or_create_tokens
@@ -46,7 +46,7 @@ class Sender:
         self.num_rows = 0
         self._writer = Writer(run=self.run_id)
         self._spool = Spool(folder / self.run_id, max_bytes=1 << 24, keep=False)
-        self._endpoint = CollectorEndpoint(finder(urls, tokens, {}))
+        self._endpoint = CollectorEndpoint(make_collector_finder(urls, tokens, {}))
         backoff = Backoff(max_seconds=2.0, rng=random.Random(len(urls)))
         self._shipper = Shipper(
             self._endpoint, backoff=backoff, faults=Faults(), budget_seconds=0.2

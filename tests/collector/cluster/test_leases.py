@@ -85,11 +85,11 @@ def test_what_a_former_holder_writes_is_refused(store: Store, start) -> None:
     paused.renew_or_acquire()
     end_all(store)
     holder.renew_or_acquire()
-    with pytest.raises(StorageError, match="another collector holds"), paused.lease.fenced(1):
+    with pytest.raises(StorageError, match="another collector holds"), paused.lease.fence_writes(1):
         put(store)
     with store.read_transaction() as connection:
         assert connection.execute(select(engine_state.c.name)).all() == []
-    with holder.lease.fenced(2):
+    with holder.lease.fence_writes(2):
         put(store)
     with store.read_transaction() as connection:
         assert connection.execute(select(engine_state.c.name)).all() == [("x",)]
@@ -100,7 +100,7 @@ def test_an_old_time_of_the_same_holder_is_refused(store: Store, start) -> None:
     holder.renew_or_acquire()
     holder.clock.advance(LEASE_SECONDS)
     holder.renew_or_acquire()
-    with pytest.raises(StorageError, match="number 1"), holder.lease.fenced(1):
+    with pytest.raises(StorageError, match="number 1"), holder.lease.fence_writes(1):
         put(store)
 
 
@@ -115,9 +115,9 @@ def test_who_comes_back_to_the_same_place_has_the_lease_at_once_and_what_was_bef
     assert back.renew_or_acquire() == back.renew_or_acquire() == 2
     with store.read_transaction() as connection:
         assert connection.execute(select(leases.c.expires_unix_ns)).scalar_one() > expires
-    with pytest.raises(StorageError, match="number 1"), killed.lease.fenced(1):
+    with pytest.raises(StorageError, match="number 1"), killed.lease.fence_writes(1):
         put(store)
-    with back.lease.fenced(2):
+    with back.lease.fence_writes(2):
         put(store)
 
 

@@ -16,7 +16,7 @@ from trainvitals.identity import new_run_id
 from trainvitals.records import RunEnded
 from trainvitals.views import FindingsQuestion
 from vitals_collector.live.live_monitor import FollowedRun
-from vitals_collector.live.reports import Reporter
+from vitals_collector.live.reports import RunReporter
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
@@ -119,7 +119,7 @@ def test_an_owner_that_died_before_it_reported_loses_no_page(
     job = SlowRank()
     pair.owner.send(*job.steps(range(5), slow=False))
     pair.look()
-    monkeypatch.setattr(Reporter, "report", lambda *_, **__: None)
+    monkeypatch.setattr(RunReporter, "report", lambda *_, **__: None)
     pair.owner.send(
         *job.steps(range(5, 30), slow=True), Writer().events(decision(action="rollback"))
     )
@@ -175,7 +175,7 @@ def test_what_is_over_ends_though_no_owner_ever_reported_that_the_run_went_on(
     assert pair.pass_time(5) == ["TrainingHalted firing"]
     pair.pager.owners.close()  # it lets the run go: another collector has the next rows
     pair.pass_time(15)
-    monkeypatch.setattr(Reporter, "report", lambda *_, **__: None)
+    monkeypatch.setattr(RunReporter, "report", lambda *_, **__: None)
     pair.owner.send(Writer().events(started(), step=9))
     assert pair.pass_time(5) == ["TrainingHalted firing"]
     pair.owner.die()

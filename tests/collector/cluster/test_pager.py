@@ -59,7 +59,7 @@ def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
     pair.look()
     (alert,) = pair.pager.heard.alerts
     was_read, is_acked = threading.Event(), threading.Event()
-    raised = inbox._raised
+    raised = inbox._raise_point_alert
 
     def raise_slowly(entry: InboxAlert | None, occurrence: AlertOccurrence, now: int) -> InboxAlert:
         was_read.set()
@@ -75,7 +75,7 @@ def test_an_acknowledgement_amid_another_collectors_write_is_not_lost(
     threads = [threading.Thread(target=acknowledge, args=(by,)) for by in ("ana", "bob")]
     for thread in threads:
         thread.start()
-    monkeypatch.setattr(inbox, "_raised", raise_slowly)
+    monkeypatch.setattr(inbox, "_raise_point_alert", raise_slowly)
     point = Alert(
         name=alert.name,
         severity=alert.severity,

@@ -24,7 +24,7 @@ from tests.collector.cluster.collectors import RealCollector
 from tests.collector.rows import RUN, Writer
 from tests.e2e.lab import until
 from trainvitals.errors import TransportError
-from trainvitals.io.client import client_of, collector_on
+from trainvitals.io.client import collector_on, open_collector_client
 from trainvitals.views import RunQuestion
 from vitals_collector.storage.store import libpq_conninfo
 
@@ -165,7 +165,7 @@ def is_stored(data: Path, raw: bytes) -> bool:
     """Send a batch, as an agent does; return whether it was acknowledged."""
     collector = collector_on(data)
     assert collector is not None
-    with client_of(collector, "ingest", timeout=10.0) as client:
+    with open_collector_client(collector, "ingest", timeout=10.0) as client:
         try:
             client.ingest(raw)
         except TransportError:
@@ -205,7 +205,7 @@ def check_rows(data: Path, num_rows: int) -> None:
     """Check that each row that was sent is stored once."""
     collector = collector_on(data)
     assert collector is not None
-    with client_of(collector, timeout=20.0) as client:
+    with open_collector_client(collector, timeout=20.0) as client:
         (source,) = client.ask(RunQuestion(run_id=RUN)).sources
     assert (num_rows, 0) == (source.num_rows, source.num_lost_rows)
 

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 
 from trainvitals.testing import ManualClock
-from vitals_collector.api.serve import only_one
+from vitals_collector.api.serve import lock_data_dir
 from vitals_collector.cluster.leases import UPKEEP, Lease
 from vitals_collector.storage.store import open_store
 
 
 def name_of(data: Path) -> str:
-    with only_one(data) as name:
+    with lock_data_dir(data) as name:
         return name
 
 
@@ -24,7 +24,7 @@ def test_a_data_folder_has_the_same_name_each_time_and_its_copy_another(tmp_path
 
 def test_a_lock_that_was_made_anew_has_another_name(tmp_path: Path) -> None:
     # The former file is kept, or its number might be given to the next one.
-    with only_one(tmp_path / "a") as first:
+    with lock_data_dir(tmp_path / "a") as first:
         (tmp_path / "a" / "collector.lock").unlink()
         assert name_of(tmp_path / "a") != first
 

@@ -21,7 +21,7 @@ from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.ingest import ingest, ingest_all, ingest_bodies
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.lake_catalogue import number_for
+from vitals_collector.numbers.lake_catalogue import choose_run_number
 from vitals_collector.storage.store import Store, open_data_store
 
 pytestmark = [
@@ -164,7 +164,7 @@ def test_runs_that_are_taken_at_once_never_get_one_number(
 ):
     """Begun in one millisecond, two runs may have the same bits of which a number is made."""
     runs = [RUN, OTHER_RUN]
-    assert number_for(runs[0], ()) == number_for(runs[1], ())
+    assert choose_run_number(runs[0], ()) == choose_run_number(runs[1], ())
     commits_behind(second, lambda: first.claims.claim(runs[:1]), monkeypatch)
     second.claims.claim(runs[1:])
     for store, run, num in zip((first, second), runs, (3, 4), strict=True):
@@ -194,7 +194,7 @@ def commits_behind(
 def let_go(store: Store) -> None:
     """End the lease of the run, as if it had not been renewed."""
     with store.engine.begin() as connection:
-        leases.release(connection, [f"run/{RUN}"], store.claims._holder)
+        leases.release_leases(connection, [f"run/{RUN}"], store.claims._holder)
 
 
 def test_a_lease_is_renewed_while_rows_come_and_let_go_when_none_do(

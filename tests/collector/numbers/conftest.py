@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from vitals_collector.numbers import lake_maintenance
-from vitals_collector.numbers.interface import Numbers
+from vitals_collector.numbers.interface import NumberStore
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +28,19 @@ def fresh_lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["lake", "memory"])
-def numbers(request: pytest.FixtureRequest, tmp_path: Path, fresh_lake: Path) -> Iterator[Numbers]:
+def numbers(
+    request: pytest.FixtureRequest, tmp_path: Path, fresh_lake: Path
+) -> Iterator[NumberStore]:
     """Give an empty store of each kind."""
     with empty_numbers(request.param, tmp_path, fresh_lake) as empty:
         yield empty
 
 
 @contextmanager
-def empty_numbers(kind: str, folder: Path, fresh_lake: Path) -> Iterator[Numbers]:
+def empty_numbers(kind: str, folder: Path, fresh_lake: Path) -> Iterator[NumberStore]:
     """Open an empty store of that kind."""
     if kind == "memory":
-        yield MemoryNumbers()
+        yield MemoryNumberStore()
         return
     shutil.copytree(fresh_lake, folder, dirs_exist_ok=True)
     lake = Lake(folder)

@@ -20,7 +20,7 @@ from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_damage import DamagedFile
 from vitals_collector.numbers.lake_engine import LocalFileStore
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 
 
 @pytest.fixture(scope="module", params=one_in(3, ["partly merged", "merged", "never merged"]))
@@ -49,7 +49,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_flipped_bit_in_any_file_is_told_and_its_rows_are_taken_again_once(
     whole: Path, tmp_path: Path, files: str
 ) -> None:
-    expected = MemoryNumbers()
+    expected = MemoryNumberStore()
     expected.append(sent())
     lake = Lake(whole)
     assert lake.check() == []
@@ -75,7 +75,7 @@ def _listed(lake: Lake) -> list[tuple[str, bool, object]]:
     return [row for table in tables for row in lake.engine.files.list_table_files(table)]
 
 
-def _check_repair(folder: Path, path: str, expected: MemoryNumbers) -> None:
+def _check_repair(folder: Path, path: str, expected: MemoryNumberStore) -> None:
     lake = Lake(folder)
     refused = 0
     for run in (RUN, OTHER_RUN):

@@ -23,7 +23,7 @@ from trainvitals.errors import InsecurePathError, StorageError
 from vitals_collector.numbers import lake_engine, lake_maintenance
 from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 
 NAMES = ("loss", "Loss", "z")
 _SENT = st.tuples(
@@ -75,7 +75,7 @@ def test_the_lake_gives_what_memory_gives(
     tmp_path_factory: pytest.TempPathFactory, done: list[tuple[str, object]]
 ) -> None:
     folder = tmp_path_factory.mktemp("lake")
-    lake, memory = new_lake(folder), MemoryNumbers()
+    lake, memory = new_lake(folder), MemoryNumberStore()
     for what, how in done:
         if what == "append":
             assert isinstance(how, list)

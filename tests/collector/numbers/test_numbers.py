@@ -19,7 +19,7 @@ from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,
     DownsampledCurve,
-    Numbers,
+    NumberStore,
     RowSpan,
     SeriesKey,
 )
@@ -28,7 +28,7 @@ ATTEMPTS = [AttemptRow(1, None, 0)]
 BEGIN_NS = 1_700_000_000_000_000_000
 
 
-def test_a_row_that_comes_again_is_stored_once(numbers: Numbers) -> None:
+def test_a_row_that_comes_again_is_stored_once(numbers: NumberStore) -> None:
     first = batch(identity(), [{"loss": 3.0}, {"loss": 2.0}])
     longer = batch(identity(), [{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}])
     assert [2, 0, 1, 0] == numbers.append([first, first, longer, longer])
@@ -37,13 +37,13 @@ def test_a_row_that_comes_again_is_stored_once(numbers: Numbers) -> None:
     assert numbers.mark((RUN, identity().incarnation, "steps")) == 2
 
 
-def test_an_unwritten_stream_is_empty_and_marks_start_below_zero(numbers: Numbers) -> None:
+def test_an_unwritten_stream_is_empty_and_marks_start_below_zero(numbers: NumberStore) -> None:
     assert losses(numbers) == []
     assert numbers.mark((RUN, identity().incarnation, "steps")) == -1
     assert numbers.append([]) == []
 
 
-def test_nan_infinity_and_missing_are_three_things(numbers: Numbers) -> None:
+def test_nan_infinity_and_missing_are_three_things(numbers: NumberStore) -> None:
     values = [math.nan, math.inf, -math.inf, None, -0.0, 5e-324, 1.7976931348623157e308]
     numbers.append([batch(identity(), [{"loss": value} for value in values])])
     column = numbers.scan(STEPS, ["loss"])["loss"]
@@ -53,12 +53,12 @@ def test_nan_infinity_and_missing_are_three_things(numbers: Numbers) -> None:
     assert bits.tolist() == there.view(np.int64).tolist()
 
 
-def test_a_large_counter_is_kept_to_the_last_digit(numbers: Numbers) -> None:
+def test_a_large_counter_is_kept_to_the_last_digit(numbers: NumberStore) -> None:
     numbers.append([batch(identity(), [{"tokens": 2**53 + 1}], kinds={"tokens": "i8"})])
     assert plain(numbers.scan(STEPS, ["tokens"])["tokens"]) == [2**53 + 1]
 
 
-def test_a_new_column_is_missing_in_the_rows_before_it(numbers: Numbers) -> None:
+def test_a_new_column_is_missing_in_the_rows_before_it(numbers: NumberStore) -> None:
     numbers.append([batch(identity(), [{"loss": 3.0}])])
     numbers.append([batch(identity(), [{"loss": 2.0, "z": 7.0}], first_seq=1)])
     columns = numbers.scan(STEPS, ["z", "never_written", "loss"])
@@ -67,7 +67,7 @@ def test_a_new_column_is_missing_in_the_rows_before_it(numbers: Numbers) -> None
     assert plain(columns["never_written"]) == [None, None]
 
 
-def test_names_that_differ_in_case_alone_are_two_columns(numbers: Numbers) -> None:
+def test_names_that_differ_in_case_alone_are_two_columns(numbers: NumberStore) -> None:
     awkward = {"Loss": 1.0, "loss": 2.0, 'a"b': 3.0, "seq ": 4.0, "S$hex$61": 5.0, "select": 6.0}
     numbers.append([batch(identity(), [awkward])])
     columns = numbers.scan(STEPS, list(awkward))
@@ -76,20 +76,20 @@ def test_names_that_differ_in_case_alone_are_two_columns(numbers: Numbers) -> No
     }
 
 
-def test_one_name_of_two_types_gives_floats(numbers: Numbers) -> None:
+def test_one_name_of_two_types_gives_floats(numbers: NumberStore) -> None:
     numbers.append([batch(identity(), [{"n": 1}], kinds={"n": "i8"})])
     numbers.append([batch(identity(), [{"n": 2.5}], first_seq=1)])
     assert plain(numbers.scan(STEPS, ["n"])["n"]) == [1.0, 2.5]
 
 
-def test_texts_come_back_and_bytes_that_are_none_refuse_nothing(numbers: Numbers) -> None:
+def test_texts_come_back_and_bytes_that_are_none_refuse_nothing(numbers: NumberStore) -> None:
     rows: list[dict[str, Value]] = [{"name": b"layers.0"}, {"name": b"\xff\xfe"}, {}]
     numbers.append([batch(identity(), rows, kinds={"name": "S16"}, stream="layers")])
     columns = numbers.scan(RowSpan(RUN, "layers"), ["name"])
     assert plain(columns["name"]) == ["layers.0", "\ufffd\ufffd", None]
 
 
-def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
+def test_rows_come_by_step_then_rank_then_time(numbers: NumberStore) -> None:
     later = batch(identity(rank=0, start=1), [{"step": 1, "loss": 9.0}])
     for rank in (2, 1, 0):
         rows = [{"loss": float(rank + step)} for step in (0, 10, 20)]
@@ -105,7 +105,7 @@ def test_rows_come_by_step_then_rank_then_time(numbers: Numbers) -> None:
 @pytest.fixture(scope="module", params=["lake", "memory"])
 def three_rows(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fresh_lake: Path
-) -> Iterator[Numbers]:
+) -> Iterator[NumberStore]:
     """A store of each kind with three rows of a run and one of another, for questions alone."""
     with empty_numbers(request.param, tmp_path_factory.mktemp("numbers"), fresh_lake) as numbers:
         numbers.append([batch(identity(rank=3), [{"loss": float(i)} for i in range(3)])])
@@ -133,13 +133,13 @@ def three_rows(
     ],
 )
 def test_a_span_bounds_what_is_read(
-    three_rows: Numbers, span: RowSpan, expected: list[float]
+    three_rows: NumberStore, span: RowSpan, expected: list[float]
 ) -> None:
     assert losses(three_rows, span) == expected
     assert three_rows.num_rows(span) == len(expected)
 
 
-def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: Numbers) -> None:
+def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: NumberStore) -> None:
     first, second = identity(), identity(start=1)
     for who, names in ((first, (0, 1, 0)), (second, (1, 0, 0))):
         rows = [{"name": name, "value": 10.0 * (who is second) + i} for i, name in enumerate(names)]
@@ -161,7 +161,7 @@ def test_each_writer_numbers_its_rows_and_its_names_anew(numbers: Numbers) -> No
     assert values(seqs=seqs, keyed=SeriesKey("name", of_both)) == [10.0]
 
 
-def test_a_run_has_the_columns_and_the_sources_of_its_own_rows(numbers: Numbers) -> None:
+def test_a_run_has_the_columns_and_the_sources_of_its_own_rows(numbers: NumberStore) -> None:
     assert numbers.kinds(RUN, "steps") == {}
     assert numbers.sources(RUN, "steps") == []
     numbers.append([batch(identity(OTHER_RUN), [{"theirs": 1.0}])])
@@ -180,7 +180,7 @@ KINDS = {"loss": "f8", "n": "i8"}
 MORE_KINDS = {"n": "f8", "name": "S16"}
 
 
-def test_numbers_under_a_name_that_is_text_too_are_missing(numbers: Numbers) -> None:
+def test_numbers_under_a_name_that_is_text_too_are_missing(numbers: NumberStore) -> None:
     numbers.append([batch(identity(OTHER_RUN), [{"n": b"theirs"}], kinds={"n": "S16"})])
     numbers.append([batch(identity(), [{"n": 1.0}])])
     assert plain(numbers.scan(STEPS, ["n"])["n"]) == [1.0]
@@ -196,7 +196,7 @@ def of(drawn: DownsampledCurve) -> dict[int, float]:
     return dict(zip(drawn.points.step.tolist(), drawn.points.value.tolist(), strict=True))
 
 
-def test_a_curve_is_stitched_from_the_attempts_of_its_branch(numbers: Numbers) -> None:
+def test_a_curve_is_stitched_from_the_attempts_of_its_branch(numbers: NumberStore) -> None:
     rows: list[dict[str, Value]] = [{"step": i, "loss": float(i)} for i in range(6)]
     again: list[dict[str, Value]] = [
         {"step": i, "loss": 10.0 + i, "attempt": 2} for i in range(3, 5)
@@ -218,7 +218,7 @@ def test_a_curve_is_stitched_from_the_attempts_of_its_branch(numbers: Numbers) -
     assert curve("lineage", from_step=2, to_step=4) == ({2: 2.0, 3: 13.0}, 2)
 
 
-def test_many_curves_are_each_what_they_are_alone(numbers: Numbers) -> None:
+def test_many_curves_are_each_what_they_are_alone(numbers: NumberStore) -> None:
     for rank in range(4):
         rows = [{"loss": float(rank * 10 + i), "z": None if i else 1.0} for i in range(5)]
         numbers.append([batch(identity(rank=rank), rows)])
@@ -242,7 +242,7 @@ def test_many_curves_are_each_what_they_are_alone(numbers: Numbers) -> None:
     assert drawn[8:] == [{1: 1.0, 3: 3.0, 5: 5.0}, {0: 0.0, 2: 2.0, 4: 4.0}, drawn[9], {}]
 
 
-def test_rows_without_a_step_are_drawn_by_their_time(numbers: Numbers) -> None:
+def test_rows_without_a_step_are_drawn_by_their_time(numbers: NumberStore) -> None:
     def sample(start: int, second: int, value: float) -> None:
         row: dict[str, Value] = {"step": -1, "attempt": 0, "watts": value}
         row["time_unix_ns"] = second
@@ -255,7 +255,7 @@ def test_rows_without_a_step_are_drawn_by_their_time(numbers: Numbers) -> None:
     assert drawn.num_values == 3
 
 
-def test_a_deleted_run_is_gone_and_does_not_come_back(numbers: Numbers) -> None:
+def test_a_deleted_run_is_gone_and_does_not_come_back(numbers: NumberStore) -> None:
     old = batch(identity(), [{"loss": 1.0}])
     other = batch(identity(OTHER_RUN), [{"loss": 8.0}])
     numbers.append([old, other])
@@ -265,14 +265,14 @@ def test_a_deleted_run_is_gone_and_does_not_come_back(numbers: Numbers) -> None:
     assert losses(numbers, STEPS._replace(run_id=OTHER_RUN)) == [8.0]
 
 
-def test_thousands_of_writers_are_one_commit(numbers: Numbers) -> None:
+def test_thousands_of_writers_are_one_commit(numbers: NumberStore) -> None:
     batches = [batch(identity(rank=rank), [{"loss": float(rank)}]) for rank in range(2_000)]
     assert [1] * 2_000 == numbers.append(batches)
     assert [float(rank) for rank in range(2_000)] == losses(numbers)
 
 
 def test_a_key_is_the_streams_own_column_though_every_row_has_one_of_that_name(
-    numbers: Numbers,
+    numbers: NumberStore,
 ) -> None:
     """An agent writes the rows of its node's ranks; whose they are is a column."""
     rows: list[dict[str, Value]] = [{"rank": rank, "alive": rank + 10} for rank in (0, 1, 2)]
@@ -289,7 +289,7 @@ def test_a_key_is_the_streams_own_column_though_every_row_has_one_of_that_name(
     assert [[12.0], [11.0]] == [curve.points.value.tolist() for curve in drawn]
 
 
-def test_the_last_step_of_each_attempt_is_known(numbers: Numbers) -> None:
+def test_the_last_step_of_each_attempt_is_known(numbers: NumberStore) -> None:
     assert {} == numbers.last_steps(RUN)
     rows: list[dict[str, Value]] = [
         {"step": step, "attempt": attempt} for step, attempt in ((1, 1), (2, 1), (0, 2), (5, 3))

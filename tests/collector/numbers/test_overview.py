@@ -25,7 +25,7 @@ from vitals_collector.numbers.interface import (
     RowSpan,
 )
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 
 FORKED = [AttemptRow(1, None, 0), AttemptRow(2, 1, 9), AttemptRow(3, 2, 14)]
 
@@ -138,7 +138,7 @@ def test_an_overview_keeps_the_shape_of_the_curve(
     num_points: int,
     branch: Branch,
 ) -> None:
-    run, memory = new_run_id(time.time_ns()), MemoryNumbers()
+    run, memory = new_run_id(time.time_ns()), MemoryNumberStore()
     seqs: dict[tuple[int, int], int] = {}
     for number, piece in enumerate(pieces):
         who = identity(run, rank=piece.rank, start=piece.start)

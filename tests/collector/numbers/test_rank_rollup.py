@@ -26,18 +26,18 @@ from vitals_collector.numbers import lake_rollup
 from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,
-    Numbers,
+    NumberStore,
     RollUpResult,
     RowSpan,
     StepWindow,
 )
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.numbers.rank_rollup import STATISTICS
 
 
 def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
-    numbers: Numbers,
+    numbers: NumberStore,
 ) -> None:
     fill(numbers)
     due = numbers.next_window(RUN, 1, SIZE)
@@ -65,7 +65,7 @@ def test_a_window_keeps_rank_0_the_worst_ranks_and_numbers_over_all_others(
     assert numbers.sources(RUN, "ranks") == ["ranks"]
 
 
-def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> None:
+def test_windows_come_one_after_the_other_and_each_once(numbers: NumberStore) -> None:
     fill(numbers)
     windows = []
     while (due := numbers.next_window(RUN, 1, SIZE)) is not None:
@@ -76,7 +76,7 @@ def test_windows_come_one_after_the_other_and_each_once(numbers: Numbers) -> Non
     assert numbers.next_window(RUN, 2, SIZE) is None
 
 
-def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: Numbers) -> None:
+def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: NumberStore) -> None:
     fill(numbers)
     assert numbers.roll_up(RUN, FIRST, 2, is_whole=True).num_rows == 0
     assert kept_rows(numbers) == dict.fromkeys(range(12), 600)
@@ -86,7 +86,7 @@ def test_a_window_near_an_incident_loses_nothing_and_has_its_numbers(numbers: Nu
     assert due[0].first_step == SIZE
 
 
-def test_rows_that_became_numbers_are_not_taken_again(numbers: Numbers) -> None:
+def test_rows_that_became_numbers_are_not_taken_again(numbers: NumberStore) -> None:
     fill(numbers)
     numbers.roll_up(RUN, FIRST, 2)
     before = kept_rows(numbers)
@@ -94,7 +94,7 @@ def test_rows_that_became_numbers_are_not_taken_again(numbers: Numbers) -> None:
     assert kept_rows(numbers) == before
 
 
-def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: Numbers) -> None:
+def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: NumberStore) -> None:
     largest = 1.7e308
     numbers.append(
         [batch(identity(rank=rank), [{"z": largest}, {"z": math.nan}]) for rank in (1, 2, 3)]
@@ -111,7 +111,7 @@ def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: N
 
 
 def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
-    lake, memory = new_lake(tmp_path), MemoryNumbers()
+    lake, memory = new_lake(tmp_path), MemoryNumberStore()
     for numbers in (lake, memory):
         fill(numbers, num_ranks=24)
     assert lake.roll_up(RUN, FIRST, 8) == memory.roll_up(RUN, FIRST, 8)
@@ -123,7 +123,7 @@ def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
 
 
 def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
-    lake, memory = new_lake(tmp_path), MemoryNumbers()
+    lake, memory = new_lake(tmp_path), MemoryNumberStore()
     for numbers in (lake, memory):
         fill(numbers, num=1_000)
     lake.merge()  # all is outlined

@@ -30,7 +30,7 @@ from vitals_collector.numbers.interface import RowSpan
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import S3FileStore
 from vitals_collector.numbers.lake_sql import LakeReader
-from vitals_collector.numbers.memory import MemoryNumbers
+from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.retention.backup import copy_lake
 from vitals_collector.storage.store import open_data_store
 
@@ -111,7 +111,7 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
     s3: S3, tmp_path: Path
 ) -> None:
     bucket = s3.bucket()
-    memory, lake = MemoryNumbers(), Lake(tmp_path, bucket=bucket)
+    memory, lake = MemoryNumberStore(), Lake(tmp_path, bucket=bucket)
     batches = sent()
     for first in range(0, len(batches), 4):
         assert lake.append(batches[first : first + 4]) == memory.append(batches[first : first + 4])
@@ -143,7 +143,7 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
 
 @pytest.mark.nightly
 def test_levels_on_s3_are_those_of_memory(s3: S3, tmp_path: Path) -> None:
-    memory, lake = MemoryNumbers(), Lake(tmp_path, bucket=s3.bucket())
+    memory, lake = MemoryNumberStore(), Lake(tmp_path, bucket=s3.bucket())
     for numbers in (memory, lake):
         levels.fill(numbers, num_ranks=6, num=300)
     assert lake.roll_up(RUN, levels.FIRST, 2) == memory.roll_up(RUN, levels.FIRST, 2)
@@ -157,7 +157,7 @@ def test_a_flipped_bit_in_a_bucket_is_told_and_its_rows_are_taken_again_once(
     s3: S3, tmp_path: Path
 ) -> None:
     bucket = s3.bucket()
-    memory, lake = MemoryNumbers(), Lake(tmp_path, bucket=bucket)
+    memory, lake = MemoryNumberStore(), Lake(tmp_path, bucket=bucket)
     lake.append(sent())
     memory.append(sent())
     lake.close()

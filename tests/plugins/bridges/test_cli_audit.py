@@ -247,11 +247,11 @@ def test_a_loss_is_back_only_where_it_stays():
 
 def test_no_option_of_the_columns_is_missing():
     """What `replay` can be told of a log's columns `audit` can be told, too."""
-    from vitals_collector.cli.replay import LogSettings
+    from vitals_collector.cli.replay import ReplayLogOptions
 
     told_of_time_alone = {"time", "evaluation_seconds"}
     names = ColumnChoice.__dataclass_fields__.keys() - told_of_time_alone
-    assert names == LogSettings().columns().keys()
+    assert names == ReplayLogOptions().columns().keys()
 
 
 def test_of_a_log_too_short_to_be_judged_it_says_so(tmp_path: Path, capsys):

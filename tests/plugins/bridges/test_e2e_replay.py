@@ -9,7 +9,7 @@ import pytest
 from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
 from trainvitals.detect.registry import KINDS
-from trainvitals.judged_log import JudgedStep, document, judge_history
+from trainvitals.judged_log import JudgedStep, export_judged_steps, judge_history
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import FindingsQuestion
 from vitals_collector.ingest.folder import FolderIngest
@@ -84,7 +84,7 @@ def test_until_the_rollback_a_csv_gives_the_same_limits_findings_and_actions(
         (j.record.loss_limit, j.record.grad_norm_limit) for j in ours
     ]
     assert [j.record.skipped for j in theirs] == [j.record.skipped for j in ours]
-    live, again = document(theirs), document(ours)
+    live, again = export_judged_steps(theirs), export_judged_steps(ours)
     for one, other in zip(live["findings"], again["findings"], strict=True):
         one["reason"] = one["reason"].removesuffix(" on rank 1")
         assert one == other
@@ -100,6 +100,8 @@ def test_after_the_rollback_only_the_step_in_flight_is_judged_differently(
     stored = replayed.judged()
     back = next(j.row for j in stored if (d := j.judgement.decision) and d.action == "rollback")
     fork = next(j.row for j in stored if j.row > back and j.record.step < stored[back].record.step)
-    assert {f["row"] for f in document(stored[back + 1 :])["findings"]} == set()
-    assert {f["row"] for f in document(from_csv[back + 1 :])["findings"]} <= set(range(back, fork))
+    assert {f["row"] for f in export_judged_steps(stored[back + 1 :])["findings"]} == set()
+    assert {f["row"] for f in export_judged_steps(from_csv[back + 1 :])["findings"]} <= set(
+        range(back, fork)
+    )
     assert from_csv[fork].record.attempt > from_csv[fork - 1].record.attempt

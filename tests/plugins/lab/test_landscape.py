@@ -20,8 +20,8 @@ from vitals_plugins.lab.landscape.surface import (
     copy_model_tensors,
     direction_to_weights,
     losses_along,
+    open_loss_surface,
     random_directions,
-    surface,
 )
 from vitals_plugins.lab.landscape.words import landscape_sentences, line_facts, path_facts
 from vitals_plugins.lab.repro.play import slots
@@ -40,7 +40,7 @@ def half_square(model):
 
 
 def along(model, loss_of, directions, *, batches=(1.0,), mode="eval", places=PLACES, seed=0):
-    with surface(model, loss_of, batches, mode=mode, seed=seed) as around:
+    with open_loss_surface(model, loss_of, batches, mode=mode, seed=seed) as around:
         return losses_along(around, directions, places)
 
 

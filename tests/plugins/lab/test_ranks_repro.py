@@ -11,7 +11,7 @@ from trainer_hooks.repro.capsule import read
 from trainvitals.io.capsules import find_capsules
 from trainvitals.io.rundir import RunDir
 from vitals_plugins.lab.repro.verdict import judge
-from vitals_plugins.lab.repro.weights import load
+from vitals_plugins.lab.repro.weights import load_step_weights
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +28,11 @@ def played(run_dir, file):
     capsule = read(file)
     model, loss_of = build()
     return judge(
-        capsule, model, loss_of, load(capsule, RunDir.open(run_dir), model), capsule.batches
+        capsule,
+        model,
+        loss_of,
+        load_step_weights(capsule, RunDir.open(run_dir), model),
+        capsule.batches,
     )
 
 

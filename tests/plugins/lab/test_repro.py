@@ -28,11 +28,11 @@ from trainer_hooks.repro.capsule import Content, read, rows_in, take_rows, write
 from trainer_hooks.tensors.rng import capture_now, restore_rng
 from trainvitals.cli import main
 from trainvitals.errors import FormatError, InsecurePathError, TrainingHalted
-from trainvitals.io.capsules import CapsuleFile, find_capsules, verdict_on
+from trainvitals.io.capsules import CapsuleFile, find_capsules, read_capsule_verdict
 from trainvitals.io.rundir import RunDir
 from vitals_plugins.lab.repro import verdict as verdicts
-from vitals_plugins.lab.repro.play import ReplayLimits, Scene, Trace
-from vitals_plugins.lab.repro.weights import Weights, load
+from vitals_plugins.lab.repro.play import NonfiniteTrace, ReplayLimits, ReplaySetup
+from vitals_plugins.lab.repro.weights import LoadedWeights, load_step_weights
 
 ROOT = Path(__file__).parents[3]
 ENTRY = f"{bad_steps.__name__}:build"
@@ -247,7 +247,7 @@ def test_a_poisoned_sample_is_named_with_its_module_and_the_verdict_is_kept(run_
     (file,) = find_capsules(run_dir)
     path = file.path.with_name(file.path.stem + ".verdict.json")
     assert 0o600 == stat.S_IMODE(path.stat().st_mode)
-    assert said["sentence"] == verdict_on(run_dir, f"capsules/{file.path.name}")
+    assert said["sentence"] == read_capsule_verdict(run_dir, f"capsules/{file.path.name}")
     assert said["sentence"].startswith("Data: sample 3 of 8 makes the batch bad in every precision")
 
 
@@ -299,7 +299,7 @@ def test_a_machine_that_computes_wrongly_is_to_blame(run_dir):
     (file,) = find_capsules(run_dir)
     model, loss_of = bad_steps.build()
     kept_step = read(file)
-    weights = load(kept_step, RunDir.open(run_dir), model)
+    weights = load_step_weights(kept_step, RunDir.open(run_dir), model)
     said = verdicts.judge(
         kept_step, model, loss_of, weights, kept_step.batches,
         try_machine=lambda device: "gemm float32, seed 0: element 3 is wrong",
@@ -314,7 +314,7 @@ def test_hardware_is_not_blamed_for_what_another_rank_may_have_made(tmp_path, ru
     kept_step = read(file)
     kept_step.facts["world_size"] = 2
     model, loss_of = bad_steps.build()
-    weights = load(kept_step, RunDir.open(run_dir), model)
+    weights = load_step_weights(kept_step, RunDir.open(run_dir), model)
     said = verdicts.judge(
         kept_step, model, loss_of, weights, kept_step.batches, try_machine=lambda device: ""
     )
@@ -349,10 +349,10 @@ def test_precision_is_to_blame_where_more_of_it_cures_the_step():
         with torch.autocast("cpu", torch.float16):
             return (linear(batch) * 300).float().mean()
 
-    scene = Scene(model=linear, loss_of=loss_of)
+    scene = ReplaySetup(model=linear, loss_of=loss_of)
     batch = torch.full((2, 4), 2.0)
-    assert scene.play([batch]).is_bad(ReplayLimits())
-    precise = scene.play([batch], dtype=torch.float32)
+    assert scene.replay([batch]).is_bad(ReplayLimits())
+    precise = scene.replay([batch], dtype=torch.float32)
     assert ("", False) == (precise.error, precise.is_bad(ReplayLimits()))
     assert (torch.float32, None) == (linear.weight.dtype, linear.weight.grad)
 
@@ -362,9 +362,9 @@ def test_a_play_leaves_weights_buffers_and_generators_as_they_were():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rng = torch.get_rng_state()
-    scene = Scene(model=model, loss_of=lambda batch: model(batch).sum())
+    scene = ReplaySetup(model=model, loss_of=lambda batch: model(batch).sum())
     for dtype in (None, torch.float64):
-        first = scene.play([torch.randn(4, 3, generator=torch.Generator().manual_seed(1))],
+        first = scene.replay([torch.randn(4, 3, generator=torch.Generator().manual_seed(1))],
                            dtype=dtype)  # fmt: skip
         assert not first.error
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
@@ -373,7 +373,7 @@ def test_a_play_leaves_weights_buffers_and_generators_as_they_were():
 
 def test_a_finite_step_is_bad_above_the_limits_that_it_was_judged_by():
     model = nn.Linear(2, 1)
-    played = Scene(model=model, loss_of=lambda batch: model(batch).square().mean()).play(
+    played = ReplaySetup(model=model, loss_of=lambda batch: model(batch).square().mean()).replay(
         [torch.full((4, 2), 100.0)]
     )
     assert (False, True) == (played.is_bad(ReplayLimits()), played.is_bad(ReplayLimits(loss=1e-6)))
@@ -396,7 +396,7 @@ def judged(tmp_path, model, loss_of, batch):
     """Return the verdict on a step with this batch, played with its own weights."""
     here = capsules.versions(torch.device("cpu"))
     step = kept(tmp_path, facts=FACTS | {"loss": math.nan, "versions": here}, batches=[batch])
-    own = Weights(text="the weights of step 1", is_exact=True)
+    own = LoadedWeights(text="the weights of step 1", is_exact=True)
     return verdicts.judge(step, model, loss_of, own, step.batches, try_machine=lambda device: "")
 
 
@@ -482,7 +482,7 @@ def test_a_batch_with_attributes_is_played_as_it_was_written_for(tmp_path):
     x[6] = math.nan
     whole = Encoding(x=x, y=torch.ones(8))
     assert (6,) == judged(tmp_path, model, loss_of, whole).rows
-    played_live = Scene(model=model, loss_of=loss_of).play([whole])  # as from the loader
+    played_live = ReplaySetup(model=model, loss_of=loss_of).replay([whole])  # as from the loader
     assert "" == played_live.error
     assert isinstance(take_rows(whole, [1]), Encoding)
     back = kept(tmp_path, batches=[whole]).batches[0]
@@ -595,8 +595,8 @@ class Masked(nn.Module):
 
 
 def origin_of(model, loss_of, batch):
-    trace = Trace()
-    Scene(model=model, loss_of=loss_of).play([batch], trace=trace)
+    trace = NonfiniteTrace()
+    ReplaySetup(model=model, loss_of=loss_of).replay([batch], trace=trace)
     return trace.origin
 
 

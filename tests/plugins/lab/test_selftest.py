@@ -133,7 +133,9 @@ class TestAllReduce:
     @pytest.mark.parametrize("num_devices", [2, 3, 5])
     def test_the_sums_of_gloo_are_right_on_every_core(self, num_devices):
         devices = [BurnInDevice(f"cpu {n}", CPU, 64) for n in range(num_devices)]
-        *_, last = try_devices(devices, {"all-reduce": burn_in.reducing(devices)}, seconds=0.1)
+        *_, last = try_devices(
+            devices, {"all-reduce": burn_in.all_reduce_kernel(devices)}, seconds=0.1
+        )
         assert ["ok"] * num_devices == [check["status"] for check in last]
 
 

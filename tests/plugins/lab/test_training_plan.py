@@ -10,12 +10,12 @@ from vitals_plugins.lab.plan.training_plan import (
     STRATEGIES,
     PlanInput,
     Shape,
-    batch,
+    batch_size_cost,
     critical_batch,
-    memory,
-    plan,
+    peak_gpu_memory,
+    plan_training,
     shape_of,
-    states,
+    state_bytes,
 )
 
 SEVEN = {"num_params": 7.5e9, "tokens": 1e12, "gpu": "a100", "num_gpus": 64}
@@ -23,7 +23,7 @@ SEVEN = {"num_params": 7.5e9, "tokens": 1e12, "gpu": "a100", "num_gpus": 64}
 
 def test_model_states_are_those_of_the_zero_paper():
     """Its figure 1: 7.5 billion parameters on 64 GPUs, in GB."""
-    sums = [sum(states(strategy, 7.5e9, 64, "mixed")) / 1e9 for strategy in STRATEGIES]
+    sums = [sum(state_bytes(strategy, 7.5e9, 64, "mixed")) / 1e9 for strategy in STRATEGIES]
     assert sums == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.1)
 
 
@@ -35,7 +35,7 @@ def test_the_usual_shape_has_the_parameters_it_was_asked_for():
 
 def test_time_is_flops_over_what_the_gpus_do():
     """GPT-3 on 1,024 A100s at 45 %: 34 days (Narayanan et al., 2021, section 5.1)."""
-    made = plan(
+    made = plan_training(
         PlanInput(
             num_params=175e9, tokens=300e9, gpu="a100", num_gpus=1024, mfu=0.45,
             shape=Shape(96, 12_288), gpu_hour_price=2.0,
@@ -48,7 +48,7 @@ def test_time_is_flops_over_what_the_gpus_do():
 
 
 def test_checkpointing_and_sharding_hold_less():
-    made = plan(PlanInput(**SEVEN, micro_batch=4))  # type: ignore[arg-type]
+    made = plan_training(PlanInput(**SEVEN, micro_batch=4))  # type: ignore[arg-type]
     by_kind = {(fit.strategy, fit.checkpointing): fit for fit in made.fits}
     for strategy in STRATEGIES:
         plain, saved = by_kind[strategy, False], by_kind[strategy, True]
@@ -61,7 +61,7 @@ def test_checkpointing_and_sharding_hold_less():
 
 def test_one_gpu_has_no_use_for_sharding():
     def held(strategy: str) -> float:
-        return memory(
+        return peak_gpu_memory(
             strategy,  # type: ignore[arg-type]
             num_params=1e9, shape=Shape(20, 2048), num_gpus=1, num_tokens=2048,
             training_type="mixed", checkpointing=False,
@@ -71,8 +71,8 @@ def test_one_gpu_has_no_use_for_sharding():
 
 
 def test_a_batch_as_large_as_the_noise_scale_costs_twice_the_least_of_both():
-    assert batch(1e9, 1e6)[1:] == (1_000, 2, 2)
-    small, large = batch(1e9, 1e6, 1e5), batch(1e9, 1e6, 1e7)
+    assert batch_size_cost(1e9, 1e6)[1:] == (1_000, 2, 2)
+    small, large = batch_size_cost(1e9, 1e6, 1e5), batch_size_cost(1e9, 1e6, 1e7)
     assert (small.more_steps, small.more_tokens) == pytest.approx((11, 1.1))
     assert (large.more_steps, large.more_tokens) == pytest.approx((1.1, 11))
     assert critical_batch(2.0) > critical_batch(3.0), "it grows as the loss falls"
@@ -105,8 +105,8 @@ def test_what_cannot_be_planned_is_said(changes: dict[str, object], error: str):
 def test_a_gpu_without_bf16_is_planned_in_fp32_only():
     asked = {**SEVEN, "gpu": "v100"}
     with pytest.raises(UsageError, match="no tensor peak for mixed"):
-        plan(PlanInput(**asked))  # type: ignore[arg-type]
-    assert plan(PlanInput(**asked, training_type="fp32")).days > 0  # type: ignore[arg-type]
+        plan_training(PlanInput(**asked))  # type: ignore[arg-type]
+    assert plan_training(PlanInput(**asked, training_type="fp32")).days > 0  # type: ignore[arg-type]
 
 
 def test_the_command_names_the_source_of_each_formula(capsys: pytest.CaptureFixture[str]):

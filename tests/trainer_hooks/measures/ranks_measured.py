@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_hooks
 from trainer_hooks import SignalSettings
 from trainer_hooks.measures import noise
-from trainer_hooks.measures.sampled import Updates
+from trainer_hooks.measures.sampled import WeightUpdateNorms
 from trainvitals.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -67,16 +67,16 @@ def train(
     optimizer = optimizer_of(model)
     pairs: list[tuple[float, float]] = []
     add = noise.NoiseScale.add
-    weight_squares, measure = Updates.weight_squares, Updates.measure
+    weight_squares, measure = WeightUpdateNorms.weight_squares, WeightUpdateNorms.measure
 
     def keep_and_add(scale: noise.NoiseScale, **squares: float) -> None:
         pairs.append(tuple(squares.values()))
         add(scale, **squares)
 
-    def fail_weights(updates: Updates) -> Tensor:
+    def fail_weights(updates: WeightUpdateNorms) -> Tensor:
         return weight_squares(updates) if step < failing_from else 1 / 0
 
-    def fail_update(updates: Updates) -> None:
+    def fail_update(updates: WeightUpdateNorms) -> None:
         if step >= failing_from and signals.due(step + 1):
             raise ZeroDivisionError
         measure(updates)
@@ -84,8 +84,8 @@ def train(
     failing_from = fail_at if rank == 1 and fail_at >= 0 else STEPS
     with (
         mock.patch.object(noise.NoiseScale, "add", keep_and_add),
-        mock.patch.object(Updates, "weight_squares", fail_weights),
-        mock.patch.object(Updates, "measure", fail_update),
+        mock.patch.object(WeightUpdateNorms, "weight_squares", fail_weights),
+        mock.patch.object(WeightUpdateNorms, "measure", fail_update),
         trainer_hooks.watch(
             model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
         ) as monitor,

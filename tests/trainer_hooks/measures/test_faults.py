@@ -5,9 +5,9 @@ import torch
 
 from tests.support.inside import device_of, facts_of
 from trainer_hooks import SignalSettings
-from trainer_hooks.exchange.emit import RootColumns
+from trainer_hooks.exchange.emit import Rank0Columns
 from trainer_hooks.measures import activations
-from trainer_hooks.measures.sampled import Updates
+from trainer_hooks.measures.sampled import WeightUpdateNorms
 from trainer_hooks.step import phases
 
 ALL = SignalSettings(every=1, update_norm=True, activations=("*",))
@@ -20,12 +20,12 @@ def broken(*_arguments, **_named):
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda m, patch: patch.setattr(Updates, "weight_squares", broken),
-        lambda m, patch: patch.setattr(Updates, "keep", broken),
-        lambda m, patch: patch.setattr(Updates, "update_squares", broken),
+        lambda m, patch: patch.setattr(WeightUpdateNorms, "weight_squares", broken),
+        lambda m, patch: patch.setattr(WeightUpdateNorms, "keep", broken),
+        lambda m, patch: patch.setattr(WeightUpdateNorms, "update_squares", broken),
         lambda m, patch: patch.setattr(activations.Activations, "reset", broken),
         lambda m, patch: patch.setattr(device_of(m).memory, "count_step", broken),
-        lambda m, patch: patch.setattr(RootColumns, "of", broken),
+        lambda m, patch: patch.setattr(Rank0Columns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),
         lambda m, patch: patch.setattr(activations, "local_tensor", broken),
     ],

@@ -16,7 +16,7 @@ from tests.trainer_hooks.measures import ranks_placed as ranks
 from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.spawned import spawned
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.sections import SECTIONS, Sections
+from trainer_hooks.measures.sections import SECTIONS, SectionTimer
 from trainer_hooks.tensors.events import record_event
 
 PARTS = (
@@ -137,7 +137,7 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     faults, model = FaultCounter(), nn.Linear(4, 1)
-    sections = Sections([model], torch.device("cuda"), faults)
+    sections = SectionTimer([model], torch.device("cuda"), faults)
     sections.start_step(0)
     model(torch.ones(2, 4)).sum().backward()
     sections.end_loop_part(0)
@@ -151,7 +151,7 @@ def test_on_a_device_the_parts_lie_between_events(monkeypatch: pytest.MonkeyPatc
 
 def test_a_step_without_backward_is_not_placed() -> None:
     faults, model = FaultCounter(), nn.Linear(4, 1)
-    sections = Sections([model], torch.device("cpu"), faults)
+    sections = SectionTimer([model], torch.device("cpu"), faults)
     sections.start_step(0)
     model(torch.ones(2, 4))
     sections.end_loop_part(0)
@@ -168,7 +168,7 @@ def ns_in_queue() -> int:
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
     model = nn.Linear(2, 1)
-    sections = Sections([model], torch.device("cpu"), FaultCounter())
+    sections = SectionTimer([model], torch.device("cpu"), FaultCounter())
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core

@@ -9,7 +9,7 @@ import torch
 import trainer_hooks
 from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks import SignalSettings
-from trainer_hooks.measures.sampled import Updates
+from trainer_hooks.measures.sampled import WeightUpdateNorms
 
 UPDATES = SignalSettings(every=3, update_norm=True)
 
@@ -63,7 +63,7 @@ def test_each_layer_has_its_own(make_loop):
 
 def test_the_weights_norm_alone_keeps_no_copy(make_loop):
     loop = make_loop(signals=SignalSettings(every=2, weight_norm=True))
-    with mock.patch.object(Updates, "keep") as keep:
+    with mock.patch.object(WeightUpdateNorms, "keep") as keep:
         train(loop, 4)
     keep.assert_not_called()
     journal = loop.journal()

@@ -24,7 +24,7 @@ from tests.trainer_hooks.wrappings.models import (
     Wrapping,
     not_syncing,
 )
-from trainer_hooks.exchange.reduce_vector import Reduced, Verdict, culprits, judge_on_device
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers, Verdict, culprits, judge_on_device
 from trainer_hooks.tensors.gradients import local_tensor, shards_of
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
@@ -62,10 +62,10 @@ class Loop:
         return judge_on_device(packer.layout, packer.pack, torch.zeros((), dtype=torch.float64))
 
     @property
-    def reduced(self) -> Reduced:
+    def reduced(self) -> ReducedNumbers:
         """The numbers that the ranks have exchanged in the last step."""
         packer = device_of(self.monitor).packer
-        return Reduced(packer.layout, packer.pack.tolist())
+        return ReducedNumbers(packer.layout, packer.pack.tolist())
 
     def params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

@@ -316,13 +316,13 @@ def test_this_users_own_collector_is_found(tmp_path: Path) -> None:
 def test_a_token_file_without_the_scope_says_what_it_may_and_how_to_get_one(tokens, scope, says):
     collector = CollectorAddress(url="https://127.0.0.1:5", tokens=tokens)
     with pytest.raises(UnauthorizedError, match=says) as caught:
-        client_module.client_of(collector, scope)
+        client_module.open_collector_client(collector, scope)
     assert f"`vitals token create NAME --scope {scope} --output FILE`" in caught.value.hint
 
 
 def test_a_control_token_reads_too() -> None:
     collector = CollectorAddress(url="https://127.0.0.1:5", tokens=CollectorTokens(control="c"))
-    with client_module.client_of(collector) as reader:
+    with client_module.open_collector_client(collector) as reader:
         assert "Bearer c" == reader._headers["Authorization"]
 
 

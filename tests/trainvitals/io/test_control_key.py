@@ -13,8 +13,8 @@ from trainvitals.identity import new_run_id
 from trainvitals.io.control_key import (
     control_folder,
     make_control_key,
-    sign_order,
-    verify_order,
+    sign_manual_command,
+    verify_manual_command,
 )
 from trainvitals.jsonable import from_json, to_json
 from trainvitals.records import Command
@@ -39,22 +39,24 @@ def test_a_folder_with_the_public_half_alone_stays_so_and_signs_nothing(folder: 
     make_control_key(folder)
     assert ["control.pub"] == [path.name for path in folder.iterdir()]
     with pytest.raises(UnauthorizedError, match=r"control\.key"):
-        sign_order(a_command(), folder)
+        sign_manual_command(a_command(), folder)
 
 
 def test_who_has_the_public_half_alone_verifies(folder: Path) -> None:
-    signed = sign_order(a_command(argument=0.25, checkpoint_id="c1"), folder)
+    signed = sign_manual_command(a_command(argument=0.25, checkpoint_id="c1"), folder)
     (folder / "control.key").unlink()
-    verify_order(signed, folder)
-    verify_order(msgspec.structs.replace(signed, signature="the run's own"), folder)
+    verify_manual_command(signed, folder)
+    verify_manual_command(msgspec.structs.replace(signed, signature="the run's own"), folder)
 
 
 def test_a_signature_survives_the_way_over_the_wire(folder: Path) -> None:
-    signed = sign_order(
+    signed = sign_manual_command(
         a_command(argument=31_219.0, issued_unix_ns=1_764_000_000_123_456_789), folder
     )
-    verify_order(from_json(to_json(signed), Command), folder)
-    verify_order(msgspec.msgpack.decode(msgspec.msgpack.encode(signed), type=Command), folder)
+    verify_manual_command(from_json(to_json(signed), Command), folder)
+    verify_manual_command(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(signed), type=Command), folder
+    )
 
 
 CHANGES = {
@@ -73,10 +75,10 @@ CHANGES = {
 
 @given(data=st.data(), name=st.sampled_from(sorted(CHANGES)))
 def test_no_change_passes(data: st.DataObject, name: str) -> None:
-    signed = sign_order(a_command(), keys())
+    signed = sign_manual_command(a_command(), keys())
     changed = msgspec.structs.replace(signed, **{name: data.draw(CHANGES[name])})
     with pytest.raises(UnauthorizedError, match="not signed with the control key"):
-        verify_order(changed, keys())
+        verify_manual_command(changed, keys())
 
 
 def test_every_field_is_tried_above() -> None:
@@ -84,19 +86,19 @@ def test_every_field_is_tried_above() -> None:
 
 
 def test_a_key_that_others_can_read_or_write_is_not_used(folder: Path) -> None:
-    signed = sign_order(a_command(), folder)
+    signed = sign_manual_command(a_command(), folder)
     for name in ("control.key", "control.pub"):
         (folder / name).chmod(0o644)
     with pytest.raises(InsecurePathError):
-        sign_order(a_command(), folder)
+        sign_manual_command(a_command(), folder)
     with pytest.raises(InsecurePathError):
-        verify_order(signed, folder)
+        verify_manual_command(signed, folder)
 
 
 def test_a_damaged_key_is_said_so(folder: Path) -> None:
     (folder / "control.pub").write_text("x")
     with pytest.raises(FormatError, match=r"control\.pub must hold 64 hexadecimal"):
-        verify_order(sign_order(a_command(), folder), folder)
+        verify_manual_command(sign_manual_command(a_command(), folder), folder)
 
 
 def test_the_key_lies_beside_the_token_file_else_in_the_collectors_folder(tmp_path: Path) -> None:

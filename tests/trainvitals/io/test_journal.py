@@ -23,9 +23,9 @@ from trainvitals.io.journal import (
     JournalReader,
     JournalWriter,
     announce_run,
-    discover,
+    find_journals,
     journal_directory,
-    mark_closed,
+    mark_journal_closed,
 )
 from trainvitals.io.private import is_memory_backed
 from trainvitals.records import EVENT_SCHEMA, Note, decode_events
@@ -256,7 +256,7 @@ def test_what_a_killed_process_wrote_is_there(shm: Path) -> None:
     assert 500 <= seqs[-1]
     assert list(range(seqs[0], seqs[-1] + 1)) == seqs
     assert not reader.take_end()
-    mark_closed(shm / "j")
+    mark_journal_closed(shm / "j")
     assert reader.take_end()
 
 
@@ -316,14 +316,14 @@ def test_journals_of_all_runs_are_found_with_their_run_directory(
     (shm / "not-a-run").mkdir()
     (shm / "not-a-run" / "x").mkdir()
     (run_folder / "link").symlink_to(tmp_path)
-    found = discover(shm)
+    found = find_journals(shm)
     assert [(run_id, directory, tmp_path / "runs" / run_id)] == [
         (ref.run_id, ref.directory, ref.run_dir) for ref in found
     ]
     assert f"rank-7-{identity.incarnation}" == directory.name
     (run_folder / "run.json").write_bytes(b"{torn")
-    assert [None] == [ref.run_dir for ref in discover(shm)]
-    assert [] == discover(shm / "missing")
+    assert [None] == [ref.run_dir for ref in find_journals(shm)]
+    assert [] == find_journals(shm / "missing")
 
 
 def test_the_journals_of_one_run_are_found_without_a_look_at_the_others(
@@ -334,11 +334,11 @@ def test_the_journals_of_one_run_are_found_without_a_look_at_the_others(
     JournalWriter(journal_directory(own, identity), identity).close()
     other = announce_run(shm, new_run_id(1), tmp_path / "runs" / "other")
     JournalWriter(journal_directory(other, identity), identity).close()
-    assert 2 == len(discover(shm))
+    assert 2 == len(find_journals(shm))
     scanned: list[Path] = []
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scanned.append(Path(path)) or scan(path))
-    assert [run_id] == [ref.run_id for ref in discover(shm, run_id)]
+    assert [run_id] == [ref.run_id for ref in find_journals(shm, run_id)]
     assert [own] == scanned
 
 

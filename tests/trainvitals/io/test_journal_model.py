@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from tests.support.examples import examples
 from tests.trainvitals.io.builders import STEPS, an_identity, note, seqs_of, values_of
-from trainvitals.io.journal import JournalReader, JournalWriter, StreamWriter, mark_closed
+from trainvitals.io.journal import JournalReader, JournalWriter, StreamWriter, mark_journal_closed
 from trainvitals.io.segments import read_header
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import Column, Schema
@@ -136,7 +136,7 @@ class JournalMachine(RuleBasedStateMachine):
             raw[end - cut : end] = bytes(cut)
             if raw[end - size : end] != path.read_bytes()[end - size : end]:
                 path.write_bytes(raw)
-        mark_closed(self.folder)
+        mark_journal_closed(self.folder)
 
     @rule()
     def writer_says_goodbye(self) -> None:

@@ -11,7 +11,7 @@ from tests.support.orders import keys
 from tests.trainvitals.io.builders import RUN_ID, a_command
 from trainvitals.errors import FormatError, NewerVersionError, UnauthorizedError, UsageError
 from trainvitals.identity import new_run_id
-from trainvitals.io.control_key import sign_order
+from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.mailbox import (
     MAILBOX_BYTES,
     CommandInbox,
@@ -126,7 +126,7 @@ def inbox_of(mailbox: Mailbox, clock: ManualClock, last_number: int = 0) -> Comm
 
 def test_rank_0_takes_what_both_keys_signed_and_each_once(mailbox: Mailbox) -> None:
     inbox = inbox_of(mailbox, ManualClock(time_ns=500))
-    command = sign_command(sign_order(a_command(number=7), keys()), KEY)
+    command = sign_command(sign_manual_command(a_command(number=7), keys()), KEY)
     mailbox.put(command)
     assert (None, command) == (inbox.poll(step=3), inbox.waiting)
     inbox.waiting = None
@@ -137,7 +137,7 @@ def test_rank_0_takes_what_both_keys_signed_and_each_once(mailbox: Mailbox) -> N
 
 def test_rank_0_refuses_what_the_agent_was_made_to_sign(mailbox: Mailbox) -> None:
     inbox = inbox_of(mailbox, ManualClock(time_ns=500))
-    genuine = sign_order(a_command(number=7), keys())
+    genuine = sign_manual_command(a_command(number=7), keys())
     forged = msgspec.structs.replace(genuine, action="rollback", number=2**52)
     mailbox.put(sign_command(forged, KEY))
     refused = inbox.poll(step=3)

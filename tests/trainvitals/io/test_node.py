@@ -1,6 +1,6 @@
 """Which ranks share an agent, and what their node is called."""
 
-from trainvitals.io.node import Spot, name_nodes, spot_of
+from trainvitals.io.node import Spot, locate_process, name_nodes
 
 
 def spot(host: str = "worker", memory: str = "boot:1:2", processes: str = "pid:[1]") -> Spot:
@@ -30,13 +30,13 @@ def test_containers_that_share_memory_but_no_process_ids_are_two_nodes():
 
 
 def test_a_rank_without_a_folder_gives_nobody_another_name():
-    assert ["worker", "worker"] == name_nodes([spot(), spot_of("worker", None)])
+    assert ["worker", "worker"] == name_nodes([spot(), locate_process("worker", None)])
 
 
 def test_a_spot_is_the_same_for_all_processes_here_and_another_for_another_folder(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "run").mkdir(parents=True)
-    here = spot_of("worker", tmp_path / "a" / "run")
-    assert spot_of("worker", tmp_path / "a" / "other run") == here
-    assert spot_of("worker", tmp_path / "b" / "run") != here
+    here = locate_process("worker", tmp_path / "a" / "run")
+    assert locate_process("worker", tmp_path / "a" / "other run") == here
+    assert locate_process("worker", tmp_path / "b" / "run") != here
     assert "" not in (here.memory, here.processes)

@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.forked import COMMANDS
 from trainer_hooks.agent_starter import AgentStarter
-from trainvitals.cli.supervise import Stack
+from trainvitals.cli.supervise import ProgramStack
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_run_id
 from trainvitals.io.lookup import find_collector, known_collector
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.setting_paths import collector_folder, with_absolute_paths
-from vitals_agent.collector_endpoint import finder
+from vitals_agent.collector_endpoint import make_collector_finder
 from vitals_dashboard import launch
 
 
@@ -43,8 +43,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_relative_folder_of_a_collector_is_a_folder_everywhere(
     here: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ):
-    find = finder(named, None, {})
-    place = launch.find_collector_place({"VITALS_COLLECTOR_URL": named, "HOME": str(here)})
+    find = make_collector_finder(named, None, {})
+    place = launch.find_collector_location({"VITALS_COLLECTOR_URL": named, "HOME": str(here)})
     monkeypatch.setenv("VITALS_COLLECTOR_URL", named)
     assert "https://127.0.0.1:5" == known_collector(named).url == find_collector().url
     monkeypatch.chdir(here / "elsewhere")  # what was resolved stays what it was
@@ -60,7 +60,7 @@ def test_an_address_is_no_folder(here: Path, named: str):
 def test_a_path_is_one_before_it_is_there(here: Path):
     assert here / "later" == collector_folder("./later")
     assert here / "a" / "b" == collector_folder("a/b")
-    assert finder("./later", None, {})() is None
+    assert make_collector_finder("./later", None, {})() is None
     with pytest.raises(UsageError, match=f"--collector is {here}/later, and no collector runs"):
         known_collector("./later")
 
@@ -75,7 +75,7 @@ def test_the_setting_that_names_a_folder_without_a_collector_is_named(
 
 def test_a_word_that_is_neither_says_how_a_folder_is_written(here: Path):
     with pytest.raises(UsageError, match="must be https://host:port, or a folder") as caught:
-        finder("nonsense", None, {})
+        make_collector_finder("nonsense", None, {})
     assert "./collector" in caught.value.hint
 
 
@@ -96,7 +96,7 @@ def test_all_paths_among_the_settings_become_absolute(here: Path):
 
 
 def test_vitals_run_hands_on_absolute_paths(here: Path):
-    environ = Stack(Path("home"), {"VITALS_CONFIG": "vitals.toml"}).training_environ()
+    environ = ProgramStack(Path("home"), {"VITALS_CONFIG": "vitals.toml"}).training_environ()
     assert str(here / "home" / "runs") == environ["VITALS_DIR"]
     assert str(here / "vitals.toml") == environ["VITALS_CONFIG"]
 

@@ -11,7 +11,7 @@ from tests.support.examples import examples
 from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.identity import Identity
 from trainvitals.io.spool import Spool, SpoolPosition, read_batches
-from trainvitals.wire import decode_batch, frame
+from trainvitals.wire import decode_batch, frame_batch
 
 
 def test_a_file_torn_at_any_byte_keeps_the_batches_before(
@@ -95,7 +95,7 @@ def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity:
 
 def test_a_batch_of_a_newer_version_is_passed_on(tmp_path: Path, identity: Identity) -> None:
     head = msgspec.msgpack.encode({"version": 99, "unheard": "of"})
-    newer = frame(decode_batch(a_batch(identity, 0, 1)).header, head, b"")
+    newer = frame_batch(decode_batch(a_batch(identity, 0, 1)).header, head, b"")
     (tmp_path / "000000.tvs").write_bytes(newer + a_batch(identity, 0, 1))
     assert [newer, a_batch(identity, 0, 1)] == [raw for _, raw in read_batches(tmp_path)]
     spool = Spool(tmp_path, max_bytes=GB, keep=True)

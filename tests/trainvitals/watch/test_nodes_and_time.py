@@ -95,12 +95,14 @@ def test_the_first_long_silence_may_be_an_evaluation_for_half_an_hour_however_fe
     num_steps: int,
 ) -> None:
     watchers = FleetDetectors()
-    assert () == watchers.idle(10**6 * SECOND), "nothing began yet: data may take long to prepare"
+    assert () == watchers.check_stall(10**6 * SECOND), (
+        "nothing began yet: data may take long to prepare"
+    )
     for row in healthy_run(num_steps):
         watchers.update(row)
     last = row.time_unix_ns
-    assert () == watchers.idle(last + 1_800 * SECOND)
-    (finding,) = watchers.idle(last + 1_801 * SECOND)
+    assert () == watchers.check_stall(last + 1_800 * SECOND)
+    (finding,) = watchers.check_stall(last + 1_801 * SECOND)
     assert ("stalled", num_steps == 60) == (finding.kind, "usually takes" in finding.reason)
 
 
@@ -110,12 +112,12 @@ def test_a_stall_is_told_once_until_the_next_step() -> None:
     for row in rows:
         watchers.update(row)
     last = rows[-1].time_unix_ns
-    assert () == watchers.idle(last + 1_700 * SECOND)
-    assert ["stalled"] == [f.kind for f in watchers.idle(last + 1_900 * SECOND)]
-    assert () == watchers.idle(last + 2_000 * SECOND)
+    assert () == watchers.check_stall(last + 1_700 * SECOND)
+    assert ["stalled"] == [f.kind for f in watchers.check_stall(last + 1_900 * SECOND)]
+    assert () == watchers.check_stall(last + 2_000 * SECOND)
     (row,) = merged_series("loss 1", first_step=60)
     watchers.update(row)
-    assert ["stalled"] == [f.kind for f in watchers.idle(row.time_unix_ns + 1_900 * SECOND)]
+    assert ["stalled"] == [f.kind for f in watchers.check_stall(row.time_unix_ns + 1_900 * SECOND)]
 
 
 def after_one_pause(seconds: float) -> tuple[FleetDetectors, int]:
@@ -134,14 +136,16 @@ def after_one_pause(seconds: float) -> tuple[FleetDetectors, int]:
 @pytest.mark.parametrize("evaluation", [400.0, 1_200.0, 3_000.0])
 def test_a_second_evaluation_as_long_as_the_first_is_no_stall(evaluation: float) -> None:
     watchers, last = after_one_pause(evaluation)
-    assert () == watchers.idle(last + int(1.15 * evaluation * SECOND))
-    assert ["stalled"] == [f.kind for f in watchers.idle(last + int(1.3 * evaluation * SECOND))]
+    assert () == watchers.check_stall(last + int(1.15 * evaluation * SECOND))
+    assert ["stalled"] == [
+        f.kind for f in watchers.check_stall(last + int(1.3 * evaluation * SECOND))
+    ]
 
 
 def test_a_hang_that_ended_lengthens_the_patience_to_an_hour_at_most() -> None:
     watchers, last = after_one_pause(7_200.0)
-    assert () == watchers.idle(last + 3_590 * SECOND)
-    assert ["stalled"] == [f.kind for f in watchers.idle(last + 3_610 * SECOND)]
+    assert () == watchers.check_stall(last + 3_590 * SECOND)
+    assert ["stalled"] == [f.kind for f in watchers.check_stall(last + 3_610 * SECOND)]
 
 
 def test_a_checkpoint_is_overdue_after_twice_the_usual_interval() -> None:

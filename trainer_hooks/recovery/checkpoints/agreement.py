@@ -13,7 +13,7 @@ MEET_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class RankAgreement:
     """Runs a call on one or all ranks; then every rank raises the same error, or none does."""
 
     ranks: Ranks

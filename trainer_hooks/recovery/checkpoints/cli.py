@@ -146,12 +146,12 @@ def quarantine(
 
 def _known_to_collector(run: str) -> list[IndexEntry]:
     """Return the collector's entries for a run's checkpoints on disk."""
-    from trainvitals.io.client import client_of
+    from trainvitals.io.client import open_collector_client
     from trainvitals.io.lookup import choose_run, find_collector
 
     collector = find_collector()
     assert collector is not None, "the environment names one"
-    with client_of(collector) as client:
+    with open_collector_client(collector) as client:
         run_id = choose_run(client.ask(RunsQuestion()), run).run_id
         return [
             IndexEntry(

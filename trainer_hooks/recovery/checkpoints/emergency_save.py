@@ -23,7 +23,7 @@ from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.manifest import Manifest
-from trainer_hooks.recovery.checkpoints.planner import Box, num_bytes, tensors
+from trainer_hooks.recovery.checkpoints.planner import TensorBox, num_bytes, stored_tensors
 from trainvitals.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -40,7 +40,7 @@ def write_part(
     folder: Path,
     content: Manifest,
     rank: int,
-    boxes: Sequence[Box],
+    boxes: Sequence[TensorBox],
     check_whole: Callable[[], None] = lambda: None,
     key: bytes = b"",
 ) -> None:
@@ -133,7 +133,7 @@ def _merge_checkpoint(folder: CheckpointFolder, parts: Path, run_id: str) -> Non
     """Publish the checkpoint that the parts form; nothing is published unless it is complete."""
     checked = _check_parts(folder, parts, run_id)
     first = checked[0][1]
-    merged = _combined([payload.read_metadata(part) for part, _ in checked])
+    merged = _combine_metadata([payload.read_metadata(part) for part, _ in checked])
     _check_whole(merged)
     partial = folder.partial(parts.name)
     partial.mkdir(mode=0o700)
@@ -141,8 +141,8 @@ def _merge_checkpoint(folder: CheckpointFolder, parts: Path, run_id: str) -> Non
         files = {}
         for rank, (part, content) in enumerate(checked):
             for name in sorted(content.files.keys() - {manifests.METADATA}):
-                _link(part / name, partial / _renamed(name, rank))
-                files[_renamed(name, rank)] = content.files[name]
+                _link(part / name, partial / _rank_file_name(name, rank))
+                files[_rank_file_name(name, rank)] = content.files[name]
         payload.write_metadata(partial, merged)
         files |= manifests.measure(partial, [manifests.METADATA])
         size = num_bytes(merged)
@@ -181,11 +181,11 @@ def _check_parts(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tup
     return checked
 
 
-def _combined(parts: list[Metadata]) -> Metadata:
+def _combine_metadata(parts: list[Metadata]) -> Metadata:
     """Return the metadata of all parts; a box from several ranks is taken from the first."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for rank, part in enumerate(parts):
-        for name, stored in tensors(part).items():
+        for name, stored in stored_tensors(part).items():
             merged_tensor = merged.state_dict_metadata.setdefault(name, replace(stored, chunks=[]))
             assert isinstance(merged_tensor, TensorStorageMetadata)
             if (merged_tensor.size, merged_tensor.properties) != (stored.size, stored.properties):
@@ -195,19 +195,19 @@ def _combined(parts: list[Metadata]) -> Metadata:
                 chunk for chunk in stored.chunks if chunk.offsets not in offsets
             ]
         for index, info in part.storage_data.items():
-            moved = replace(info, relative_path=_renamed(info.relative_path, rank))
+            moved = replace(info, relative_path=_rank_file_name(info.relative_path, rank))
             merged.storage_data.setdefault(index, moved)
     return merged
 
 
 def _check_whole(metadata: Metadata) -> None:
     """Refuse merged parts of a checkpoint with missing or repeated boxes."""
-    for name, stored in tensors(metadata).items():
+    for name, stored in stored_tensors(metadata).items():
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise CheckpointError(f"the ranks wrote only some parts of {name}, or some twice")
 
 
-def _renamed(name: str, rank: int) -> str:
+def _rank_file_name(name: str, rank: int) -> str:
     """Return the name of a part's ``__0_M.distcp`` file with the number of its rank."""
     return f"__{rank}_{name.split('_')[-1]}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import INDEX, IndexEntry
-from trainvitals.cli.resume import find_fitting
+from trainvitals.cli.resume import find_matching_runs
 from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.io.rundir import RunDir
 
@@ -63,7 +63,7 @@ def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
     folder = Path(run).expanduser()
     if run and _holds_checkpoints(folder):
         return FoundCheckpoints(folder, vitals_dir=vitals_dir)
-    fitting = find_fitting(run, vitals_dir)
+    fitting = find_matching_runs(run, vitals_dir)
     saved = [run_dir for run_dir in fitting if _holds_checkpoints(run_dir.path / "checkpoints")]
     if len(saved) == 1:
         return FoundCheckpoints(saved[0].path / "checkpoints", saved[0].run_id)

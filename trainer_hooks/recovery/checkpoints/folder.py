@@ -28,9 +28,9 @@ from trainer_hooks.recovery.checkpoints.index import (
     IN_WORK,
     BadMark,
     BestMark,
-    Index,
+    CheckpointIndex,
+    CheckpointIndexFile,
     IndexEntry,
-    IndexFile,
     OnBranch,
     best_mark,
     removable,
@@ -46,7 +46,7 @@ from trainvitals.errors import (
     StorageError,
     UsageError,
 )
-from trainvitals.io.private import Owner, open_own
+from trainvitals.io.private import FileOwner, open_own
 from trainvitals.policy.state import CheckpointRef, CheckpointState
 from trainvitals.records import CheckpointChanged
 
@@ -86,11 +86,11 @@ class CheckpointFolder:
         self._keep = max(1, keep)
         self._keep_every = max(0, keep_every)
         self._clock = clock or SystemClock()
-        self._owner: Owner | None = None
+        self._owner: FileOwner | None = None
         self._reported: set[str] = set()
         self.changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
         """Changes that were not taken yet; any thread may add to it."""
-        self._index = IndexFile(path)
+        self._index = CheckpointIndexFile(path)
 
     def reach(self) -> None:
         """Verify that this rank can write here too, once rank 0 has prepared the directory.
@@ -438,12 +438,12 @@ class CheckpointFolder:
                 hint=trust,
             ) from error
 
-    def owner(self) -> Owner:
+    def owner(self) -> FileOwner:
         """Return the owner whose files count as ours here."""
         try:
             self._owner = self._owner or self._directory_owner()
         except OSError:  # read only: then use the system's information about this process
-            self._owner = Owner.us()
+            self._owner = FileOwner.current_user()
         return self._owner
 
     def is_planted(self, name: str) -> bool:
@@ -479,18 +479,18 @@ class CheckpointFolder:
         ours = [n for n in marked if manifests.peek(self.path / n).run_id == self._run_id]
         return {name: best_mark(self.path / name) for name in ours}
 
-    def _directory_owner(self) -> Owner:
+    def _directory_owner(self) -> FileOwner:
         """Return the owner of a directory that we create here."""
         probe = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
         probe.mkdir(mode=0o700)
         try:
-            return Owner.of(probe.stat())
+            return FileOwner.from_status(probe.stat())
         finally:
             probe.rmdir()
 
     # ------------------------------------------------------------------------- index and changes
 
-    def index(self) -> Index:
+    def index(self) -> CheckpointIndex:
         """Return the state of each checkpoint in the directory, of all runs, and deleted ones."""
         return self._index.current()
 

@@ -72,7 +72,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("retired", "bad")
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``index.json``."""
 
     format_version: int = INDEX_VERSION
@@ -80,7 +80,9 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first: by step, then by attempt."""
 
 
-def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]) -> Index:
+def reconcile(
+    old: CheckpointIndex, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]
+) -> CheckpointIndex:
     """Return the current index; the old one is only used for deleted checkpoints.
 
     Args:
@@ -105,7 +107,7 @@ def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEn
     short = [msgspec.structs.replace(e, reason=e.reason[:_MAX_REASON]) for e in by_id.values()]
     past_ones = sorted((e for e in short if e.is_gone), key=lambda e: e.time_unix_ns)
     retained = [e for e in short if not e.is_gone] + past_ones[-MAX_GONE:]
-    return Index(entries=tuple(sorted(retained, key=lambda e: manifests.parse_id(e.id))))
+    return CheckpointIndex(entries=tuple(sorted(retained, key=lambda e: manifests.parse_id(e.id))))
 
 
 def removable(
@@ -149,7 +151,7 @@ def removable(
     return [ref.id for ref in by_age if ref.id not in stays]
 
 
-class IndexFile:
+class CheckpointIndexFile:
     """``index.json`` of a directory; threads and processes may write it at the same time."""
 
     def __init__(self, folder: Path) -> None:
@@ -161,9 +163,9 @@ class IndexFile:
         """Remember a deleted checkpoint until it is written."""
         self._gone.append(entry)
 
-    def current(self) -> Index:
+    def current(self) -> CheckpointIndex:
         """Return the up-to-date index from disk contents, without writing it."""
-        old = _decoded(self._folder / INDEX, Index) or Index()
+        old = _decoded(self._folder / INDEX, CheckpointIndex) or CheckpointIndex()
         return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
 
     def write(self) -> None:
@@ -244,7 +246,7 @@ def _changed_at(path: Path) -> int:
         return 0
 
 
-_Known = TypeVar("_Known", Index, BadMark, BestMark)
+_Known = TypeVar("_Known", CheckpointIndex, BadMark, BestMark)
 
 
 def _decoded(path: Path, kind: type[_Known]) -> _Known | None:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Piece, Shape
-from trainer_hooks.recovery.state import Spec
+from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Shape, ShardPiece
+from trainer_hooks.recovery.state import TensorSpec
 from trainvitals.errors import CheckpointError
 
 Scalars = list[dict[str, dict[str, Any]]]
@@ -19,7 +19,7 @@ Scalars = list[dict[str, dict[str, Any]]]
 _MODEL = "model."
 
 
-class Layout:
+class RankShardLayout:
     """One rank's view of the complete tensors."""
 
     def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
@@ -68,7 +68,7 @@ class Layout:
             return None
         zeros = tuple(0 for _ in shape)
         pieces = tuple(
-            Piece(whole_name, shape, zeros, shape, None) for whole_name in names.values()
+            ShardPiece(whole_name, shape, zeros, shape, None) for whole_name in names.values()
         )
         return replace(
             owner, shape=shape, wholes=dict.fromkeys(names.values(), shape), pieces=pieces
@@ -108,8 +108,8 @@ class Layout:
         return any(of_params and wholes - of_params.keys() for of_params in scalars)
 
     def local_specs(
-        self, stored: Mapping[str, Spec], rank_keys: Collection[str]
-    ) -> dict[str, Spec]:
+        self, stored: Mapping[str, TensorSpec], rank_keys: Collection[str]
+    ) -> dict[str, TensorSpec]:
         """Return the shapes and types that this rank's tensors need to load the stored ones.
 
         Args:
@@ -122,7 +122,7 @@ class Layout:
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
                 raise _mismatch_error(f"{whole} is not in the checkpoint")
-        specs: dict[str, Spec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, spec in stored.items():
             key, local = self._local_key_and_spec(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
@@ -131,7 +131,9 @@ class Layout:
                 )
         return specs
 
-    def _local_key_and_spec(self, name: str, spec: Spec, *, is_own: bool) -> tuple[str, Spec]:
+    def _local_key_and_spec(
+        self, name: str, spec: TensorSpec, *, is_own: bool
+    ) -> tuple[str, TensorSpec]:
         i, param, moment = _parse_optimizer_key(name) if name.startswith("optim.") else (-1, "", "")
         whole = _MODEL + param if moment else name
         owner = self._owners.get(whole)
@@ -146,7 +148,7 @@ class Layout:
                 f"{name} was saved separately by each rank; here all ranks share it"
             )
         if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
-            return key, Spec(tensor.shape, spec.dtype)
+            return key, TensorSpec(tensor.shape, spec.dtype)
         if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
         text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"

@@ -28,7 +28,7 @@ from trainvitals.errors import (
     NewerVersionError,
     UsageError,
 )
-from trainvitals.io.private import Owner, mac_of, open_own
+from trainvitals.io.private import FileOwner, mac_of, open_own
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -282,7 +282,7 @@ def files_to_verify(names: Iterable[str], rank: int, world_size: int) -> list[st
     return sorted(name for name, by in writers if by is not None and by % world_size == rank)
 
 
-def check_owner(folder: Path, owner: Owner) -> None:
+def check_owner(folder: Path, owner: FileOwner) -> None:
     """Refuse a checkpoint that another user made.
 
     Raises:
@@ -308,7 +308,7 @@ def _iterate_directory(folder: Path) -> Iterator[Path]:
     yield from folder.iterdir()
 
 
-def open_to_others(folder: Path, owner: Owner) -> Path | None:
+def open_to_others(folder: Path, owner: FileOwner) -> Path | None:
     """Return the directory in which others may change a checkpoint, according to modes; or None.
 
     If they may write the parent directory, they can replace the checkpoint; this does not apply to
@@ -381,7 +381,7 @@ def read_small(path: Path) -> bytes:
 def _open(path: Path) -> int:
     """Return a descriptor of a regular file of the folder's owner; anything else is an OSError."""
     try:
-        return open_own(path, owner=Owner.from_directory(path.parent))
+        return open_own(path, owner=FileOwner.from_directory(path.parent))
     except InsecurePathError as error:
         raise OSError(errno.EPERM, error.text, str(path)) from error
 

@@ -36,17 +36,17 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.checkpoints.agreement import Agreement
+from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
 from trainer_hooks.recovery.checkpoints.planner import (
-    Box,
     BoxReader,
     BoxScanner,
     BoxWriter,
-    tensors,
+    TensorBox,
+    stored_tensors,
 )
-from trainer_hooks.recovery.state import HostState, Spec
+from trainer_hooks.recovery.state import HostState, TensorSpec
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
-from trainvitals.io.private import Owner, read_own, stream_own
+from trainvitals.io.private import FileOwner, read_own, stream_own
 from trainvitals.printable import name_type
 
 BOX_BYTES = 16 << 20
@@ -141,7 +141,7 @@ class _OwnFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "rb", "it is a reader's"
-        with stream_own(Path(path), owner=Owner.from_directory(Path(path).parent)) as stream:
+        with stream_own(Path(path), owner=FileOwner.from_directory(Path(path).parent)) as stream:
             yield stream
 
 
@@ -161,7 +161,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     try:
         path = folder / ".metadata"
-        raw = read_own(path, owner=Owner.from_directory(folder), max_bytes=_MAX_METADATA_BYTES)
+        raw = read_own(path, owner=FileOwner.from_directory(folder), max_bytes=_MAX_METADATA_BYTES)
         metadata = (_remembered if len(raw) <= _MAX_REMEMBERED_BYTES else _unpickle_metadata)(raw)
     except CheckpointCorruptError:
         raise
@@ -178,7 +178,7 @@ def read_metadata(folder: Path) -> Metadata:
 class Written(NamedTuple):
     """Result of a save."""
 
-    boxes: list[Box]
+    boxes: list[TensorBox]
     """Boxes written by this rank."""
     num_bytes: int
     """Bytes written by all ranks; known on rank 0, otherwise 0."""
@@ -186,8 +186,8 @@ class Written(NamedTuple):
 
 def write(
     folder: Path,
-    boxes: Sequence[Box],
-    agree: Agreement | None,
+    boxes: Sequence[TensorBox],
+    agree: RankAgreement | None,
     *,
     make_room: Callable[[int], None],
 ) -> Written:
@@ -205,11 +205,11 @@ def write(
     """
     planner = BoxWriter(boxes, make_room=make_room, alone=agree is None)
     writer = _ShardWriter(folder, sync_files=True)
-    _save_with_torch(writer, planner, agree or Agreement(Ranks(0, 1, 0, None)))
+    _save_with_torch(writer, planner, agree or RankAgreement(Ranks(0, 1, 0, None)))
     return Written(planner.written(), planner.num_bytes)
 
 
-def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: Agreement) -> None:
+def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: RankAgreement) -> None:
     """Take the steps of torch's ``save``, without a timeout because of a slow rank."""
     ranks, is_root = agree.ranks, agree.ranks.rank == 0
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)
@@ -235,17 +235,19 @@ def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: Agreement)
     agree.on_root(lambda: writer.finish(whole[0][1], results or []))
 
 
-def specs(folder: Path) -> dict[str, Spec]:
+def specs(folder: Path) -> dict[str, TensorSpec]:
     """Return shape and type of every stored tensor by name.
 
     Raises:
         CheckpointCorruptError: the metadata cannot be read, or holds more than tensors.
     """
-    stored = tensors(read_metadata(folder))
-    return {key: Spec(tuple(entry.size), entry.properties.dtype) for key, entry in stored.items()}
+    stored = stored_tensors(read_metadata(folder))
+    return {
+        key: TensorSpec(tuple(entry.size), entry.properties.dtype) for key, entry in stored.items()
+    }
 
 
-def read(folder: Path, boxes: Sequence[Box]) -> None:
+def read(folder: Path, boxes: Sequence[TensorBox]) -> None:
     """Read stored boxes into the memory of ``boxes``; not collective.
 
     Raises:
@@ -294,10 +296,10 @@ def _load_with_torch(folder: Path, planner: LoadPlanner) -> None:
         raise CheckpointCorruptError(f"{folder.name}: {type(error).__name__}: {error}") from error
 
 
-def read_host(folder: Path, key: str, spec: Spec) -> tuple[HostState, dict[str, Any]]:
+def read_host(folder: Path, key: str, spec: TensorSpec) -> tuple[HostState, dict[str, Any]]:
     """Return (host state, meta) that ``pack_host`` made, from the tensor of that name."""
     packed = torch.empty(spec.shape, dtype=torch.uint8)
-    read(folder, [Box.all_of(key, packed)])
+    read(folder, [TensorBox.all_of(key, packed)])
     return unpack_host(packed)
 
 

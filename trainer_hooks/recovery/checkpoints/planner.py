@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from trainvitals.errors import CheckpointCorruptError
 
 
-class Box(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a stored tensor, and the memory that is its source or target."""
 
     name: str
@@ -43,7 +43,7 @@ class Box(NamedTuple):
     tensor: Tensor
 
     @classmethod
-    def all_of(cls, name: str, tensor: Tensor) -> "Box":
+    def all_of(cls, name: str, tensor: Tensor) -> "TensorBox":
         """Return the box of a tensor that is stored in one piece."""
         return cls(name, tuple(tensor.shape), tuple(0 for _ in tensor.shape), tensor)
 
@@ -62,7 +62,7 @@ class BoxWriter(DefaultSavePlanner):
     """Writes boxes: a box of several ranks is written by the rank with the least data."""
 
     def __init__(
-        self, boxes: Sequence[Box], *, make_room: Callable[[int], None], alone: bool
+        self, boxes: Sequence[TensorBox], *, make_room: Callable[[int], None], alone: bool
     ) -> None:
         """Set this rank's boxes.
 
@@ -96,7 +96,7 @@ class BoxWriter(DefaultSavePlanner):
         """Return the memory of a box."""
         return self._boxes[write_item.index].tensor
 
-    def written(self) -> list[Box]:
+    def written(self) -> list[TensorBox]:
         """Return the boxes that this rank wrote."""
         return [self._boxes[item.index] for item in self.plan.items]
 
@@ -104,13 +104,13 @@ class BoxWriter(DefaultSavePlanner):
 class BoxReader(DefaultLoadPlanner):
     """Reads stored boxes into separate memory."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[TensorBox]) -> None:
         super().__init__()
         self._boxes = {box.key: box for box in boxes if box.tensor.numel()}
 
     def create_local_plan(self) -> LoadPlan:
         """Return the stored boxes that overlap with the wanted ones."""
-        by_name: dict[str, list[Box]] = defaultdict(list)
+        by_name: dict[str, list[TensorBox]] = defaultdict(list)
         for box in self._boxes.values():
             by_name[box.name].append(box)
         return LoadPlan(
@@ -126,7 +126,7 @@ class BoxReader(DefaultLoadPlanner):
             target = target.narrow(dim, start, size)
         return target
 
-    def _read_items(self, name: str, boxes: list[Box]) -> list[ReadItem]:
+    def _read_items(self, name: str, boxes: list[TensorBox]) -> list[ReadItem]:
         assert self.metadata is not None
         stored: Any = self.metadata.state_dict_metadata[name]
         items = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
@@ -152,7 +152,7 @@ class BoxScanner(DefaultLoadPlanner):
         return LoadPlan(
             [
                 _read_item(index, chunk.sizes)
-                for index, chunk in chunks(self.metadata)
+                for index, chunk in stored_boxes(self.metadata)
                 if only is None or index in only
             ]
         )
@@ -168,7 +168,7 @@ class BoxScanner(DefaultLoadPlanner):
         self._show(read_item.storage_index, tensor)
 
 
-def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Return the stored tensors by name.
 
     Raises:
@@ -182,9 +182,9 @@ def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return by_name
 
 
-def chunks(metadata: Metadata) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
+def stored_boxes(metadata: Metadata) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
     """Yield each stored box and its key."""
-    for name, stored in tensors(metadata).items():
+    for name, stored in stored_tensors(metadata).items():
         for chunk in stored.chunks:
             yield MetadataIndex(name, chunk.offsets), chunk
 
@@ -193,12 +193,12 @@ def num_bytes(metadata: Metadata) -> int:
     """Return the size of all stored boxes."""
     return sum(
         math.prod(chunk.sizes) * stored.properties.dtype.itemsize
-        for stored in tensors(metadata).values()
+        for stored in stored_tensors(metadata).values()
         for chunk in stored.chunks
     )
 
 
-def _write_item(box: Box) -> WriteItem:
+def _write_item(box: TensorBox) -> WriteItem:
     return WriteItem(
         index=box.key,
         type=WriteItemType.SHARD,

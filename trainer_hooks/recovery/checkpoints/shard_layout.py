@@ -22,7 +22,7 @@ Extent = tuple[Shape, Shape]
 """Offsets and sizes."""
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """A box of a complete tensor, and the position of its elements in a rank's tensor."""
 
     name: str
@@ -49,7 +49,7 @@ class LocalShard:
     """Shape of the rank's tensor."""
     wholes: Mapping[str, Shape]
     """Each complete tensor with a place in it, by name; a rank may hold none of its elements."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     copy: int = 0
     copies: int = 1
     """Number of ranks known to hold the same; ``copy`` is this rank's index among them."""
@@ -140,7 +140,7 @@ def local_shards(
 
 def _held_whole(name: str, shape: Shape) -> LocalShard:
     """Return the shard of a tensor that this rank holds completely."""
-    piece = Piece(name, shape, *_whole_extent(shape), None)
+    piece = ShardPiece(name, shape, *_whole_extent(shape), None)
     return LocalShard(shape=shape, wholes={name: shape}, pieces=(piece,))
 
 
@@ -163,7 +163,7 @@ def _held_of_dtensor(name: str, tensor: Any) -> LocalShard | None:
     pieces = _held_whole(name, shape).pieces
     if local != shape:
         filled = math.prod(local) > 0
-        pieces = (Piece(name, shape, tuple(offsets), local, None),) if filled else ()
+        pieces = (ShardPiece(name, shape, tuple(offsets), local, None),) if filled else ()
     copy, copies, uncut = 0, 1, True
     for at, size, placement in zip(here, mesh.shape, placements, strict=True):
         if placement.is_replicate():
@@ -232,7 +232,7 @@ def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bo
         )
         at = start
         for offsets, sizes in boxes:
-            pieces.append(Piece(prefix + fqn, shape, offsets, sizes, at))
+            pieces.append(ShardPiece(prefix + fqn, shape, offsets, sizes, at))
             at += math.prod(sizes)
     return LocalShard(shape=local, wholes=wholes, pieces=tuple(pieces), uncut=uncut)
 

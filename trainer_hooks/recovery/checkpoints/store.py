@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints.agreement import Agreement, catch_error
+from trainer_hooks.recovery.checkpoints.agreement import RankAgreement, catch_error
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
-from trainer_hooks.recovery.checkpoints.layout import Layout
+from trainer_hooks.recovery.checkpoints.layout import RankShardLayout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
-from trainer_hooks.recovery.checkpoints.planner import Box
+from trainer_hooks.recovery.checkpoints.planner import TensorBox
 from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, split_box
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
-from trainer_hooks.recovery.state import HostState, Spec, TrainingState
+from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.finite import bytes_of, is_finite
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
@@ -105,9 +105,9 @@ class CheckpointStore:
         self._on_branch = on_branch
         self._run_id = run_id
         self._ranks = ranks
-        self._agree = Agreement(ranks)
+        self._agree = RankAgreement(ranks)
         tensors = state.shard_positions(rank=ranks.rank, world_size=ranks.world_size)
-        self._layout = Layout(tensors, state.split_optimizers)
+        self._layout = RankShardLayout(tensors, state.split_optimizers)
         self._background = CheckpointThread("vitals-save")
         self.num_saved = 0
         self.num_failed = 0
@@ -162,7 +162,7 @@ class CheckpointStore:
             self._mark(name, snapshot)
             return
         partial = self.folder.partial(name)
-        boxes: list[Box] = []
+        boxes: list[TensorBox] = []
         self._agree.on_all(lambda: boxes.extend(self._boxes(snapshot)))
         written = payload.write(
             partial,
@@ -211,7 +211,7 @@ class CheckpointStore:
         if snapshot.state == "healthy" and name in unproven:
             self.folder.mark_healthy(name)
 
-    def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
+    def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[TensorBox]:
         """Yield this rank's boxes to write to a checkpoint, from the snapshot.
 
         ``alone`` leaves out data that this rank need not write without communication.
@@ -221,11 +221,11 @@ class CheckpointStore:
             **snapshot.host,
             "moments": self._layout.spread(snapshot.host["moments"]),
         }
-        yield Box.all_of(f"{rank_prefix}host", payload.pack_host(host, snapshot.meta))
+        yield TensorBox.all_of(f"{rank_prefix}host", payload.pack_host(host, snapshot.meta))
         for key, tensor in snapshot.tensors().items():
             shard = self._layout.find_writable(key, tuple(tensor.shape))
             for box in (
-                [Box.all_of(rank_prefix + key, tensor)]
+                [TensorBox.all_of(rank_prefix + key, tensor)]
                 if shard is None
                 else _shard_boxes(shard, tensor)
             ):
@@ -233,7 +233,7 @@ class CheckpointStore:
                     if not alone or shard is None or shard.writes(part.name, part.offsets):
                         yield part
 
-    def _read_back(self, partial: Path, written: list[Box]) -> dict[str, FileEntry]:
+    def _read_back(self, partial: Path, written: list[TensorBox]) -> dict[str, FileEntry]:
         """Compare this rank's files with the snapshot; return their measurements."""
         expected = {box.key: box.tensor for box in written}
 
@@ -345,7 +345,7 @@ class CheckpointStore:
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
-            if _plain(index.fqn) not in exempt and not is_finite(tensor):
+            if _strip_rank_prefix(index.fqn) not in exempt and not is_finite(tensor):
                 raise CheckpointCorruptError(f"{content.id}: {index.fqn} is not finite")
 
         payload.scan(self.folder.path / content.id, check, only)
@@ -431,7 +431,9 @@ class CheckpointStore:
             _refuse_parts(stored, saved_by)
         rank_prefix = f"rank.{self._ranks.rank if same_world else 0}."
         names = {
-            _plain(k): k for k in stored if k.startswith(rank_prefix) or not k.startswith("rank.")
+            _strip_rank_prefix(k): k
+            for k in stored
+            if k.startswith(rank_prefix) or not k.startswith("rank.")
         }
         rank_keys = {plain for plain, name in names.items() if plain != name}
         del names["host"]
@@ -445,7 +447,7 @@ class CheckpointStore:
         return Restored(checkpoint_id, step, attempt, meta, same_world)
 
     def _read_host_state(
-        self, folder: Path, stored: Mapping[str, Spec], saved_by: int
+        self, folder: Path, stored: Mapping[str, TensorSpec], saved_by: int
     ) -> tuple[HostState, Meta]:
         """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
         rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in stored else 0
@@ -459,10 +461,10 @@ class CheckpointStore:
         return host, meta
 
     def _check_alike(
-        self, folder: Path, specs: Mapping[str, Spec], names: Mapping[str, str]
+        self, folder: Path, specs: Mapping[str, TensorSpec], names: Mapping[str, str]
     ) -> None:
         """Refuse step counts that differ if one counter here covers several parameters."""
-        groups: list[list[Box]] = []
+        groups: list[list[TensorBox]] = []
         for key, spec in specs.items():
             tensor = self._layout.find(key, spec.shape)
             piece_names = (
@@ -471,7 +473,7 @@ class CheckpointStore:
             if len(piece_names) > 1:
                 there = [names[name] for name in piece_names if name in names]
                 groups.append(
-                    [Box.all_of(n, torch.empty(spec.shape, dtype=spec.dtype)) for n in there]
+                    [TensorBox.all_of(n, torch.empty(spec.shape, dtype=spec.dtype)) for n in there]
                 )
         if groups:
             payload.read(folder, [box for group in groups for box in group])
@@ -484,13 +486,16 @@ class CheckpointStore:
                     )
 
     def _target_boxes(
-        self, specs: Mapping[str, Spec], names: Mapping[str, str], stored: Mapping[str, Spec]
-    ) -> Iterator[Box]:
+        self,
+        specs: Mapping[str, TensorSpec],
+        names: Mapping[str, str],
+        stored: Mapping[str, TensorSpec],
+    ) -> Iterator[TensorBox]:
         """Yield the memory of the live tensors; tensors missing in the checkpoint are zeroed."""
         live = self._state.tensors()
         for key, spec in specs.items():
             tensor = self._layout.find(key, spec.shape)
-            whole = [Box.all_of(key, live[key])]
+            whole = [TensorBox.all_of(key, live[key])]
             boxes = whole if tensor is None else list(_shard_boxes(tensor, live[key]))
             boxes = [box._replace(name=names[box.name]) for box in boxes if box.name in names]
             if sum(box.tensor.numel() for box in boxes) < live[key].numel():
@@ -504,16 +509,16 @@ class CheckpointStore:
         return self._ranks.rank == 0
 
     def _must_be_finite(self, key: str) -> bool:
-        return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
+        return not key.endswith(".host") and self._state.must_be_finite(_strip_rank_prefix(key))
 
 
-def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[Box]:
+def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[TensorBox]:
     """Yield a box of the checkpoint for each piece of a shard."""
     for piece in shard.pieces:
-        yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
+        yield TensorBox(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
 
-def _split_large_box(box: Box) -> Iterator[Box]:
+def _split_large_box(box: TensorBox) -> Iterator[TensorBox]:
     """Yield a box as parts of some megabytes, split in the same way on every rank that holds it."""
     most = max(1, payload.BOX_BYTES // box.tensor.element_size())
     for offsets, sizes in split_box(tuple(box.tensor.shape), most):
@@ -521,10 +526,10 @@ def _split_large_box(box: Box) -> Iterator[Box]:
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, start, size)
         global_offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-        yield Box(box.name, box.shape, global_offsets, part)
+        yield TensorBox(box.name, box.shape, global_offsets, part)
 
 
-def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
+def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
     """Refuse the ranks' separate data if the number of ranks differs."""
     first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
     if first_match is not None:
@@ -536,12 +541,12 @@ def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
         )
 
 
-def _plain(key: str) -> str:
+def _strip_rank_prefix(key: str) -> str:
     """Return the key without the rank prefix."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
-    if Spec.of(tensor) != Spec.of(other):
+    if TensorSpec.of(tensor) != TensorSpec.of(other):
         return False
     return np.array_equal(bytes_of(tensor.contiguous()), bytes_of(other.contiguous()))

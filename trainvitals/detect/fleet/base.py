@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, StatefulRow, StateKey, row
+from trainvitals.stateful import Stateful, StatefulRow, StateKey, state_row
 
 Value = float | int | None
 
@@ -120,7 +120,7 @@ def advisory_finding(
     )
 
 
-class Episode(StatefulRow):
+class ConditionEpisode(StatefulRow):
     """Reports a condition once, until it has been absent for a while.
 
     Call it only if the condition could be judged: unknown is not absent.
@@ -155,7 +155,9 @@ class Watcher(Stateful):
     """
 
     name: str
-    STATE: ClassVar[tuple[str | StateKey, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
+    STATE: ClassVar[tuple[str | StateKey, ...]] = (
+        state_row("place", "_attempt", "_step", "_has_seen"),
+    )
     FLAGS_ARE_NUMBERS = True
 
     def __init__(self) -> None:

@@ -16,14 +16,14 @@ from msgspec import Meta
 from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
     upper_median,
 )
 from trainvitals.records import Finding
-from trainvitals.stateful import StatefulRow, table
+from trainvitals.stateful import StatefulRow, state_table
 
 MOST_LAYERS = 4096
 """Maximum layers followed; further layers are not judged."""
@@ -107,14 +107,14 @@ class LayerOutlierWatcher(Watcher):
     """
 
     label = ""
-    STATE = (table("_courses", lambda _: LayerTrend()), "_episode")
+    STATE = (state_table("_courses", lambda _: LayerTrend()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
         super().__init__()
         self._config = config or LayerConfig()
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
@@ -306,7 +306,7 @@ without any token of the batch, or a randomly omitted block (stochastic depth). 
 output then depends on the number of tokens, and an output of 0 has no meaning."""
 
 
-class DeadCourse(StatefulRow):
+class DeadFeatureTrend(StatefulRow):
     """A module's share of dead features over time."""
 
     __slots__ = ("count", "level", "returns", "streak")
@@ -359,8 +359,8 @@ class ActivationWatcher(Watcher):
 
     name = "activation"
     STATE = (
-        table("_courses", lambda _: LayerTrend()),
-        table("_dead", lambda _: DeadCourse()),
+        state_table("_courses", lambda _: LayerTrend()),
+        state_table("_dead", lambda _: DeadFeatureTrend()),
         "_episode",
         "_collapse",
     )
@@ -376,10 +376,10 @@ class ActivationWatcher(Watcher):
         )
         self._courses: dict[str, LayerTrend] = {}
         """By layer and column, separated by a colon."""
-        self._dead: dict[str, DeadCourse] = {}
+        self._dead: dict[str, DeadFeatureTrend] = {}
         """By layer."""
-        self._episode = Episode(self._config.clear_after)
-        self._collapse = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
+        self._collapse = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         if not merged.layers:
@@ -388,7 +388,7 @@ class ActivationWatcher(Watcher):
         for layer, values in merged.layers.items():
             share = values.get("activation_dead_ratio")
             if share is not None and 0.0 <= share <= 1.0:
-                before = self._died(layer, share)
+                before = self._add_dead_share(layer, share)
                 is_judged = is_judged or before is not None
                 if before is not None and before >= 0.0:
                     dead.append((share, layer, before))
@@ -399,7 +399,7 @@ class ActivationWatcher(Watcher):
                 if value is None or not 0.0 < value < INFINITY or (falls and is_gated):
                     continue
                 key = f"{layer}:{column}"
-                growth = self._growth(key, math.log(value), limit, falls=falls)
+                growth = self._add_layer_value(key, math.log(value), limit, falls=falls)
                 is_judged = is_judged or growth is not None
                 if growth and growth > 0:
                     grown.append((growth, label, layer, value))
@@ -476,7 +476,7 @@ class ActivationWatcher(Watcher):
             ),
         )
 
-    def _course(self, key: str, value: float) -> LayerTrend | None:
+    def _get_or_create_trend(self, key: str, value: float) -> LayerTrend | None:
         """Return the trend; None if it only starts, or if there are too many."""
         course = self._courses.get(key)
         if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
@@ -484,7 +484,7 @@ class ActivationWatcher(Watcher):
             begun.restart_at(value)
         return course
 
-    def _died(self, layer: str, share: float) -> float | None:
+    def _add_dead_share(self, layer: str, share: float) -> float | None:
         """Add a share of dead features; return the earlier share if it is reported, otherwise -1.
 
         None while the earlier share is unknown.
@@ -493,7 +493,7 @@ class ActivationWatcher(Watcher):
         if course is None:
             if len(self._dead) >= MOST_LAYERS:
                 return None
-            course = self._dead[layer] = DeadCourse()
+            course = self._dead[layer] = DeadFeatureTrend()
         config = self._config
         is_dead = share >= config.dead_ratio
         is_warm = course.count >= config.warm_up
@@ -513,9 +513,11 @@ class ActivationWatcher(Watcher):
         before, course.level, course.streak = course.level, share, 0
         return before
 
-    def _growth(self, key: str, value: float, limit: float, *, falls: bool) -> float | None:
+    def _add_layer_value(
+        self, key: str, value: float, limit: float, *, falls: bool
+    ) -> float | None:
         """Add a value; return its growth if it is reported, 0 if not, None if unknown."""
-        course = self._course(key, value)
+        course = self._get_or_create_trend(key, value)
         if course is None:
             return None
         course.push(0.0, value - course.center, self._config.rate)

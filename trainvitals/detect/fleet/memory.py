@@ -11,7 +11,7 @@ from msgspec import Meta
 from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
@@ -56,7 +56,7 @@ class MemoryConfig(Settings, frozen=True, kw_only=True):
     """Measurements without creep after which it can be reported again."""
 
 
-class _Floors(StatefulRow):
+class _MemoryFloors(StatefulRow):
     """Smallest values of blocks of steps, of every rank: one scale."""
 
     STATE = ("present", "num", "kept")
@@ -102,17 +102,17 @@ class MemoryCreepWatcher(Watcher):
         self._scales = self._new_scales()
         self._creeps = [False] * _LEVELS
         """Whether each scale showed growth when it was last judged."""
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
         """Whether a reported condition still holds."""
         return self._episode.on
 
-    def _new_scales(self) -> list[_Floors]:
+    def _new_scales(self) -> list[_MemoryFloors]:
         """Return empty minima of the ranks' memory, one object per time scale."""
         sizes = [self._config.block, *([_PER_LEVEL] * (_LEVELS - 1))]
-        return [_Floors(size, self._config.blocks) for size in sizes]
+        return [_MemoryFloors(size, self._config.blocks) for size in sizes]
 
     def learn_total(self, total_bytes: float | int | None) -> None:
         """Set the memory size of one of the run's GPUs; the smallest counts."""
@@ -144,14 +144,14 @@ class MemoryCreepWatcher(Watcher):
             floors = ended
             if self._total and len(scale.kept) >= self._config.least_blocks:
                 has_judged = True
-                creeping = self._creeping(merged, scale.kept, length)
+                creeping = self._find_leaking_ranks(merged, scale.kept, length)
                 self._creeps[i] = bool(creeping)
                 leaks += creeping
         if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
             return ()
         return (self._creep_finding(merged.step, *min(leaks)),)
 
-    def _creeping(
+    def _find_leaking_ranks(
         self, merged: MergedStep, floors: list[list[float]], length: int
     ) -> list[tuple[float, int, float, int]]:
         """Return steps left, rank, bytes per step and onset, for each rank with growth."""

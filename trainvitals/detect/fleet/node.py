@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
-    Episode,
+    ConditionEpisode,
     NodeSample,
     NodeWatcher,
     Value,
@@ -22,7 +22,7 @@ from trainvitals.detect.fleet.base import (
     number,
 )
 from trainvitals.records import Finding
-from trainvitals.stateful import StatefulRow, table
+from trainvitals.stateful import StatefulRow, state_table
 from trainvitals.units import humanize, humanize_count
 
 MOST_GPUS = 65536
@@ -82,14 +82,14 @@ class _Clocks(StatefulRow):
     def __init__(self, clear_after: int) -> None:
         self.hot = self.capped = 0
         self.highest = 0.0
-        self.slowed, self.cap = Episode(clear_after), Episode(clear_after)
+        self.slowed, self.cap = ConditionEpisode(clear_after), ConditionEpisode(clear_after)
 
 
 class GpuThrottleWatcher(NodeWatcher):
     """Finds GPUs that are throttled by heat or the power supply, and power caps that cost speed."""
 
     name = "gpu_throttle"
-    STATE = (table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
+    STATE = (state_table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
 
     def __init__(self, config: ThrottleConfig | None = None) -> None:
         self._config = config or ThrottleConfig()
@@ -107,7 +107,7 @@ class GpuThrottleWatcher(NodeWatcher):
                 continue
             clocks = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
-                text = f"{_format_gpu(sample, uuid)} {reason}{_shown(columns)}"
+                text = f"{_format_gpu(sample, uuid)} {reason}{_format_clock_numbers(columns)}"
                 cause = (
                     "gpu_power_cap"
                     if mask & POWER_CAP and not mask & _SLOWED
@@ -169,7 +169,7 @@ def _throttle_cause(mask: int) -> str:
     return "gpu_power_brake" if mask & POWER_BRAKE else "gpu_slowdown"
 
 
-def _shown(columns: Mapping[str, Value]) -> str:
+def _format_clock_numbers(columns: Mapping[str, Value]) -> str:
     """Return the known numbers about slow clocks."""
     parts = []
     for column, unit in (
@@ -205,14 +205,14 @@ class _Errors(StatefulRow):
     def __init__(self, clear_after: int) -> None:
         self.uncorrected = self.corrected = self.xid = -1
         self.since_ns = 0
-        self.ecc, self.many = Episode(clear_after), Episode(clear_after)
+        self.ecc, self.many = ConditionEpisode(clear_after), ConditionEpisode(clear_after)
 
 
 class GpuErrorWatcher(NodeWatcher):
     """Finds memory errors and Xids as they happen, not those from before the first sample."""
 
     name = "gpu_error"
-    STATE = (table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
+    STATE = (state_table("_gpus", lambda self: self._new_gpu_state(), num_keys=2),)
 
     def __init__(self, config: GpuErrorConfig | None = None) -> None:
         self._config = config or GpuErrorConfig()

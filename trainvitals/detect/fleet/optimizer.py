@@ -15,14 +15,14 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
     number,
 )
 from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
-from trainvitals.stateful import hexadecimal, row
+from trainvitals.stateful import state_hexadecimal, state_row
 
 _NEWEST = 512
 _MOST = 2048
@@ -65,10 +65,10 @@ class LearningRateWatcher(Watcher):
     name = "learning_rate"
     STATE = (
         "_steps", "_rates", "_last", "_peak", "_rows_since_peak",
-        row("flags", "_is_warm", "_is_resumed"),
-        row("zeros", "_zeros", "_zero_since"),
+        state_row("flags", "_is_warm", "_is_resumed"),
+        state_row("zeros", "_zeros", "_zero_since"),
         "_is_decayed",
-        row("episodes", "_jumps", "_zero", "_nonfinite"),
+        state_row("episodes", "_jumps", "_zero", "_nonfinite"),
     )  # fmt: skip
     MAY_LACK = True  # states of older versions lack ``_is_decayed``
 
@@ -85,9 +85,9 @@ class LearningRateWatcher(Watcher):
         self._zeros, self._zero_since = 0, -1
         self._is_decayed = False
         """Whether the rate was low before it became 0."""
-        self._jumps = Episode(self._config.clear_after)
-        self._zero = Episode(self._config.clear_after)
-        self._nonfinite = Episode(self._config.clear_after)
+        self._jumps = ConditionEpisode(self._config.clear_after)
+        self._zero = ConditionEpisode(self._config.clear_after)
+        self._nonfinite = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
@@ -303,10 +303,10 @@ class LossScaleWatcher(Watcher):
     STATE = (
         "_scale",
         "_count",
-        hexadecimal("_bits"),
-        row("rows", "_rows", "_in_row", "_calm", "_is_settled"),
+        state_hexadecimal("_bits"),
+        state_row("rows", "_rows", "_in_row", "_calm", "_is_settled"),
         "_before",
-        row("episodes", "_low", "_collapse", "_rate"),
+        state_row("episodes", "_low", "_collapse", "_rate"),
     )
 
     def __init__(self, config: LossScaleConfig | None = None) -> None:
@@ -321,7 +321,11 @@ class LossScaleWatcher(Watcher):
         self._is_settled = False
         self._before = 0.0
         clear = self._config.clear_after
-        self._low, self._collapse, self._rate = Episode(clear), Episode(clear), Episode(clear)
+        self._low, self._collapse, self._rate = (
+            ConditionEpisode(clear),
+            ConditionEpisode(clear),
+            ConditionEpisode(clear),
+        )
 
     @property
     def goes_on(self) -> bool:

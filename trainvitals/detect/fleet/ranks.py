@@ -11,7 +11,7 @@ from msgspec import Meta
 from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
@@ -21,7 +21,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD
 from trainvitals.records import Finding
-from trainvitals.stateful import table
+from trainvitals.stateful import state_table
 from trainvitals.units import humanize_seconds
 
 
@@ -85,12 +85,12 @@ class DataBoundWatcher(Watcher):
         self._durations: list[float] = []
         self._of_rank: list[float] = []
         self._start = -1
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
         self._usual: list[float] = []
         """Durations of the latest steps without a long wait."""
         self._stalled: list[float] = []
         """Waits of the latest steps in a row that are long."""
-        self._stall_episode = Episode(self._config.block)
+        self._stall_episode = ConditionEpisode(self._config.block)
 
     @property
     def goes_on(self) -> bool:
@@ -141,14 +141,16 @@ class DataBoundWatcher(Watcher):
         stall = self._stall(merged.step, min(max(waits), duration), duration)
         if not self._waits:
             self._start = merged.step
-        self._add(waits, ranks, duration)
+        self._add_data_waits(waits, ranks, duration)
         if len(self._waits) < self._config.block:
             return stall
         finding = self._data_bound_findings(merged.step)
         self._clear_wait_block()
         return finding or stall
 
-    def _add(self, waits: Sequence[float], ranks: Sequence[int], duration: float) -> None:
+    def _add_data_waits(
+        self, waits: Sequence[float], ranks: Sequence[int], duration: float
+    ) -> None:
         """Add a step; a wait cannot be longer than the step it is part of."""
         self._waits.append(min(max(0.0, max(waits)), duration))
         self._durations.append(duration)
@@ -232,7 +234,7 @@ class RankLossWatcher(Watcher):
     """
 
     name = "rank_loss"
-    STATE = (table("_counts"), "_told")
+    STATE = (state_table("_counts"), "_told")
 
     def __init__(self, config: RankLossConfig | None = None) -> None:
         super().__init__()
@@ -351,7 +353,7 @@ class ReductionWatcher(Watcher):
     def __init__(self, config: ReductionConfig | None = None) -> None:
         super().__init__()
         self._config = config or ReductionConfig()
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         errors, ranks = finite(merged.ranks.get("reduction_error"))

@@ -51,7 +51,7 @@ from trainvitals.detect.fleet.speed import (
 from trainvitals.detect.fleet.straggler import StragglerConfig, StragglerWatcher
 from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, row
+from trainvitals.stateful import Stateful, state_row
 
 _KEPT_CHECKPOINTS = 16
 _BY_CLOCKS = ("straggler_forward", "straggler_backward", "straggler_optimizer", "straggler")
@@ -101,10 +101,10 @@ class FleetDetectors(Stateful):
     """Runs every fleet detector of a run, in a fixed order. Reads no clock, never raises on data.
 
     Call ``update`` with each merged step, ``update_node`` with each node's sample, ``saved`` with
-    each checkpoint, and ``idle`` periodically with the time.
+    each checkpoint, and ``check_stall`` periodically with the time.
     """
 
-    STATE = ("_watchers", "_last", row("told", "_is_stalled", "_is_overdue"), "_checkpoints")
+    STATE = ("_watchers", "_last", state_row("told", "_is_stalled", "_is_overdue"), "_checkpoints")
     FLAGS_ARE_NUMBERS = True
 
     def __init__(self, config: FleetConfig | None = None) -> None:
@@ -179,7 +179,7 @@ class FleetDetectors(Stateful):
         """Return the names of detectors whose reported condition still holds."""
         return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
 
-    def idle(self, now_ns: int) -> tuple[Finding, ...]:
+    def check_stall(self, now_ns: int) -> tuple[Finding, ...]:
         """Return the finding about a step that does not arrive; once, until one does.
 
         ``now_ns`` must be from the clock of the steps' ``time_unix_ns``.

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
@@ -21,7 +21,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, row
+from trainvitals.stateful import Stateful, state_row
 from trainvitals.units import humanize, humanize_seconds
 
 Kind = Literal["ordinary", "periodic", "slow"]
@@ -108,7 +108,7 @@ class SlowStepFilter(Stateful):
         self.period = cycle or self.period
         return cycle > 0
 
-    def went_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Discard the slow steps that are made again."""
         self._slow = [slow for slow in self._slow if slow < step]
         self._streak.clear()
@@ -157,12 +157,12 @@ class ThroughputWatcher(Watcher):
     name = "throughput"
     STATE = (
         "pace",
-        row("measures", "_world_size", "_per_token", "_settling"),
+        state_row("measures", "_world_size", "_per_token", "_settling"),
         "_block",
         "_blocks",
         "_best",
         "_noise",
-        row("low", "_low_blocks", "_onset", "_block_start"),
+        state_row("low", "_low_blocks", "_onset", "_block_start"),
         "_episode",
     )
 
@@ -180,7 +180,7 @@ class ThroughputWatcher(Watcher):
         self._low_blocks = 0
         self._onset = -1
         self._block_start = -1
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
@@ -189,7 +189,7 @@ class ThroughputWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of steps: another attempt starts."""
-        self.pace.went_back(merged.step)
+        self.pace.roll_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
 
@@ -201,7 +201,7 @@ class ThroughputWatcher(Watcher):
         if rate <= 0.0 and (seconds <= 0.0 or self._per_token):
             return ()
         if (rate > 0.0) != self._per_token or num_ranks not in (0, self._world_size):
-            self._start_anew(per_token=rate > 0.0, world_size=num_ranks or self._world_size)
+            self._reset_reference(per_token=rate > 0.0, world_size=num_ranks or self._world_size)
         if self._settling:
             self._settling -= 1
             return ()
@@ -216,7 +216,7 @@ class ThroughputWatcher(Watcher):
         self._block.clear()
         return self._check_block_cost(merged.step, cost)
 
-    def _start_anew(self, *, per_token: bool, world_size: int) -> None:
+    def _reset_reference(self, *, per_token: bool, world_size: int) -> None:
         """Discard the reference: the measure, or the number of ranks, has changed."""
         self._per_token, self._world_size = per_token, world_size
         self._block.clear()

@@ -23,7 +23,7 @@ from trainvitals.detect.fleet.base import (
     upper_median,
 )
 from trainvitals.records import Finding
-from trainvitals.stateful import table
+from trainvitals.stateful import state_table
 from trainvitals.units import humanize_seconds, name_ranks
 
 
@@ -112,7 +112,7 @@ class StragglerWatcher(Watcher):
     """
 
     name = "straggler"
-    STATE = ("_window", "_optimizer", table("_since"), table("_told"))
+    STATE = ("_window", "_optimizer", state_table("_since"), state_table("_told"))
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ class StragglerWatcher(Watcher):
             return ()
         least = max(self._config.late / 2 * duration, self._config.least_seconds)
         columns = {**merged.ranks, "optimizer_seconds": self._optimizer}
-        latecomers = _latecomers(columns, least)
+        latecomers = _find_late_ranks(columns, least)
         self._keep_optimizer_seconds(merged.ranks.get("optimizer_seconds") or (), least)
         self._window.append([merged.step, duration, latecomers])
         ranks = {int(figures[0]) for _, _, late in self._window for figures in late}
-        courses = {rank: self._course(rank) for rank in sorted(ranks)} if ranks else {}
+        courses = {rank: self._measure_lateness(rank) for rank in sorted(ranks)} if ranks else {}
         self._ease(courses)
         late = {rank: course for rank, course in courses.items() if self._is_late(course)}
         self._since = {rank: (self._since.get(rank, (0,))[0] + 1,) for rank in late}
@@ -167,7 +167,7 @@ class StragglerWatcher(Watcher):
             self._told[rank] = (
                 0,
                 int(is_periodic),
-                _find_cause_index(_cause(courses[rank].late)),
+                _find_cause_index(_find_lateness_cause(courses[rank].late)),
                 0,
             )
         worst = max(fresh, key=lambda rank: courses[rank].share)
@@ -190,7 +190,7 @@ class StragglerWatcher(Watcher):
         differ = len(values) > 1 and max(values) - min(values) > least
         self._optimizer = [number(value) for value in seconds] if differ else []
 
-    def _course(self, rank: int) -> _RankLateness:
+    def _measure_lateness(self, rank: int) -> _RankLateness:
         """Return the rank's lateness in each step of the window, as shares of the step."""
         shares, figures = [], []
         for _, duration, late in self._window:
@@ -216,7 +216,7 @@ class StragglerWatcher(Watcher):
     def _has_other_cause(self, course: _RankLateness) -> bool:
         """Return whether a reported rank has been late by another cause for some steps."""
         absent, is_periodic, reported_step, changed = self._told[course.rank]
-        now = _cause(course.late)
+        now = _find_lateness_cause(course.late)
         is_another = now not in _LASTING and _find_cause_index(now) != reported_step
         changed = changed + 1 if is_another else 0
         self._told[course.rank] = (absent, is_periodic, reported_step, changed)
@@ -224,9 +224,9 @@ class StragglerWatcher(Watcher):
 
     def _is_cause_clear(self, course: _RankLateness) -> bool:
         """Return whether one part explains the lateness, or it has lasted long enough."""
-        is_clear = _cause(course.late) not in _LASTING
+        is_clear = _find_lateness_cause(course.late) not in _LASTING
         # If no part is placed, no cause can be expected.
-        is_placed = any(_seconds_in(part, course.late)[1] for part in _PARTS[1:])
+        is_placed = any(_median_part_seconds(part, course.late)[1] for part in _PARTS[1:])
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
@@ -243,8 +243,8 @@ class StragglerWatcher(Watcher):
             often = {2: "in every other step", 3: "in every 3rd step"}.get(
                 period, f"in every {period}th step"
             )
-        part = _cause(late)
-        value, usual = _seconds_in(part, late)
+        part = _find_lateness_cause(late)
+        value, usual = _median_part_seconds(part, late)
         lasted = self._since[course.rank][0]  # may start before the window
         since = min(self._window[course.onset(self._config.steps)][0], merged.step - lasted + 1)
         why = ""
@@ -345,14 +345,14 @@ class _RankLateness(NamedTuple):
         return period if is_steady and is_on and 2 <= period <= _LONGEST_PERIOD else 0
 
 
-def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[list[float]]:
+def _find_late_ranks(columns: Mapping[str, Sequence[Value]], least: float) -> list[list[float]]:
     """Return the figures of the ranks that the others wait for, the latest first."""
     waits, exchange = (
-        _by_rank(columns, "gradient_wait_seconds"),
-        _by_rank(columns, "communication_seconds"),
+        _finite_seconds_by_rank(columns, "gradient_wait_seconds"),
+        _finite_seconds_by_rank(columns, "communication_seconds"),
     )
     if not waits:
-        return _find_unplaced_latecomers(columns, exchange, least)
+        return _late_ranks_by_exchange(columns, exchange, least)
     spread = [max(w.values()) - min(w.values()) for w in (waits, exchange) if w]
     if sum(spread) <= least:  # nearly always, and without computing a median
         return []
@@ -363,9 +363,9 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
     ]
     if not late:
         return []
-    parts = [_by_rank(columns, part.column) for part in _PARTS]
+    parts = [_finite_seconds_by_rank(columns, part.column) for part in _PARTS]
     usual = [_lower_median(list(part.values())) if len(part) > 1 else 0.0 for part in parts]
-    queued = _by_rank(columns, _QUEUE.column)
+    queued = _finite_seconds_by_rank(columns, _QUEUE.column)
     usually_queued = _lower_median(list(queued.values())) if queued else 0.0
     latecomers = []
     for rank, by_wait, by_exchange in late:
@@ -385,14 +385,14 @@ def _latecomers(columns: Mapping[str, Sequence[Value]], least: float) -> list[li
     return sorted(latecomers, key=lambda figures: -figures[1])[:_MOST_RANKS]
 
 
-def _find_unplaced_latecomers(
+def _late_ranks_by_exchange(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
     """Return figures of late ranks, from the exchange and the waits for data only.
 
     With gradients summed during backward, the wait for data is then the only visible sign.
     """
-    data = _by_rank(columns, "data_wait_seconds")
+    data = _finite_seconds_by_rank(columns, "data_wait_seconds")
     usual = _lower_median(list(data.values())) if len(data) > 1 else 0.0
     middle = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     latecomers = []
@@ -418,13 +418,15 @@ def _measure_wait_deficits(
         yield rank, by_wait, by_exchange
 
 
-def _cause(late: Sequence[Sequence[float]]) -> _StepPart:
+def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
     """Return the part with the largest excess, if it explains half of the lateness.
 
     If a thread waits for a core, its other parts are longer by exactly that wait.
     """
     lateness = _median([figures[1] for figures in late])
-    *excess, by_queue = (value - usual for value, usual in (_seconds_in(p, late) for p in _CAUSES))
+    *excess, by_queue = (
+        value - usual for value, usual in (_median_part_seconds(p, late) for p in _CAUSES)
+    )
     if by_queue > lateness / 2:
         return _QUEUE
     if max(excess) > lateness / 2:
@@ -437,7 +439,7 @@ def _find_cause_index(part: _StepPart) -> int:
     return _CAUSES.index(part) if part in _CAUSES else -1
 
 
-def _seconds_in(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float, float]:
+def _median_part_seconds(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the late rank's and the usual seconds of a part."""
     if part not in _CAUSES:
         return 0.0, 0.0
@@ -448,7 +450,7 @@ def _seconds_in(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float
     return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
 
 
-def _by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
+def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
     """Return a column's finite values of at least two ranks; nothing for fewer."""
     values, ranks = finite(columns.get(name))
     if len(values) < 2:

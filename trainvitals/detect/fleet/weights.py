@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from trainvitals.config import AboveZero, AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
-    Episode,
+    ConditionEpisode,
     MergedStep,
     Watcher,
     advisory_finding,
@@ -56,7 +56,7 @@ class WeightNormWatcher(Watcher):
         super().__init__()
         self._config = config or WeightNormConfig()
         self._logarithms: deque[float] = deque(maxlen=_MAX_SAMPLES + 2 * self._config.span)
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
-from trainvitals.detect.fleet.base import Episode, MergedStep, Watcher, number, upper_median
+from trainvitals.detect.fleet.base import (
+    ConditionEpisode,
+    MergedStep,
+    Watcher,
+    number,
+    upper_median,
+)
 from trainvitals.detect.posttraining.names import TaskSpec
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
@@ -390,7 +396,7 @@ class PostTrainingWatcher(Watcher):
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__()
         self._config = config or PostTrainingConfig()
-        self._episode = Episode(self._config.clear_after)
+        self._episode = ConditionEpisode(self._config.clear_after)
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:

@@ -11,8 +11,8 @@ from trainvitals.units import humanize_count
 from trainvitals.views import IncidentView, MoverView
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.cost import total_lost_work
-from vitals_collector.queries.verdict import cost
-from vitals_collector.report.charts import HeatMap, Plot
+from vitals_collector.queries.verdict import verdict_cost_line
+from vitals_collector.report.charts import CurvePlot, HeatMap
 from vitals_collector.report.curves import CurveMark, decision_marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
 from vitals_collector.report.run_tables import (
@@ -50,7 +50,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
         ),
         Heading(2, "The run"),
         TableBlock(("what", "value"), _run_fact_rows(facts)),
-        *(Plot(curve, curve_marks, spans) for curve in facts.curves),
+        *(CurvePlot(curve, curve_marks, spans) for curve in facts.curves),
         *_folded(_decisions_section(facts)),
         *_folded(_timeline_section(facts)),
         *_folded(_checkpoints_section(facts)),
@@ -97,7 +97,7 @@ def _summary_text(facts: ReportData) -> str:
     text += humanize_count(num, "incident") + (
         f", {open_now} still open" if open_now else ", all resolved"
     )
-    return f"{text}. {cost(lost, summary.world_size)}"
+    return f"{text}. {verdict_cost_line(lost, summary.world_size)}"
 
 
 def _run_fact_rows(facts: ReportData) -> list[Row]:
@@ -174,7 +174,7 @@ def _incident_evidence(
         yield Paragraph(paragraph)
     span = (incident.onset_step, incident.last_step)
     for curve in incident_facts.curves:
-        yield Plot(curve, curve_marks, (span,))
+        yield CurvePlot(curve, curve_marks, (span,))
     for reply in incident_facts.heat_maps:
         yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
     if incident_facts.movers:

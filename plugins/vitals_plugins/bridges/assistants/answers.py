@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.jsonable import word_of
+from trainvitals.jsonable import non_finite_word
 from trainvitals.printable import printable
 from trainvitals.redaction import REDACTED, is_secret, redact_text
 
@@ -51,7 +51,7 @@ class Story(str):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ToolResponse:
     """Content of a response before it is cut to its size."""
 
     facts: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Answer:
     """Calls that continue from here."""
 
 
-def as_data(text: str, limit: int) -> str:
+def mark_as_data(text: str, limit: int) -> str:
     """Return text from a run as one printable line in brackets, without secrets."""
     line = " ".join(printable(redact_text(text).translate(_WITHOUT_BRACKETS)).split())
     if len(line) <= limit:
@@ -75,7 +75,7 @@ def as_data(text: str, limit: int) -> str:
     return f"{OPEN}{line[:limit]}{CLOSE} (+{len(line) - limit} characters)"
 
 
-def without_marks(text: str) -> str:
+def strip_data_marks(text: str) -> str:
     """Return an argument without brackets: a caller may copy a name with them."""
     return text.translate(_WITHOUT_BRACKETS).strip()
 
@@ -86,11 +86,11 @@ def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
         case Fixed():
             return str(value)
         case str():
-            return as_data(value, 8 * limit if isinstance(value, Story) else limit)
+            return mark_as_data(value, 8 * limit if isinstance(value, Story) else limit)
         case bool() | int() | None:
             return value
         case float():
-            return float(f"{value:.6g}") if math.isfinite(value) else word_of(value)
+            return float(f"{value:.6g}") if math.isfinite(value) else non_finite_word(value)
         case Mapping():
             return {
                 name: as_json_value(part, limit)
@@ -138,7 +138,7 @@ def _point_value(point: Point) -> float:
     return value
 
 
-def render(answer: Answer, *, max_kb: int = DEFAULT_KB) -> str:
+def render_tool_response(answer: ToolResponse, *, max_kb: int = DEFAULT_KB) -> str:
     """Return the response as JSON of at most ``max_kb`` KiB; it lists what it omits.
 
     First rows and points are omitted, from the largest list; then texts are shortened.
@@ -152,13 +152,13 @@ def render(answer: Answer, *, max_kb: int = DEFAULT_KB) -> str:
             text = _encode(answer, lists, curve, limit)
             if len(text) <= max_bytes:
                 return text.decode()
-            lists, curve, shrinks = _shrink(lists, curve, limit)
+            lists, curve, shrinks = _shrink_tool_response(lists, curve, limit)
     return msgspec.json.encode(
         {"omitted": [f"the response has more than {max_bytes} bytes: call with max_kb={MAX_KB}"]}
     ).decode()
 
 
-def _shrink(
+def _shrink_tool_response(
     lists: dict[str, list[Any]], curve: list[Point], limit: int
 ) -> tuple[dict[str, list[Any]], list[Point], bool]:
     """Return the rows and points with a quarter fewer in the largest part; whether there was one.
@@ -182,7 +182,7 @@ def _shrink(
 
 
 def _encode(
-    answer: Answer, lists: Mapping[str, Sequence[Any]], curve: Sequence[Point], limit: int
+    answer: ToolResponse, lists: Mapping[str, Sequence[Any]], curve: Sequence[Point], limit: int
 ) -> bytes:
     """Return an MCP tool's response as JSON, with what it omits."""
     omitted = list(answer.omitted)
@@ -199,7 +199,9 @@ def _encode(
     body = as_json_value(answer.facts, limit)
     body |= {name: as_json_value(rows, limit) for name, rows in lists.items() if answer.lists[name]}
     if curve:
-        body["points"] = [(step, as_json_value(_known(value), limit)) for step, value in curve]
+        body["points"] = [
+            (step, as_json_value(_trust_nonfinite_name(value), limit)) for step, value in curve
+        ]
     body |= {"units": answer.units} if answer.units else {}
     body |= {"omitted": omitted} if omitted else {}
     body |= {"next": list(answer.next)} if answer.next else {}
@@ -209,6 +211,6 @@ def _encode(
     return raw
 
 
-def _known(value: Value) -> Value:
+def _trust_nonfinite_name(value: Value) -> Value:
     """Return a value of a curve; its texts are the names of non-finite numbers."""
     return Fixed(value) if isinstance(value, str) else value

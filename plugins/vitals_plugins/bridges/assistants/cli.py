@@ -11,9 +11,9 @@ import typer
 
 from trainvitals.cli.groups import add_commands, add_group
 from trainvitals.cli.options import Collector, Force, TokenFile
-from trainvitals.cli.programs import missing_package
+from trainvitals.cli.programs import missing_package_error
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.io.lookup import default_folder, find_collector
+from trainvitals.io.lookup import default_runs_directory, find_collector
 from trainvitals.io.rundir import check_folder
 from vitals_collector.cli.writing import write_file
 from vitals_collector.queries.open import open_folder, open_reader
@@ -78,7 +78,7 @@ def serve_mcp(
     try:
         import mcp  # noqa: F401 - so that the error names the extra, and not a module of the SDK
     except ModuleNotFoundError as error:
-        raise missing_package("mcp", error) from None
+        raise missing_package_error("mcp", error) from None
     from vitals_plugins.bridges.assistants.server import build_server
     from vitals_plugins.bridges.assistants.tools import RunTools
 
@@ -94,16 +94,16 @@ def serve_mcp(
             "--data cannot be used with --http: a query in SQL reads all runs, whatever the token",
             hint="leave out --http, or --data",
         )
-    from vitals_plugins.bridges.assistants.http import serve
+    from vitals_plugins.bridges.assistants.http import serve_mcp_http
 
     address = None if folder is not None else find_collector(collector, token_file)
     if address is not None:
-        serve(build_server(RunTools(source=TokenSource(address), logs=logs)), http)
+        serve_mcp_http(build_server(RunTools(source=TokenSource(address), logs=logs)), http)
         return
-    opens = partial(open_folder, folder or default_folder())
+    opens = partial(open_folder, folder or default_runs_directory())
     with closing(SharedSource(opens)) as source:
         token = secrets.token_urlsafe(24)
-        serve(build_server(RunTools(source=source, logs=logs)), http, token=token)
+        serve_mcp_http(build_server(RunTools(source=source, logs=logs)), http, token=token)
 
 
 def install_skill(

@@ -82,7 +82,7 @@ async def _refuse(send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def serve(server: MCPServer, listen: str, *, token: str = "") -> None:
+def serve_mcp_http(server: MCPServer, listen: str, *, token: str = "") -> None:
     """Serve until Ctrl-C; print the URL, and the token if it is not one of a collector."""
     import uvicorn
 

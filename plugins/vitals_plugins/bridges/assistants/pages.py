@@ -53,7 +53,7 @@ def split_sections(pages: Mapping[str, str]) -> list[Section]:
     return [section for section in sections if section.text]
 
 
-def search(sections: Sequence[Section], query: str, num: int) -> list[Section]:
+def search_sections(sections: Sequence[Section], query: str, num: int) -> list[Section]:
     """Return the sections that fit a query best; rare words count more, and words in titles."""
     words = set(_WORD.findall(query.lower()))
     counts = [Counter(_WORD.findall(section.text.lower())) for section in sections]

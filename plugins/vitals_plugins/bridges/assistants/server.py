@@ -14,7 +14,7 @@ from mcp.types import ToolAnnotations
 
 from trainvitals import __version__
 from trainvitals.errors import VitalsError
-from vitals_plugins.bridges.assistants.answers import DATA_NOTE, as_data, without_marks
+from vitals_plugins.bridges.assistants.answers import DATA_NOTE, mark_as_data, strip_data_marks
 from vitals_plugins.bridges.assistants.pages import load_pages
 from vitals_plugins.bridges.assistants.tools import RunTools, error_text
 
@@ -145,7 +145,7 @@ def is_healthy(run: str = "") -> str:
 
 def wrap_loop(framework: str = "PyTorch") -> str:
     """Wrap a training loop with Vitals."""
-    name = as_data(without_marks(framework), _MAX_NAME)
+    name = mark_as_data(strip_data_marks(framework), _MAX_NAME)
     return (
         f"Wrap the training loop in this project with Vitals; the framework is {name}. First call "
         "search_docs for the framework and read its complete page (resource vitals://docs/...). "
@@ -157,5 +157,5 @@ def wrap_loop(framework: str = "PyTorch") -> str:
 
 def _run_text(run: str) -> str:
     """Return how a prompt of the MCP server names a run."""
-    name = without_marks(run)
-    return f"the run {as_data(name, _MAX_NAME)}" if name else "the latest run"
+    name = strip_data_marks(run)
+    return f"the run {mark_as_data(name, _MAX_NAME)}" if name else "the latest run"

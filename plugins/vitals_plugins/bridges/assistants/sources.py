@@ -8,7 +8,7 @@ from typing import Protocol
 
 from trainvitals.errors import UnauthorizedError
 from trainvitals.io.client import CollectorAddress, CollectorClient
-from vitals_collector.queries.open import Opened
+from vitals_collector.queries.open import OpenedReader
 
 request_token: ContextVar[str] = ContextVar("request_token", default="")
 """Bearer token of the HTTP request that is processed; "" without one."""
@@ -17,7 +17,7 @@ request_token: ContextVar[str] = ContextVar("request_token", default="")
 class RunSource(Protocol):
     """Where a tool reads runs."""
 
-    def open(self) -> contextlib.AbstractContextManager[Opened]:
+    def open(self) -> contextlib.AbstractContextManager[OpenedReader]:
         """Provide a reader with the latest data, for one request."""
         ...
 
@@ -29,14 +29,16 @@ class SharedSource:
     the server within seconds.
     """
 
-    def __init__(self, opens: Callable[[], contextlib.AbstractContextManager[Opened]]) -> None:
+    def __init__(
+        self, opens: Callable[[], contextlib.AbstractContextManager[OpenedReader]]
+    ) -> None:
         self._opens = opens
         self._stack = contextlib.ExitStack()
-        self._opened: Opened | None = None
+        self._opened: OpenedReader | None = None
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Opened]:
+    def open(self) -> Iterator[OpenedReader]:
         """Provide the reader, after it has read new rows."""
         with self._lock:
             if self._opened is None:
@@ -58,7 +60,7 @@ class TokenSource:
         self._collector = collector
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Opened]:
+    def open(self) -> Iterator[OpenedReader]:
         """Provide a client with the token of the request, never with one of this process.
 
         Raises:
@@ -72,4 +74,4 @@ class TokenSource:
             )
         address = self._collector
         with CollectorClient(address.url, token, tls=address.tokens.tls) as client:
-            yield Opened(client, lambda: None)
+            yield OpenedReader(client, lambda: None)

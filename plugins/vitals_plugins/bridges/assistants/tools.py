@@ -29,20 +29,20 @@ from trainvitals.views import (
     SeriesQuestion,
     VerdictQuestion,
 )
-from vitals_collector.queries.open import Opened, Reader, find_run
+from vitals_collector.queries.open import OpenedReader, Reader, find_run
 from vitals_plugins.bridges.assistants.answers import (
     DEFAULT_KB,
     MAX_POINTS,
-    Answer,
     Fixed,
     Story,
-    as_data,
+    ToolResponse,
     downsample_points,
+    mark_as_data,
     redacted_pairs,
-    render,
-    without_marks,
+    render_tool_response,
+    strip_data_marks,
 )
-from vitals_plugins.bridges.assistants.pages import load_pages, search, split_sections
+from vitals_plugins.bridges.assistants.pages import load_pages, search_sections, split_sections
 from vitals_plugins.bridges.assistants.rows import (
     alert_row,
     config_differences,
@@ -106,7 +106,7 @@ class RunTools:
             state: only runs in this state.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        text = without_marks(text).lower()
+        text = strip_data_marks(text).lower()
         with self.source.open() as opened:
             runs = opened.reader.ask(RunsQuestion())
             unreadable = len(opened.unreadable)
@@ -117,8 +117,8 @@ class RunTools:
             and text in " ".join((run.run_id, run.name, run.project, *run.tags)).lower()
         ]
         omitted = [f"{unreadable} runs cannot be read: `vitals runs` lists them"]
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"num_runs": len(rows)},
                 lists={"runs": rows},
                 more={"runs": "narrow with text or state, or give a larger max_kb"},
@@ -138,7 +138,7 @@ class RunTools:
             run: id, beginning of an id, or name; empty: the latest run.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             detail = reader.ask(RunQuestion(run_id=summary.run_id, volume=False))
             verdict = reader.ask(VerdictQuestion(run_id=summary.run_id))
         info = detail.info
@@ -150,8 +150,8 @@ class RunTools:
                 f'incidents(run="{run_id}", incident=ID)',
                 f'why(run="{run_id}", step={line.onset_step})',
             )
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run": summary_row(detail.summary),
                     "missing": detail.summary.missing,
@@ -192,12 +192,12 @@ class RunTools:
             incident: id of one incident, from a list; empty: list all, latest first.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             run_id = summary.run_id
             if not incident:
                 lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
-                return render(
-                    Answer(
+                return render_tool_response(
+                    ToolResponse(
                         facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
                         lists={"incidents": [incident_row(line) for line in lines]},
                         next=(f'incidents(run="{run_id}", incident=ID)',) if lines else (),
@@ -205,7 +205,7 @@ class RunTools:
                     max_kb=max_kb,
                 )
             views = reader.ask(IncidentsQuestion(run_id=run_id))
-        expected = _mark_incident_id(without_marks(incident))
+        expected = _mark_incident_id(strip_data_marks(incident))
         view = next(
             (view for view in views if _mark_incident_id(view.incident_id) == expected), None
         )
@@ -214,8 +214,8 @@ class RunTools:
                 f"run {run_id} has no incident {incident[:80]!r}",
                 hint=f'incidents(run="{run_id}") lists them',
             )
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(run_id),
                     "incident_id": view.incident_id,
@@ -271,11 +271,11 @@ class RunTools:
         """
         from vitals_collector.queries.why import gather_step, step_text
 
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             facts = gather_step(reader, summary, _step(step))
         run_id = summary.run_id
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(run_id),
                     "step": facts.view.step,
@@ -314,12 +314,12 @@ class RunTools:
             max_kb: size of the response in KiB, 1 to 32.
         """
         most = min(max(points, 2), MAX_POINTS)
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             reply = reader.ask(
                 SeriesQuestion(
                     run_id=summary.run_id,
-                    metric=without_marks(metric),
-                    source=without_marks(source),
+                    metric=strip_data_marks(metric),
+                    source=strip_data_marks(source),
                     branch=branch,
                     points=most,
                     from_step=None if from_step is None else _step(from_step),
@@ -328,8 +328,8 @@ class RunTools:
             )
         curve = curve_points(reply.step, reply.value, reply.nonfinite)
         numbers = [value for value in reply.value if value is not None]
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(summary.run_id),
                     "metric": reply.metric,
@@ -375,14 +375,14 @@ class RunTools:
                 DifferenceQuestion(
                     run_id=first.run_id,
                     other=second.run_id,
-                    metric=without_marks(metric),
+                    metric=strip_data_marks(metric),
                     along=along,
                     points=MAX_POINTS // 4,
                 )
             )
         curve = list(zip(reply.x, reply.value, strict=True))
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run": summary_row(details[0].summary),
                     "other": summary_row(details[1].summary),
@@ -415,12 +415,12 @@ class RunTools:
             to_step: last step.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             detail = reader.ask(RunQuestion(run_id=summary.run_id, volume=False))
             reply = reader.ask(
                 CellsQuestion(
                     run_id=summary.run_id,
-                    metric=without_marks(metric),
+                    metric=strip_data_marks(metric),
                     points=NUM_COLUMNS,
                     from_step=None if from_step is None else _step(from_step),
                     to_step=None if to_step is None else _step(to_step),
@@ -431,8 +431,8 @@ class RunTools:
             for name, values in zip(reply.rows, reply.value, strict=True)
         ]
         hidden = reply.num_rows - len(rows)
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(summary.run_id),
                     "metric": reply.metric,
@@ -462,8 +462,8 @@ class RunTools:
         with self.source.open() as opened:
             run_id = _find(opened, run).run_id if run else ""
             views = opened.reader.ask(AlertsQuestion(run_id=run_id, state=state))
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"num_alerts": len(views)},
                 lists={"alerts": [alert_row(view) for view in views]},
                 more={"alerts": "give run and state, or a larger max_kb"},
@@ -488,13 +488,13 @@ class RunTools:
             to_step: last step.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             ledger = reader.ask(DecisionsQuestion(run_id=summary.run_id))
         views = [view for view in ledger if from_step <= view.decision.step <= to_step]
         rows = [decision_row(view) for view in reversed(views)]
         steps = [view.decision.step for view in views[-1:]]
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"run_id": run_id_text(summary.run_id), "num_decisions": len(rows)},
                 lists={"decisions": rows},
                 more={"decisions": "give from_step and to_step, or a larger max_kb"},
@@ -510,7 +510,7 @@ class RunTools:
             run: id, beginning of an id, or name; empty: the latest run.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             views = reader.ask(CheckpointsQuestion(run_id=summary.run_id))
         rows = [
             {
@@ -525,8 +525,8 @@ class RunTools:
             }
             for view in reversed(views)
         ]
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"run_id": run_id_text(summary.run_id), "num_checkpoints": len(rows)},
                 lists={"checkpoints": rows},
                 units={"time": "UTC"},
@@ -541,10 +541,10 @@ class RunTools:
             run: id, beginning of an id, or name; empty: the latest run.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._run(run) as (reader, summary):
+        with self._open_run(run) as (reader, summary):
             view = reader.ask(GoodputQuestion(run_id=summary.run_id))
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(view.run_id),
                     "wall_seconds": (view.end_unix_ns - view.begin_unix_ns) / 1e9,
@@ -585,8 +585,8 @@ class RunTools:
                     other=_find(opened, other).run_id if other else "",
                 )
             )
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={
                     "run_id": run_id_text(view.run_id),
                     **{name.replace(" ", "_"): Story(text) for name, text in view.facts()},
@@ -608,10 +608,12 @@ class RunTools:
             num: number of sections, 1 to 10.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        sections = search(split_sections(load_pages()), query[:MAX_QUERY], min(max(num, 1), 10))
+        sections = search_sections(
+            split_sections(load_pages()), query[:MAX_QUERY], min(max(num, 1), 10)
+        )
         room = 1024 * min(max(max_kb, 1), 32) * 3 // 4 // max(1, len(sections))
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"num_sections": len(sections)},
                 lists={
                     "sections": [
@@ -637,7 +639,7 @@ class RunTools:
             max_kb: size of the response in KiB, 1 to 32.
         """
         from trainvitals.document import markdown
-        from vitals_collector.cli.replay import LogSettings
+        from vitals_collector.cli.replay import ReplayLogOptions
         from vitals_plugins.bridges.audit.audit import audit_blocks
         from vitals_plugins.bridges.audit.cli import audit_log, audit_title
 
@@ -645,13 +647,13 @@ class RunTools:
         with self.source.open() as opened:
             opened.reader.ask(RunsQuestion())  # over HTTP, only the collector checks the token
         path = _resolve_log_path(self.logs, log)
-        result = audit_log(path, LogSettings())
-        report = markdown.write(audit_blocks(result, audit_title(path)))
+        result = audit_log(path, ReplayLogOptions())
+        report = markdown.write_markdown(audit_blocks(result, audit_title(path)))
         first, num = min(max(start, 0), len(report)), 600 * min(max(max_kb, 1), 32)
         end = min(first + num, len(report))
         rest = f"characters {end} to {len(report)}: audit(log=..., start={end})"
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"characters": len(report)},
                 lists={"report": [Story(line) for line in report[first:end].splitlines() if line]},
                 omitted=(rest,) if end < len(report) else (),
@@ -673,8 +675,8 @@ class RunTools:
         """
         assert self.data is not None
         rows = run_sql(self.data, query, min(max(limit, 1), MAX_SQL_ROWS))
-        return render(
-            Answer(
+        return render_tool_response(
+            ToolResponse(
                 facts={"num_rows": len(rows)},
                 lists={
                     "columns": list(rows[0]) if rows else [],
@@ -686,7 +688,7 @@ class RunTools:
         )
 
     @contextmanager
-    def _run(self, run: str) -> Iterator[tuple[Reader, RunSummary]]:
+    def _open_run(self, run: str) -> Iterator[tuple[Reader, RunSummary]]:
         with self.source.open() as opened:
             yield opened.reader, _find(opened, run)
 
@@ -694,7 +696,7 @@ class RunTools:
 def error_text(error: VitalsError) -> str:
     """Return an error for an assistant: its text may quote a run, so it is marked as data."""
     hint = f" Hint: {error.hint}" if error.hint else ""
-    return f"[{error.code}] {as_data(error.text + hint, _MAX_ERROR)}"
+    return f"[{error.code}] {mark_as_data(error.text + hint, _MAX_ERROR)}"
 
 
 def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
@@ -733,9 +735,9 @@ def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
     return msgspec.json.decode(done.stdout, type=list[dict[str, Any]])
 
 
-def _find(opened: Opened, run: str) -> RunSummary:
+def _find(opened: OpenedReader, run: str) -> RunSummary:
     """Return the run that an assistant named in an MCP tool call."""
-    return find_run(opened.reader, without_marks(run))
+    return find_run(opened.reader, strip_data_marks(run))
 
 
 def _resolve_log_path(folder: Path, name: str) -> Path:
@@ -747,7 +749,7 @@ def _resolve_log_path(folder: Path, name: str) -> Path:
     if "\0" in name or len(name) > 1_000:
         raise UsageError("the log's path is not a path", hint=f"give a path below {folder}")
     root = folder.resolve()
-    path = (root / without_marks(name)).resolve()
+    path = (root / strip_data_marks(name)).resolve()
     if not path.is_relative_to(root):
         raise UsageError(
             f"{name[:200]} is not below {root}",
@@ -767,7 +769,7 @@ def _excerpt(text: str, num: int) -> str:
 
 
 def _mark_incident_id(incident_id: str) -> str:
-    return as_data(incident_id, 1_000)
+    return mark_as_data(incident_id, 1_000)
 
 
 def _next_call(tool: str, run_id: str) -> tuple[str, ...]:

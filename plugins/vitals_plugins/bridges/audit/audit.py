@@ -20,9 +20,9 @@ from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
 from trainvitals.units import humanize_seconds
-from vitals_collector.report.charts import Plot
+from vitals_collector.report.charts import CurvePlot
 from vitals_collector.report.curves import CurveMark, decision_mark, log_curve
-from vitals_plugins.bridges.importers import History
+from vitals_plugins.bridges.importers import ImportedLog
 
 NEAR_ROWS = 20
 """Findings of one kind at most this many records apart are one alarm."""
@@ -50,7 +50,7 @@ Ending = Literal["recovered", "restarted", "not recovered", "log ends", "unknown
 
 
 @dataclass(slots=True)
-class Alarm:
+class LogAlarm:
     """Findings and decisions that are close together."""
 
     domain: str
@@ -90,7 +90,7 @@ class Alarm:
         return next((name for name in _ACTIONS if name in self.actions), "")
 
     @property
-    def is_wrong(self) -> bool:
+    def is_false_alarm(self) -> bool:
         """Whether it would have alerted, or undone work, for a problem that passed by itself."""
         disturbs = self.severity == "page" or self.action in ("rollback", "halt")
         return disturbs and self.ending == "recovered" and self.end_rows <= PROMPT_ROWS
@@ -115,7 +115,11 @@ class Alarm:
     @property
     def saved_steps(self) -> int:
         """Steps that Vitals' actions would have saved."""
-        if self.action not in ("rollback", "halt") or self.is_wrong or self.lost_steps is None:
+        if (
+            self.action not in ("rollback", "halt")
+            or self.is_false_alarm
+            or self.lost_steps is None
+        ):
             return 0
         return max(0, self.lost_steps - self.cost_steps)
 
@@ -124,9 +128,9 @@ class Alarm:
 class Audit:
     """Result of the audit of a log."""
 
-    history: History
+    history: ImportedLog
     cadence: Cadence
-    alarms: Sequence[Alarm]
+    alarms: Sequence[LogAlarm]
     marks: Sequence[CurveMark]
     step_seconds: float | None
     """The usual duration of a step; None if the log does not show it."""
@@ -194,7 +198,7 @@ def audit_document(result: Audit, log: str) -> AuditDocument:
 
 
 def audit(
-    history: History,
+    history: ImportedLog,
     judged_steps: Iterable[JudgedStep],
     cadence: Cadence,
     *,
@@ -214,7 +218,7 @@ def audit(
         assumptions: the assumptions that were needed, as sentences.
         lacking: what the log is too short for, as sentences.
     """
-    alarms: list[Alarm] = []
+    alarms: list[LogAlarm] = []
     marks: list[CurveMark] = []
     places = {logged.row: index for index, logged in enumerate(history.steps)}
     for judged in judged_steps:
@@ -236,7 +240,7 @@ def audit(
 
 
 def _add_alarms(
-    judged: JudgedStep, index: int, alarms: list[Alarm], marks: list[CurveMark], loss_kind: str
+    judged: JudgedStep, index: int, alarms: list[LogAlarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
     """Add a record's findings and decisions to the alarms."""
     decision = judged.judgement.decision
@@ -267,12 +271,14 @@ def _add_alarms(
     marks.append(decision_mark(decision))
 
 
-def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_step: int) -> Alarm:
+def _alarm_at(
+    index: int, domain: str, alarms: list[LogAlarm], step: int, onset_step: int
+) -> LogAlarm:
     """Return the alarm that continues at this record, or a new one."""
     for alarm in reversed(alarms[-8:]):
         if alarm.domain == domain and index - alarm.last_row <= NEAR_ROWS:
             return alarm
-    alarm = Alarm(
+    alarm = LogAlarm(
         domain=domain,
         first_row=index,
         last_row=index,
@@ -284,7 +290,7 @@ def _alarm_at(index: int, domain: str, alarms: list[Alarm], step: int, onset_ste
     return alarm
 
 
-def _extend_alarm(alarm: Alarm, index: int, step: int, reason: str) -> None:
+def _extend_alarm(alarm: LogAlarm, index: int, step: int, reason: str) -> None:
     """Extend an audit's alarm to another record of the log, with its reason."""
     alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
@@ -292,7 +298,7 @@ def _extend_alarm(alarm: Alarm, index: int, step: int, reason: str) -> None:
         alarm.reasons.setdefault(reason, step)
 
 
-def _raise_severity(alarm: Alarm, severity: Severity, step: int) -> None:
+def _raise_severity(alarm: LogAlarm, severity: Severity, step: int) -> None:
     """Raise an audit alarm's severity, unless it has already acted."""
     if not alarm.has_acted and _GRAVITY.index(severity) < _GRAVITY.index(alarm.severity):
         alarm.severity = severity
@@ -313,7 +319,7 @@ class _Trouble(NamedTuple):
 
 
 def _judge_ending(
-    alarm: Alarm,
+    alarm: LogAlarm,
     log: Sequence[LoggedStep],
     restarts: Sequence[int],
     before: _Trouble | None,
@@ -344,7 +350,7 @@ def _judge_ending(
     return None if alarm.is_flat else _Trouble(onset, at, is_back)
 
 
-def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
+def _place_of_onset(alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
     """Return the position of the problem's first record, within the same start of the run."""
     begin = max((index for index in restarts if index <= alarm.first_row), default=0)
     index = alarm.first_row
@@ -354,7 +360,7 @@ def _place_of_onset(alarm: Alarm, log: Sequence[LoggedStep], restarts: Sequence[
 
 
 def _recovery_test(
-    alarm: Alarm, log: Sequence[LoggedStep], onset: int
+    alarm: LogAlarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
     """Return a test whether a record shows recovery; None if the log cannot show it."""
     before = log[max(0, onset - REFERENCE_ROWS) : onset]
@@ -376,7 +382,7 @@ def _recovery_test(
 
 
 def _ending_at_log_end(
-    alarm: Alarm,
+    alarm: LogAlarm,
     log: Sequence[LoggedStep],
     onset: int,
     is_back: Callable[[LoggedStep], bool],
@@ -469,7 +475,7 @@ def _summarize_audit(audit: Audit) -> str:
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
     pages = sum(alarm.severity == "page" for alarm in alarms)
-    wrong = sum(alarm.is_wrong for alarm in alarms)
+    wrong = sum(alarm.is_false_alarm for alarm in alarms)
     if not alarms:
         text += "Vitals would have done nothing, and told nothing."
         lacking = ", ".join(audit.lacking)
@@ -527,12 +533,12 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
     return blocks
 
 
-def _format_step_span(alarm: Alarm) -> str:
+def _format_step_span(alarm: LogAlarm) -> str:
     first, last = alarm.first_step, alarm.last_step
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def _format_actions(alarm: Alarm) -> str:
+def _format_actions(alarm: LogAlarm) -> str:
     """Return the actions of Vitals in an audit's alarm as text."""
     parts = []
     for action, phrase in reversed(_ACTIONS.items()):
@@ -550,7 +556,7 @@ def _format_actions(alarm: Alarm) -> str:
     return "; ".join(parts) or "tell"
 
 
-def _ending_text(alarm: Alarm) -> str:
+def _ending_text(alarm: LogAlarm) -> str:
     """Return the ending of an audit's alarm in the log, as text."""
     match alarm.ending:
         case "recovered" if alarm.is_flat:
@@ -568,9 +574,9 @@ def _ending_text(alarm: Alarm) -> str:
     return "not visible in the loss"
 
 
-def _judgement_text(alarm: Alarm) -> str:
+def _judgement_text(alarm: LogAlarm) -> str:
     """Return whether an audit's alarm looks right or wrong, as text."""
-    if alarm.is_wrong:
+    if alarm.is_false_alarm:
         return "looks wrong: it passed by itself"
     if alarm.ending in ("not recovered", "restarted"):
         return "looks right"
@@ -590,7 +596,7 @@ def _plot_blocks(audit: Audit) -> list[Block]:
         log_curve("loss", steps, [(logged.loss, None) for logged in log], forks),
         log_curve("gradient norm", steps, [(logged.grad_norm, None) for logged in log], forks),
     ]
-    drawn = [Plot(curve, audit.marks, spans) for curve in curves if not curve.is_empty]
+    drawn = [CurvePlot(curve, audit.marks, spans) for curve in curves if not curve.is_empty]
     return [Heading(2, "Curves"), *drawn] if drawn else []
 
 
@@ -605,7 +611,7 @@ def _savings_blocks(audit: Audit) -> list[Block]:
             _format_actions(alarm),
             "not told" if alarm.lost_steps is None else alarm.lost_steps,
             alarm.cost_steps,
-            "nothing: it passed" if alarm.is_wrong else alarm.saved_steps,
+            "nothing: it passed" if alarm.is_false_alarm else alarm.saved_steps,
             audit.history.steps[-1].step - alarm.acted_step if alarm.acted_step is not None else "",
         )
         for alarm in acting[:MAX_LINES]
@@ -685,4 +691,4 @@ def _format_times(num: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
 
 
-__all__ = ["Alarm", "Audit", "audit", "audit_blocks"]
+__all__ = ["Audit", "LogAlarm", "audit", "audit_blocks"]

@@ -13,7 +13,7 @@ from trainvitals.cli.output import write_json
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
-from vitals_collector.cli.replay import LogSettings
+from vitals_collector.cli.replay import ReplayLogOptions
 from vitals_collector.cli.writing import write_file
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def audit(
     form: Form = "text",
     force: Force = False,
     gpus: Gpus = 0,
-    settings: LogSettings,
+    settings: ReplayLogOptions,
 ) -> None:
     """Audit a log: what Vitals would have skipped, rolled back, paged; which alarms look wrong.
 
@@ -64,13 +64,13 @@ def audit(
     result = audit_log(log, settings, gpus=gpus)
     blocks = audit_blocks(result, audit_title(log))
     if html is not None:
-        write_file(html, page.write(blocks).encode(), force=force)
+        write_file(html, page.write_page(blocks).encode(), force=force)
         sys.stdout.write(f"{html}\n")
         return
     if form == "json":
         write_json(audit_document(result, audit_title(log)))
         return
-    write = markdown.write_text if sys.stdout.isatty() else markdown.write
+    write = markdown.write_text if sys.stdout.isatty() else markdown.write_markdown
     sys.stdout.write(write(blocks))
 
 
@@ -79,13 +79,13 @@ def audit_title(log: Path) -> str:
     return printable(log.name or str(log))
 
 
-def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "Audit":
+def audit_log(log: Path, settings: ReplayLogOptions, *, gpus: int = 0) -> "Audit":
     """Return the audit of a log.
 
     Raises:
         UsageError: there is no such log, or it contains runs that Vitals watched.
     """
-    from trainvitals.judged_log import cadence_of, judge_history
+    from trainvitals.judged_log import judge_history, measure_log_cadence
     from vitals_plugins.bridges.audit.audit import audit as gather
     from vitals_plugins.bridges.importers.assumptions import about, assumptions, unavailable_checks
 
@@ -110,7 +110,7 @@ def audit_log(log: Path, settings: LogSettings, *, gpus: int = 0) -> "Audit":
     return gather(
         history,
         judged,
-        cadence_of(history.steps),
+        measure_log_cadence(history.steps),
         loss_kind=assumed.config.loss_kind,
         gpus=gpus,
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),

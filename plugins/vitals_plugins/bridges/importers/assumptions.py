@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 
-from trainvitals.judged_log import CHECKPOINT_EVERY, LAG, Cadence, cadence_of, overflows_of
+from trainvitals.judged_log import (
+    CHECKPOINT_EVERY,
+    LAG,
+    Cadence,
+    find_overflow_records,
+    measure_log_cadence,
+)
 from trainvitals.policy import JudgeConfig, Mode
-from vitals_plugins.bridges.importers.columns import History
+from vitals_plugins.bridges.importers.columns import ImportedLog
 
 _BLOCK = 32
 """Steps of one of the blocks that ``[drift] warm_up`` counts."""
@@ -26,18 +32,18 @@ class Assumed:
     expected: tuple[int, ...]
 
 
-def assumptions(history: History, assumed: Assumed) -> list[str]:
+def assumptions(history: ImportedLog, assumed: Assumed) -> list[str]:
     """Describe missing data, assumptions, and anomalies of a log."""
-    cadence = cadence_of(history.steps)
+    cadence = measure_log_cadence(history.steps)
     return [
         *_judging_assumptions(assumed, cadence),
         *_short_log_notes(assumed.config, len(history.steps)),
         *_cadence_notes(cadence, len(history.steps)),
-        *_overflows(len(overflows_of(history.steps))),
+        *_overflows(len(find_overflow_records(history.steps))),
     ]
 
 
-def about(history: History) -> str:
+def about(history: ImportedLog) -> str:
     """Describe an imported log: its format, steps, and the role of each column."""
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())

@@ -92,7 +92,7 @@ class ColumnChoice:
         """Return the names of the given options."""
         return [_option_name(role) for role in KNOWN if getattr(self, role) is not None]
 
-    def may_be(self, name: str) -> bool:
+    def may_match(self, name: str) -> bool:
         """Return whether a column of that name may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = normalize_column_name(name)
@@ -104,7 +104,7 @@ class ColumnChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class ImportedLog:
     """A log as it was read."""
 
     source: str
@@ -223,7 +223,7 @@ def normalize_column_name(name: str) -> str:
 # ------------------------------------------------------------------------------------- values
 
 
-def number(value: object) -> float | None:
+def parse_number(value: object) -> float | None:
     """Parse the number in a log's cell; None if nothing was measured.
 
     Raises:
@@ -248,7 +248,7 @@ def number(value: object) -> float | None:
     raise ValueError(f"{value!r} is not a number")
 
 
-def step_number(value: object) -> int | None:
+def parse_step(value: object) -> int | None:
     """Parse the step in a log's cell; None if it is not one.
 
     Raises:
@@ -257,7 +257,7 @@ def step_number(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         step = value
     else:
-        cell_number = number(value)
+        cell_number = parse_number(value)
         if cell_number is None or math.isnan(cell_number):
             return None
         if not math.isfinite(cell_number) or cell_number != int(cell_number):
@@ -324,7 +324,7 @@ class ImportedRows:
         self._add_row(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
                   data_seconds, time)  # fmt: skip
         with contextlib.suppress(ValueError):
-            evaluated = number(evaluation_seconds)
+            evaluated = parse_number(evaluation_seconds)
             if evaluated is not None and 0 < evaluated < math.inf:
                 index = len(self.steps)
                 self.evaluations[index] = self.evaluations.get(index, 0.0) + evaluated
@@ -344,23 +344,23 @@ class ImportedRows:
     ) -> None:
         try:
             name, value = "loss", loss
-            found_loss = number(loss)
+            found_loss = parse_number(loss)
             name, value = "gradient norm", grad_norm
-            found_norm = number(grad_norm)
+            found_norm = parse_number(grad_norm)
             if found_loss is None and found_norm is None:
                 return
             name, value = "learning rate", lr
-            found_lr = number(lr)
+            found_lr = parse_number(lr)
             name, value = "loss scale", loss_scale
-            scale = number(loss_scale)
+            scale = parse_number(loss_scale)
             name, value = "step time", step_seconds
-            seconds = number(step_seconds)
+            seconds = parse_number(step_seconds)
             name, value = "tokens per second", tokens_per_second
-            speed = number(tokens_per_second)
+            speed = parse_number(tokens_per_second)
             name, value = "wait for data", data_seconds
-            waited = number(data_seconds)
+            waited = parse_number(data_seconds)
             name, value = "step", step
-            found_step = step_number(step)
+            found_step = parse_step(step)
         except ValueError as error:
             raise FormatError(
                 f"{self._source}: {self._where} {row}: the {name} is {_short_repr(value)}; it "
@@ -410,13 +410,13 @@ def _short_repr(value: object) -> str:
 __all__ = [
     "KNOWN",
     "ColumnChoice",
-    "History",
+    "ImportedLog",
     "ImportedRows",
     "Role",
     "add_record",
     "choose_columns",
     "normalize_column_name",
-    "number",
+    "parse_number",
+    "parse_step",
     "parse_time",
-    "step_number",
 ]  # fmt: skip

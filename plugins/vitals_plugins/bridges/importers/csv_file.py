@@ -11,7 +11,7 @@ from trainvitals.judged_log import LoggedStep
 from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     choose_columns,
     normalize_column_name,
@@ -21,7 +21,7 @@ from vitals_plugins.bridges.importers.files import lines_of, open_text, translat
 SEPARATORS = ",\t;|"
 
 
-def read_csv(path: Path, column_options: ColumnChoice) -> History:
+def read_csv(path: Path, column_options: ColumnChoice) -> ImportedLog:
     """Return the history; its rows are those below the head, blank lines not counted.
 
     Raises:
@@ -74,7 +74,7 @@ def is_numbers(line: str) -> bool:
 
 def _read_rows(
     path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: ColumnChoice
-) -> History:
+) -> ImportedLog:
     """Read the rows of a CSV log below its head line."""
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
@@ -90,7 +90,7 @@ def _read_rows(
             rows.skip_row("that repeat the head")
             continue
         rows.add(row, *(_cell(cells, position) for position in places))
-    history = History(
+    history = ImportedLog(
         source=str(path),
         form="CSV",
         steps=rows.steps,
@@ -105,7 +105,7 @@ def _newest_first(steps: Sequence[LoggedStep]) -> bool:
     return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
 
 
-def _reverse_history(history: History) -> History:
+def _reverse_history(history: ImportedLog) -> ImportedLog:
     """Return the history with its last record first."""
     return replace(
         history,

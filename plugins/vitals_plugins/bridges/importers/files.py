@@ -78,7 +78,7 @@ def lines_of(path: Path, file: TextIO) -> Iterator[str]:
         yield line
 
 
-class _Unpacked(io.RawIOBase):
+class _BoundedGzipReader(io.RawIOBase):
     """The content of a gzip file, up to a bound.
 
     Raises:
@@ -112,7 +112,7 @@ def open_bytes(path: Path) -> IO[bytes]:
     """Open the file, through gzip if its first bytes are gzip's."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == GZIP
-    return io.BufferedReader(_Unpacked(path)) if is_gzip else path.open("rb")
+    return io.BufferedReader(_BoundedGzipReader(path)) if is_gzip else path.open("rb")
 
 
 def open_text(path: Path) -> TextIO:

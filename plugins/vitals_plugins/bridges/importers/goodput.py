@@ -6,13 +6,13 @@ import numpy as np
 
 from trainvitals.errors import UsageError
 from trainvitals.goodput import BUCKETS, EndedSteps, Floats, Goodput, Ints, Launch, Mask, goodput
-from vitals_plugins.bridges.importers.columns import History
+from vitals_plugins.bridges.importers.columns import ImportedLog
 
 _OWN = 2.0
 """Up to this multiple of the usual duration, all of it counts as the step."""
 
 
-def log_goodput(history: History) -> Goodput:
+def log_goodput(history: ImportedLog) -> Goodput:
     """Return the goodput between the first record and the last.
 
     A log has steps and, at best, times: time beyond a usual step is unknown. Steps that were logged
@@ -82,7 +82,7 @@ def log_goodput(history: History) -> Goodput:
     return replace(sums, notes=tuple(notes + history.notes))
 
 
-def _goodput_without_times(history: History, last_step: int) -> Goodput:
+def _goodput_without_times(history: ImportedLog, last_step: int) -> Goodput:
     """Return the goodput of a log that has only the whole duration, and none per step."""
     assert history.total_seconds is not None
     wall = round(history.total_seconds * 1e9)

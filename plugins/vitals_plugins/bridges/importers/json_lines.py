@@ -8,7 +8,7 @@ from trainvitals.errors import FormatError
 from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     choose_columns,
     normalize_column_name,
@@ -38,7 +38,7 @@ def has_metrics(begin: bytes) -> bool:
     return is_json_lines(begin) and not names.isdisjoint((*KNOWN["loss"], *KNOWN["grad_norm"]))
 
 
-def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
+def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
     """Return the history; its rows are the lines.
 
     A log without a step uses its epochs, or the numbers of its lines.
@@ -66,7 +66,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
         columns = choose_columns(names, column_options, str(path))
     rows = ImportedRows(str(path), "line")
     epochs = (
-        _Epochs()
+        _EpochStepCounter()
         if normalize_column_name(columns["step"]) in _OF_EPOCH and "epoch" in names
         else None
     )
@@ -88,7 +88,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> History:
             if last
             else f"{len(torn)} lines are not JSON objects, and were skipped"
         )
-    return History(
+    return ImportedLog(
         source=str(path),
         form="JSON Lines",
         steps=rows.steps,
@@ -116,7 +116,7 @@ def _flatten_cells(cells: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-class _Epochs:
+class _EpochStepCounter:
     """Numbers iterations continuously if they restart in each epoch."""
 
     def __init__(self) -> None:

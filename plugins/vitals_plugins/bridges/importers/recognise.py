@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_plugins.bridges.importers.columns import ColumnChoice, History
+from vitals_plugins.bridges.importers.columns import ColumnChoice, ImportedLog
 from vitals_plugins.bridges.importers.csv_file import may_be_table, read_csv
 from vitals_plugins.bridges.importers.files import read_head
 from vitals_plugins.bridges.importers.json_lines import has_metrics, is_json_lines, read_json_lines
@@ -25,10 +25,10 @@ TRAINER_STATE = "trainer_state.json"
 _DEPTH = 2
 """Levels of subdirectories that are searched: ``wandb/offline-run-*/`` is the deepest."""
 
-ReadLog = Callable[[ColumnChoice], History]
+ReadLog = Callable[[ColumnChoice], ImportedLog]
 
 
-def read_history(path: Path, column_options: ColumnChoice) -> History:
+def read_history(path: Path, column_options: ColumnChoice) -> ImportedLog:
     """Return the log at the path: a file, or the only log in a directory.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     add_record,
     choose_columns,
@@ -28,7 +28,9 @@ Value = tuple[str, int, float, float]
 """Tag, step, value, and when it was written."""
 
 
-def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnChoice) -> History:
+def read_tensorboard(
+    path: Path, files: Sequence[Path], column_options: ColumnChoice
+) -> ImportedLog:
     """Return the history; its rows are the steps that were written, in the files' order.
 
     Raises:
@@ -48,7 +50,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     for file in sorted(files):
         for value in _read_scalars(file, notes):
             if value[0] not in tags:
-                tags[value[0]] = column_options.may_be(value[0])
+                tags[value[0]] = column_options.may_match(value[0])
             if tags[value[0]]:
                 values.append(value)
     columns = choose_columns(
@@ -62,7 +64,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     columns["time"] = "wall_time"  # the displayed name
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")
-    return History(
+    return ImportedLog(
         source=str(path),
         form="TensorBoard",
         steps=rows.steps,

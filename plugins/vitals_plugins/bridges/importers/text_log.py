@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trainvitals.errors import FormatError
 from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     choose_columns,
 )
@@ -101,7 +101,7 @@ def unreadable_format_name(begin: str) -> str:
     return next((description for pattern, description in _OTHERS if pattern.search(begin)), "")
 
 
-def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> History:
+def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> ImportedLog:
     """Return the history; its rows are the lines that report a step.
 
     Raises:
@@ -133,7 +133,7 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Hist
             "its lines have no step, so they are numbered; trainer_state.json in a checkpoint has "
             "the steps"
         )
-    return History(
+    return ImportedLog(
         source=str(path),
         form=form.name,
         steps=rows.steps,

@@ -8,7 +8,7 @@ from typing import Any
 from trainvitals.errors import FormatError
 from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     add_record,
     choose_columns,
@@ -16,7 +16,7 @@ from vitals_plugins.bridges.importers.columns import (
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
 
 
-def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
+def read_trainer_state(path: Path, column_options: ColumnChoice) -> ImportedLog:
     """Return the history; its rows are the entries of ``log_history``.
 
     Raises:
@@ -42,7 +42,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
     rows = ImportedRows(str(path), "entry")
     for row, entry in enumerate(log):
         add_record(rows, row, entry, columns)
-    return History(
+    return ImportedLog(
         source=str(path),
         form="trainer_state.json" if "log_history" in state else "JSON",
         steps=rows.steps,

@@ -16,7 +16,7 @@ from trainvitals.errors import FormatError
 from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
-    History,
+    ImportedLog,
     ImportedRows,
     add_record,
     choose_columns,
@@ -46,7 +46,7 @@ _OWN_STEP = "_step"
 Cells = dict[str, object]
 
 
-def read_wandb(path: Path, column_options: ColumnChoice) -> History:
+def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
     """Return the history; its rows are the calls of ``wandb.log``, merged as by wandb.
 
     Raises:
@@ -62,10 +62,10 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     notes: list[str] = []
     names: dict[str, None] = {}
     calls: list[Cells] = []
-    for record in _records(raw, notes):
+    for record in _read_leveldb_records(raw, notes):
         for cells in _read_log_calls(record):
             names.update(dict.fromkeys(cells))
-            calls.append({name: cells[name] for name in cells if column_options.may_be(name)})
+            calls.append({name: cells[name] for name in cells if column_options.may_match(name)})
     better = [name for name in names if name != _OWN_STEP]
     has_better = any(normalize_column_name(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
@@ -73,7 +73,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> History:
     rows = ImportedRows(str(path), "call")
     for row, cells in enumerate(calls):
         add_record(rows, row, cells, columns)
-    return History(
+    return ImportedLog(
         source=str(path),
         form="wandb",
         steps=rows.steps,
@@ -100,7 +100,7 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
         raw = memoryview(file.read())
     rows = [
         (int(str(cells.get(_OWN_STEP, 0))), cells)
-        for record in _records(raw, [], at=0 if at else len(HEAD))
+        for record in _read_leveldb_records(raw, [], at=0 if at else len(HEAD))
         for cells in _read_log_calls(record)
     ]
     return rows, max(0, (at + len(raw)) // BLOCK - _BLOCKS_AGAIN) * BLOCK
@@ -109,7 +109,9 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
 # ---------------------------------------------------------------------------- LevelDB's log
 
 
-def _records(raw: memoryview, notes: list[str], at: int = len(HEAD)) -> Iterator[memoryview]:
+def _read_leveldb_records(
+    raw: memoryview, notes: list[str], at: int = len(HEAD)
+) -> Iterator[memoryview]:
     """Yield the complete records; torn or damaged ones are skipped and noted.
 
     At the start of a block, position 0, the rest of a record from the previous block is not a

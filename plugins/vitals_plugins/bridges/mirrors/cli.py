@@ -14,16 +14,16 @@ import typer
 from trainvitals.cli.groups import add_commands
 from trainvitals.cli.options import Dir, Run
 from trainvitals.errors import UsageError, VitalsError
-from trainvitals.io.client import client_of
+from trainvitals.io.client import open_collector_client
 from trainvitals.io.lookup import find_collector
 from trainvitals.io.setting_paths import default_data_dir
 from trainvitals.printable import printable
 from trainvitals.redaction import redact_text
-from vitals_collector.cli.follow import RunEndCondition, opened_run, run_dir_of, run_of
-from vitals_collector.cli.opening import RunChoice, Server, as_folder
+from vitals_collector.cli.follow import RunEndCondition, open_followed_run, run_dir_of, run_of
+from vitals_collector.cli.opening import CollectorOptions, RunChoice, as_folder
 
 if TYPE_CHECKING:
-    from vitals_plugins.bridges.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import TrackerTarget
 
 POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 10.0
 CPU_SHARE = 0.1
@@ -50,7 +50,7 @@ def mirror(
         ),
     ] = None,
     folder: Dir = None,
-    server: Server,
+    server: CollectorOptions,
     worker: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Mirror a running or finished run to trackers: steps, scalars, decisions.
@@ -58,14 +58,14 @@ def mirror(
     Each tracker has its own process. One that fails is restarted and continues with the next row.
     None affects the training. Ends with the run, and exits 1 if a tracker could not be written.
     """
-    from vitals_plugins.bridges.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import TrackerTarget
 
     if not to:
         raise UsageError(
             "--to is missing: to which tracker?",
             hint="for example --to tensorboard:tb; repeat it for several",
         )
-    targets = list(dict.fromkeys(Target.parse(text) for text in to))
+    targets = list(dict.fromkeys(TrackerTarget.parse(text) for text in to))
     if worker >= 0:
         _run_mirror_process(RunChoice(run, folder), targets[0], server, worker)
         return
@@ -84,27 +84,31 @@ def mirror(
         raise typer.Exit(1)
 
 
-def _build_run_arguments(run: str, folder: Path | None, server: Server) -> tuple[str, ...]:
+def _build_run_arguments(
+    run: str, folder: Path | None, server: CollectorOptions
+) -> tuple[str, ...]:
     """Return the arguments that name the run once it exists, so that "latest" does not change."""
     folder, run = as_folder(run, folder)
     address = None if folder is not None else find_collector(server.collector, server.token_file)
     if address is None:
         return (str(run_dir_of(run, folder).path),)
-    with client_of(address) as client:
+    with open_collector_client(address) as client:
         run_id = run_of(client, address, run)
     tokens = () if server.token_file is None else ("--token-file", str(server.token_file))
     return (run_id, "--collector", server.collector or address.url, *tokens)
 
 
-def _run_mirror_process(choice: RunChoice, target: "Target", server: Server, pipe: int) -> None:
+def _run_mirror_process(
+    choice: RunChoice, target: "TrackerTarget", server: CollectorOptions, pipe: int
+) -> None:
     """Be the process of one target."""
     from vitals_plugins.bridges.mirrors import supervise
     from vitals_plugins.bridges.mirrors.trackers import open_tracker
     from vitals_plugins.bridges.mirrors.worker import (
         HeldError,
-        StateFile,
+        MirrorStateFile,
         Tracker,
-        mirror,
+        mirror_run,
         state_folder,
     )
 
@@ -117,14 +121,14 @@ def _run_mirror_process(choice: RunChoice, target: "Target", server: Server, pip
 
     os.set_blocking(pipe, False)
     os.set_inheritable(pipe, False)  # otherwise child processes of a tracker keep it open
-    with opened_run(choice, server) as (opened, run_id):
+    with open_followed_run(choice, server) as (opened, run_id):
         states = state_folder(opened.folder, default_data_dir(os.environ), run_id)
         try:
-            mirror(
+            mirror_run(
                 opened,
                 run_id,
                 target,
-                StateFile(states, run_id, target),
+                MirrorStateFile(states, run_id, target),
                 open_it,
                 is_over=lambda summary: ending.reached(summary, time.time_ns()),
                 alive=lambda num_rows: _signal_alive(pipe, num_rows),

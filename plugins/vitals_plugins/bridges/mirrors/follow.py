@@ -48,7 +48,7 @@ ATTEMPT, SKIPPED = "vitals/attempt", "vitals/skipped"
 Level = Literal["info", "warning", "error"]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrackerRow(msgspec.Struct, frozen=True, kw_only=True):
     """Values of one step."""
 
     attempt: int
@@ -82,7 +82,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Entry = Row | ActionNote | Fork
+Entry = TrackerRow | ActionNote | Fork
 
 
 class Cursor(msgspec.Struct, kw_only=True):
@@ -102,7 +102,7 @@ class EntryBatch(msgspec.Struct, frozen=True, kw_only=True):
     cursor: Cursor
 
 
-class Follower:
+class RunFollower:
     """Reads one run from a cursor on.
 
     Args:
@@ -121,7 +121,7 @@ class Follower:
         """Return the run as it is now."""
         return self._reader.ask(RunQuestion(run_id=self._run_id, volume=False))
 
-    def batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
+    def read_batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
         """Yield new entries, in batches of some thousand rows.
 
         Args:
@@ -129,7 +129,7 @@ class Follower:
             whole: also query data that may have arrived late: at the end of a run.
         """
         attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
-        lineage = _Lineage(attempts)
+        lineage = _AttemptLineage(attempts)
         for attempt in attempts:
             yield from self._step_batches(attempt, lineage)
         recent = attempts if whole else attempts[-_RECENT:]
@@ -138,7 +138,9 @@ class Follower:
 
     # ------------------------------------------------------------------------------ steps
 
-    def _step_batches(self, attempt: AttemptView, lineage: "_Lineage") -> Iterator[EntryBatch]:
+    def _step_batches(
+        self, attempt: AttemptView, lineage: "_AttemptLineage"
+    ) -> Iterator[EntryBatch]:
         entries: list[Entry] = []
         places = self._cursor.attempts
         if attempt.id not in places:
@@ -176,7 +178,7 @@ class Follower:
         self,
         detail: RunDetail,
         attempts: Sequence[AttemptView],
-        lineage: "_Lineage",
+        lineage: "_AttemptLineage",
         *,
         whole: bool,
     ) -> Iterator[EntryBatch]:
@@ -185,12 +187,12 @@ class Follower:
         if not names or not attempts:
             return
         attempt_ids = {attempt.id for attempt in attempts}
-        first = min(self._scalars_from(attempt, whole=whole) for attempt in attempts)
+        first = min(self._first_unread_scalar_step(attempt, whole=whole) for attempt in attempts)
         last = max(attempt.last_step for attempt in attempts)
         size = PAGE
         while True:
             end = first + size - 1 if first + size <= last else None
-            rows: dict[tuple[int, int], Row] = {}
+            rows: dict[tuple[int, int], TrackerRow] = {}
             for name in names:
                 self._add_scalar_values(name, (first, end), attempt_ids, lineage, rows)
             if rows:
@@ -199,7 +201,7 @@ class Follower:
                 return
             first, size = end + 1, size if len(rows) * 4 > size else 2 * size
 
-    def _scalars_from(self, attempt: AttemptView, *, whole: bool) -> int:
+    def _first_unread_scalar_step(self, attempt: AttemptView, *, whole: bool) -> int:
         """Return the step from which on the attempt may have scalars that were not read."""
         # some are from before step 0
         begin = attempt.fork_step if attempt.parent is not None else -1
@@ -215,8 +217,8 @@ class Follower:
         metric: str,
         span: tuple[int, int | None],
         attempts: Set[int],
-        lineage: "_Lineage",
-        rows: dict[tuple[int, int], Row],
+        lineage: "_AttemptLineage",
+        rows: dict[tuple[int, int], TrackerRow],
     ) -> None:
         """Add one scalar's new values to the rows."""
         reply = self._reader.ask(
@@ -243,7 +245,7 @@ class Follower:
                 continue
             row = rows.get((attempt, step))
             if row is None:
-                row = rows[attempt, step] = lineage.row(attempt, step, time_unix_ns)
+                row = rows[attempt, step] = lineage.new_row(attempt, step, time_unix_ns)
             row.values[name] = value
         for step, attempt in zip(steps, ids, strict=True):
             if attempt in attempts:
@@ -252,7 +254,7 @@ class Follower:
     # ------------------------------------------------------------------------------ notes
 
     def _note_batches(
-        self, detail: RunDetail, lineage: "_Lineage", *, whole: bool
+        self, detail: RunDetail, lineage: "_AttemptLineage", *, whole: bool
     ) -> Iterator[EntryBatch]:
         """Yield the run's new decisions as notes for a tracker."""
         summary = detail.summary
@@ -277,7 +279,7 @@ class Follower:
         )
 
 
-class _Lineage:
+class _AttemptLineage:
     """Steps and attempts in the lineage of the current attempt."""
 
     def __init__(self, attempts: Sequence[AttemptView]) -> None:
@@ -294,10 +296,10 @@ class _Lineage:
         """Return the attempt's number, from 1; 0 if it is not known yet."""
         return self._ordinals.get(attempt, 0)
 
-    def row(self, attempt: int, step: int, time_unix_ns: int) -> Row:
+    def new_row(self, attempt: int, step: int, time_unix_ns: int) -> TrackerRow:
         """Return a row with only its position."""
         ordinal = self.ordinal(attempt)
-        return Row(
+        return TrackerRow(
             attempt=ordinal,
             step=step,
             time_unix_ns=time_unix_ns,
@@ -307,8 +309,8 @@ class _Lineage:
 
 
 def _build_step_rows(
-    columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _Lineage
-) -> list[Row]:
+    columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _AttemptLineage
+) -> list[TrackerRow]:
     """Return a row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {
@@ -320,7 +322,7 @@ def _build_step_rows(
     for at, step in enumerate(by_name["step"]):
         attempt, time_unix_ns = by_name["attempt"][at], by_name["time_unix_ns"][at]
         assert isinstance(step, int) and isinstance(attempt, int) and isinstance(time_unix_ns, int)
-        row = lineage.row(attempt, step, time_unix_ns)
+        row = lineage.new_row(attempt, step, time_unix_ns)
         for name, cells in curves.items():
             value = cells[at]
             if value is not None:
@@ -362,7 +364,7 @@ def _fork_entry(attempt: AttemptView) -> Fork:
 _LEVELS: dict[str, Level] = {"halt": "error", "rollback": "warning", "restart": "warning"}
 
 
-def _action_note(decision: Decision, time_unix_ns: int, lineage: _Lineage) -> ActionNote:
+def _action_note(decision: Decision, time_unix_ns: int, lineage: _AttemptLineage) -> ActionNote:
     level = _LEVELS.get(decision.action, "info") if decision.acted else "info"
     return ActionNote(
         key=f"decision-{decision.ledger_seq}",
@@ -382,7 +384,7 @@ __all__ = [
     "Cursor",
     "Entry",
     "EntryBatch",
-    "Follower",
     "Fork",
-    "Row",
+    "RunFollower",
+    "TrackerRow",
 ]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitals_plugins.bridges.mirrors.worker import Target
+from vitals_plugins.bridges.mirrors.worker import TrackerTarget
 
 HANG_SECONDS = 180.0
 """A tracker that is silent for this long hangs; W&B itself gives a login 90 s."""
@@ -26,14 +26,16 @@ HELD, USAGE = 3, 2
 """Exit codes after which a restart would not help: another process mirrors the run to this target,
 or the request is invalid."""
 
-CommandOf = Callable[[Target, int], Sequence[str]]
+CommandOf = Callable[[TrackerTarget, int], Sequence[str]]
 """Returns the command of a target's process, which writes to the pipe with that number."""
 
 
-class _Child:
+class _MirrorProcess:
     """One target's process, or the pause before the next."""
 
-    def __init__(self, target: Target, command_of: CommandOf, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: TrackerTarget, command_of: CommandOf, say: Callable[[str], None]
+    ) -> None:
         self.target = target
         self._command_of, self._say = command_of, say
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,18 +116,18 @@ class _Child:
 
 
 def supervise(
-    targets: Sequence[Target],
+    targets: Sequence[TrackerTarget],
     command_of: CommandOf,
     *,
     say: Callable[[str], None],
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
-) -> dict[Target, int]:
+) -> dict[TrackerTarget, int]:
     """Restart the process of each target until all have ended for good; return their exit codes.
 
     SIGTERM and Ctrl-C end them all and leave as KeyboardInterrupt.
     """
-    children = [_Child(target, command_of, say) for target in targets]
+    children = [_MirrorProcess(target, command_of, say) for target in targets]
     before = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     try:
         while alive := [child for child in children if child.exit_code is None]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
-from vitals_plugins.bridges.mirrors.follow import ActionNote, Entry, Row
-from vitals_plugins.bridges.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import ActionNote, Entry, TrackerRow
+from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
 
 _RUN_TAG = "vitals.run_id"
 _METRICS_AT_ONCE, _OTHERS_AT_ONCE = 1_000, 100
@@ -33,7 +33,11 @@ class MLflow:
     """Writes one run; see ``worker.Tracker``."""
 
     def __init__(
-        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+        self,
+        target: TrackerTarget,
+        about: RunDescription,
+        saved_state: dict[str, Any],
+        unclean: bool,
     ) -> None:
         try:
             from mlflow.entities import Metric, Param, RunTag
@@ -57,7 +61,7 @@ class MLflow:
         }
         self._describe(about)
 
-    def _get_or_create_experiment(self, about: About) -> str:
+    def _get_or_create_experiment(self, about: RunDescription) -> str:
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         name = MLFLOW_EXPERIMENT_NAME.get() or about.project or "vitals"
@@ -66,7 +70,7 @@ class MLflow:
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name))
 
-    def _find_run_id(self, about: About) -> str:
+    def _find_run_id(self, about: RunDescription) -> str:
         """Return MLflow's id of the run; "" if it does not exist yet."""
         runs = self._client.search_runs(
             [self._get_or_create_experiment(about)],
@@ -75,7 +79,7 @@ class MLflow:
         )
         return str(runs[0].info.run_id) if runs else ""
 
-    def _create_run(self, about: About) -> str:
+    def _create_run(self, about: RunDescription) -> str:
         run = self._client.create_run(
             self._get_or_create_experiment(about),
             start_time=about.started_unix_ns // 1_000_000,
@@ -84,7 +88,7 @@ class MLflow:
         )
         return str(run.info.run_id)
 
-    def _describe(self, about: About) -> None:
+    def _describe(self, about: RunDescription) -> None:
         """Log the configuration; an existing parameter never changes."""
         there = self._client.get_run(self._run_id).data.params
         params = [
@@ -107,7 +111,7 @@ class MLflow:
         metrics = [
             self._metric(_allowed(name), value, entry.time_unix_ns // 1_000_000, entry.step)
             for entry in entries
-            if isinstance(entry, Row)
+            if isinstance(entry, TrackerRow)
             for name, value in entry.values.items()
         ]
         if self._unclean:
@@ -126,7 +130,7 @@ class MLflow:
         }
 
     def _entry_tags(self, entry: Entry) -> list[Any]:
-        if isinstance(entry, Row):
+        if isinstance(entry, TrackerRow):
             return []
         if not isinstance(entry, ActionNote):
             return [self._tag(f"vitals.attempt-{entry.attempt:04d}", entry.text)]

@@ -12,8 +12,8 @@ from typing import Any
 from trainvitals.errors import MissingDependencyError, TransportError
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import RunState
-from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, Row
-from vitals_plugins.bridges.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, TrackerRow
+from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
 
 _POINTS_AT_ONCE = 10_000
 _MAX_ANSWER_BYTES = 64 << 10
@@ -27,7 +27,11 @@ class Otlp:
     """Writes one run; see ``worker.Tracker``."""
 
     def __init__(
-        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+        self,
+        target: TrackerTarget,
+        about: RunDescription,
+        saved_state: dict[str, Any],
+        unclean: bool,
     ) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -64,7 +68,7 @@ class Otlp:
         """
         points: dict[str, list[Any]] = {}
         for row in entries:
-            if not isinstance(row, Row):
+            if not isinstance(row, TrackerRow):
                 continue
             attributes = {**self._attributes, "attempt": int(row.values.get(ATTEMPT, 0))}
             for name, value in {**row.values, "train/step": float(row.step)}.items():

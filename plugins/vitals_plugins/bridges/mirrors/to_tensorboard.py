@@ -20,8 +20,8 @@ from trainvitals.errors import MissingDependencyError
 from trainvitals.io.private import sync_folder
 from trainvitals.printable import escape_markdown
 from trainvitals.views import RunState
-from vitals_plugins.bridges.mirrors.follow import Entry, Fork, Row
-from vitals_plugins.bridges.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import Entry, Fork, TrackerRow
+from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
 
 ROLLED_BACK = "rolled_back"
 _NOTES = "vitals/decisions"
@@ -39,9 +39,13 @@ class TensorBoard:
     """Writes one run; see ``worker.Tracker``."""
 
     def __init__(
-        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+        self,
+        target: TrackerTarget,
+        about: RunDescription,
+        saved_state: dict[str, Any],
+        unclean: bool,
     ) -> None:
-        self._library = _Library()
+        self._library = _TensorBoardFormat()
         self._root = Path(target.where)
         self._folder = self._root / saved_state.get("folder", folder_name(about.name, about.run_id))
         self.kept: dict[str, Any] = {
@@ -65,7 +69,7 @@ class TensorBoard:
             if not size:
                 path.unlink()
 
-    def _write_run_info(self, about: About) -> None:
+    def _write_run_info(self, about: RunDescription) -> None:
         """Write the run's description, and a first session start, which purges nothing."""
         file = self._get_or_open_file(discarded=False)
         when = about.started_unix_ns
@@ -78,7 +82,7 @@ class TensorBoard:
     def write(self, entries: Sequence[Entry]) -> None:
         """Write the entries, and sync the files."""
         for entry in entries:
-            if isinstance(entry, Row):
+            if isinstance(entry, TrackerRow):
                 event = self._library.event(entry.step, entry.time_unix_ns, values=entry.values)
                 self._get_or_open_file(discarded=entry.discarded).add(event)
                 continue
@@ -134,7 +138,7 @@ class TensorBoard:
 class _EventFile:
     """One event file of this process's."""
 
-    def __init__(self, folder: Path, library: "_Library") -> None:
+    def __init__(self, folder: Path, library: "_TensorBoardFormat") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         stamp = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
         # Files are read in the order of their names: a later one must not come first.
@@ -160,7 +164,7 @@ class _EventFile:
         self._file.close()
 
 
-class _Library:
+class _TensorBoardFormat:
     """Used parts of TensorBoard: its messages, and their file format."""
 
     def __init__(self) -> None:

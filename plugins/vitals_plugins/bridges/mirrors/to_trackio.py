@@ -11,8 +11,8 @@ from typing import Any
 
 from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
-from vitals_plugins.bridges.mirrors.follow import Entry, Row
-from vitals_plugins.bridges.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import Entry, TrackerRow
+from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
 
 _LEVELS = {"info": "info", "warning": "warn", "error": "error"}
 
@@ -21,7 +21,11 @@ class Trackio:
     """Writes one run; see ``worker.Tracker``."""
 
     def __init__(
-        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+        self,
+        target: TrackerTarget,
+        about: RunDescription,
+        saved_state: dict[str, Any],
+        unclean: bool,
     ) -> None:
         try:
             from trackio.sqlite_storage import SQLiteStorage
@@ -38,8 +42,8 @@ class Trackio:
     def write(self, entries: Sequence[Entry]) -> None:
         """Write the entries in two transactions: values, and actions."""
         about = self._about
-        rows = [entry for entry in entries if isinstance(entry, Row)]
-        notes = [entry for entry in entries if not isinstance(entry, Row)]
+        rows = [entry for entry in entries if isinstance(entry, TrackerRow)]
+        notes = [entry for entry in entries if not isinstance(entry, TrackerRow)]
         self._store.bulk_log(
             self._project,
             about.name,
@@ -71,7 +75,7 @@ class Trackio:
             run_id=about.run_id,
         )
 
-    def _row_id(self, row: Row) -> str:
+    def _row_id(self, row: TrackerRow) -> str:
         """Return an id of a row that is the same after a restart of the mirror."""
         names = "" if "train/loss" in row.values else ",".join(sorted(row.values))
         return f"{self._about.run_id}-{row.attempt}-{row.step}-{names}"

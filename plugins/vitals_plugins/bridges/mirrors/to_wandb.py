@@ -18,8 +18,8 @@ from typing import Any
 from trainvitals.errors import MissingDependencyError, StorageError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.importers.wandb_file import logged_rows
-from vitals_plugins.bridges.mirrors.follow import ATTEMPT, ActionNote, Entry, Fork, Row
-from vitals_plugins.bridges.mirrors.worker import About, Target
+from vitals_plugins.bridges.mirrors.follow import ATTEMPT, ActionNote, Entry, Fork, TrackerRow
+from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
 
 STEP = "vitals/step"
 NOTE = "vitals/note"
@@ -37,7 +37,11 @@ class WandB:
     """Writes one run; see ``worker.Tracker``."""
 
     def __init__(
-        self, target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+        self,
+        target: TrackerTarget,
+        about: RunDescription,
+        saved_state: dict[str, Any],
+        unclean: bool,
     ) -> None:
         try:
             import wandb
@@ -93,7 +97,7 @@ class WandB:
         """Write the entries, and wait until they are in the run's file."""
         for entry in entries:
             cells: dict[str, Any] = {STEP: entry.step, ATTEMPT: float(entry.attempt)}
-            if isinstance(entry, Row):
+            if isinstance(entry, TrackerRow):
                 cells |= entry.values
             else:
                 cells[NOTE] = entry.text

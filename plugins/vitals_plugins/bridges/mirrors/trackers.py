@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from vitals_plugins.bridges.mirrors.worker import About, Target, Tracker
+from vitals_plugins.bridges.mirrors.worker import RunDescription, Tracker, TrackerTarget
 
 _CLASSES = {
     "tensorboard": "TensorBoard",
@@ -26,7 +26,7 @@ configured destinations."""
 
 
 def open_tracker(
-    target: Target, about: About, saved_state: dict[str, Any], unclean: bool
+    target: TrackerTarget, about: RunDescription, saved_state: dict[str, Any], unclean: bool
 ) -> Tracker:
     """Open the run in the tracker, created if it is missing.
 

@@ -25,8 +25,8 @@ from trainvitals.printable import printable
 from trainvitals.redaction import redact
 from trainvitals.units import humanize_count
 from trainvitals.views import RunDetail, RunState, RunSummary
-from vitals_collector.queries.open import Opened
-from vitals_plugins.bridges.mirrors.follow import Cursor, Entry, Follower
+from vitals_collector.queries.open import OpenedReader
+from vitals_plugins.bridges.mirrors.follow import Cursor, Entry, RunFollower
 
 KINDS = ("tensorboard", "wandb", "mlflow", "trackio", "otlp")
 FOLDER = "mirrors"
@@ -38,14 +38,14 @@ class HeldError(StorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TrackerTarget:
     """Tracker and location of a mirror."""
 
     kind: str
     where: str
 
     @classmethod
-    def parse(cls, text: str) -> "Target":
+    def parse(cls, text: str) -> "TrackerTarget":
         """Parse a target written as ``KIND[:WHERE]``.
 
         Raises:
@@ -87,7 +87,7 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class RunDescription:
     """Description of a run for a tracker, sent once."""
 
     run_id: str
@@ -99,7 +99,7 @@ class About:
     started_unix_ns: int
 
     @classmethod
-    def of(cls, detail: RunDetail) -> "About":
+    def from_detail(cls, detail: RunDetail) -> "RunDescription":
         """Return a run's description for a tracker, without secrets."""
         info, summary = detail.info, detail.summary
         config = redact(info.config)
@@ -141,7 +141,7 @@ class Tracker(Protocol):
         ...
 
 
-OpenTracker = Callable[[Target, About, dict[str, Any], bool], Tracker]
+OpenTracker = Callable[[TrackerTarget, RunDescription, dict[str, Any], bool], Tracker]
 
 
 class MirrorState(msgspec.Struct, kw_only=True):
@@ -157,10 +157,10 @@ class MirrorState(msgspec.Struct, kw_only=True):
     num_rows: int = 0
 
 
-class StateFile:
+class MirrorStateFile:
     """Position of one run's mirror to one target."""
 
-    def __init__(self, folder: Path, run_id: str, target: Target) -> None:
+    def __init__(self, folder: Path, run_id: str, target: TrackerTarget) -> None:
         name = hashlib.sha256(str(target).encode()).hexdigest()[:12]
         self.path = folder / f"{target.kind}-{name}.json"
         self._target, self._run_id = str(target), run_id
@@ -233,11 +233,11 @@ def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
     return ensure_own_dir(data / FOLDER / run_id)
 
 
-def mirror(
-    opened: Opened,
+def mirror_run(
+    opened: OpenedReader,
     run_id: str,
-    target: Target,
-    state: StateFile,
+    target: TrackerTarget,
+    state: MirrorStateFile,
     open_tracker: OpenTracker,
     *,
     is_over: Callable[[RunSummary], bool],
@@ -261,11 +261,13 @@ def mirror(
     """
     with state.lock():
         saved = state.load()
-        follower = Follower(opened.reader, run_id, saved.cursor)
+        follower = RunFollower(opened.reader, run_id, saved.cursor)
         detail = follower.detail()
         # No message before it is open: some create a database, and a partly created one stays
         # broken.
-        tracker = open_tracker(target, About.of(detail), saved.kept, saved.is_writing)
+        tracker = open_tracker(
+            target, RunDescription.from_detail(detail), saved.kept, saved.is_writing
+        )
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"
         say(f"{verb}: {target} has {humanize_count(saved.num_rows, 'row')}")
@@ -273,7 +275,7 @@ def mirror(
         while True:
             over = is_over(detail.summary)
             num_before = saved.num_rows
-            for batch in follower.batches(detail, whole=over):
+            for batch in follower.read_batches(detail, whole=over):
                 pen.write(batch.entries, batch.cursor)
             if over and num_before == saved.num_rows:
                 break
@@ -292,7 +294,11 @@ class _BatchWriter:
     """Writes batches, and saves its position."""
 
     def __init__(
-        self, tracker: Tracker, state: StateFile, saved: MirrorState, alive: Callable[[int], None]
+        self,
+        tracker: Tracker,
+        state: MirrorStateFile,
+        saved: MirrorState,
+        alive: Callable[[int], None],
     ) -> None:
         self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
 

@@ -144,11 +144,11 @@ def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
         kernels[f"gemm {str(dtype).removeprefix('torch.')}"] = multiply
     kernels["memory"] = BurnInDevice.try_memory
     if len(devices) > 1 and dist.is_available():
-        kernels["all-reduce"] = reducing(devices)
+        kernels["all-reduce"] = all_reduce_kernel(devices)
     return kernels
 
 
-def reducing(devices: Sequence[BurnInDevice]) -> Kernel:
+def all_reduce_kernel(devices: Sequence[BurnInDevice]) -> Kernel:
     """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
 
     Each rank is a device's thread. The groups are private: no default group, no rendezvous.

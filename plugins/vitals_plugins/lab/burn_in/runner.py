@@ -14,7 +14,7 @@ import typer
 
 from trainvitals.cli.doctor import Check
 from trainvitals.errors import VitalsError
-from trainvitals.io.discovery import discover
+from trainvitals.io.discovery import find_journals
 from trainvitals.io.heartbeat import read_heartbeat
 from trainvitals.io.private import private_bases
 
@@ -29,7 +29,7 @@ def running_here(environ: Mapping[str, str]) -> list[str]:
     """Return the ids of this user's runs with ranks on this node that are alive."""
     runs = set()
     base = next(private_bases(environ, []), None)
-    for journal in discover(base) if base else []:
+    for journal in find_journals(base) if base else []:
         try:
             heartbeat = read_heartbeat(journal.directory)
         except (VitalsError, OSError):

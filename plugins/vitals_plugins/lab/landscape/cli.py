@@ -30,7 +30,7 @@ from vitals_plugins.lab.landscape.words import (
     path_facts,
     path_sentences,
 )
-from vitals_plugins.lab.repro.entry import CONTRACT, Built, build
+from vitals_plugins.lab.repro.entry import CONTRACT, EntryResult, run_entry_function
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -190,19 +190,19 @@ def _measure_losses(
     from vitals_plugins.lab.landscape.surface import (
         direction_to_weights,
         losses_along,
+        open_loss_surface,
         random_directions,
-        surface,
     )
 
     checkpoint, entry, step, to, directory = scene
     torch.manual_seed(seed)
-    built = build(entry)
-    measured_batches = _batches(built, batches, entry, seed)
+    built = run_entry_function(entry)
+    measured_batches = _load_first_batches(built, batches, entry, seed)
     end = ""
     if to:
         end = _load_end(to, checkpoint, directory, built.model)
         other = values_of(built.model)
-    begin = _load(checkpoint, step, directory, built.model)
+    begin = _load_checkpoint(checkpoint, step, directory, built.model)
     directions = (
         [direction_to_weights(built.model, other)]
         if to
@@ -210,7 +210,13 @@ def _measure_losses(
     )
     num_points = len(places) ** len(directions)
     with (
-        surface(built.model, built.loss_of, measured_batches, mode=mode, seed=seed) as around,  # type: ignore[arg-type]
+        open_loss_surface(
+            built.model,
+            built.loss_of,
+            measured_batches,
+            mode=mode,  # type: ignore[arg-type]
+            seed=seed,
+        ) as around,
         typer.progressbar(
             length=num_points, label="losses", file=sys.stderr, hidden=not sys.stderr.isatty()
         ) as bar,
@@ -279,7 +285,7 @@ def _write_output(path: Path, content: bytes, *, force: bool) -> None:
 # ------------------------------------------------------------------------- batches and weights
 
 
-def _batches(built: Built, num: int, entry: str, seed: int) -> list[Any]:
+def _load_first_batches(built: EntryResult, num: int, entry: str, seed: int) -> list[Any]:
     """Return the loader's first batches.
 
     Raises:
@@ -301,7 +307,7 @@ def _batches(built: Built, num: int, entry: str, seed: int) -> list[Any]:
     return first_batches
 
 
-def _load(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
+def _load_checkpoint(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
     """Load the checkpoint into the model; return its name.
 
     Raises:
@@ -341,13 +347,13 @@ def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> st
             raise UsageError(
                 f"--to is step {to}, and {checkpoint} is a file", hint="give a file to --to as well"
             )
-        return _load(checkpoint, int(to), directory, model)
+        return _load_checkpoint(checkpoint, int(to), directory, model)
     path = Path(to).expanduser()
     if not path.is_file():
         raise UsageError(
             f"--to is {to!r}, which is neither a step nor a file", hint="--to 5000, or --to best.pt"
         )
-    return _load(to, -1, directory, model)
+    return _load_checkpoint(to, -1, directory, model)
 
 
 def _load_file(path: Path, model: nn.Module) -> None:

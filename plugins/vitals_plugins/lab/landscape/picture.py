@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainvitals.document.page import write_svg
-from trainvitals.document.tree import Node, node
+from trainvitals.document.tree import Node, make_element
 from vitals_collector.report.curves import PlotColumn, ValueScale
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def draw_landscape(
             else _draw_curve(places, losses[0], axis)
         ),
         *_draw_x_axis(places, along),
-        node("rect", class_="frame", width=_SIZE, height=_SIZE),
+        make_element("rect", class_="frame", width=_SIZE, height=_SIZE),
     ]
     return write_svg(
         width,
         height,
         [
-            node("text", title, class_="title", x=20, y=24),
-            node("g", *inside, transform=f"translate({_LEFT},{_TOP})"),
+            make_element("text", title, class_="title", x=20, y=24),
+            make_element("g", *inside, transform=f"translate({_LEFT},{_TOP})"),
             *(
                 _draw_text(20, _TOP + _SIZE + _BELOW + 18 * number, line)
                 for number, line in enumerate(lines)
@@ -71,17 +71,17 @@ def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueSca
     ]
     path, dots, is_broken = "", [], True
     for place, loss in zip(places, losses, strict=True):
-        x = round(_x(places, place), 1)
+        x = round(_x_position(places, place), 1)
         if math.isfinite(loss):
             y = round(_y_position(axis, loss), 1)
             path += f"{'M' if is_broken else 'L'}{x},{y}"
-            title = node("title", f"{place:+.4g}: {loss:.6g}")
-            dots.append(node("circle", title, cx=x, cy=y, r=2.5, fill="#0072b2"))
+            title = make_element("title", f"{place:+.4g}: {loss:.6g}")
+            dots.append(make_element("circle", title, cx=x, cy=y, r=2.5, fill="#0072b2"))
         else:
-            title = node("title", "not finite")
-            dots.append(node("path", title, class_="nan", d=f"M{x - 4},2l8,8m0,-8l-8,8"))
+            title = make_element("title", "not finite")
+            dots.append(make_element("path", title, class_="nan", d=f"M{x - 4},2l8,8m0,-8l-8,8"))
         is_broken = not math.isfinite(loss)
-    return [*parts, node("path", class_="line", d=path), *dots]
+    return [*parts, make_element("path", class_="line", d=path), *dots]
 
 
 def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[Node]:
@@ -90,21 +90,21 @@ def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> 
     for up, (row, second) in enumerate(zip(losses, places, strict=True)):
         for right, (loss, first) in enumerate(zip(row, places, strict=True)):
             color = _color(axis.part(loss)) if math.isfinite(loss) else _NOT_FINITE
-            title = node("title", f"{first:+.3g}, {second:+.3g}: {loss:.6g}")
+            title = make_element("title", f"{first:+.3g}, {second:+.3g}: {loss:.6g}")
             x, y = round(right * size, 2), round(_SIZE - (up + 1) * size, 2)
             edge = round(size + 0.3, 2)
-            parts.append(node("rect", title, x=x, y=y, width=edge, height=edge, fill=color))
+            parts.append(make_element("rect", title, x=x, y=y, width=edge, height=edge, fill=color))
     middle = _SIZE / 2
-    parts.append(node("circle", cx=middle, cy=middle, r=4, fill="none", stroke="white"))
+    parts.append(make_element("circle", cx=middle, cy=middle, r=4, fill="none", stroke="white"))
     parts += [
-        _draw_text(-6, _SIZE - _x(places, place) + 4, f"{place:.3g}", anchor="end")
+        _draw_text(-6, _SIZE - _x_position(places, place) + 4, f"{place:.3g}", anchor="end")
         for place in (places[0], 0.0, places[-1])
     ]
     legend = _SIZE + 14
     for step in range(40):
         y, high = round(_SIZE * (1 - (step + 1) / 40), 1), _SIZE / 40 + 0.3
         color = _color((step + 0.5) / 40)
-        parts.append(node("rect", x=legend, y=y, width=14, height=high, fill=color))
+        parts.append(make_element("rect", x=legend, y=y, width=14, height=high, fill=color))
     parts += [
         _draw_text(legend + 18, _SIZE * (1 - axis.part(tick)) + 4, f"{tick:.4g}")
         for tick in axis.ticks()
@@ -116,13 +116,13 @@ def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> 
 def _draw_x_axis(places: Sequence[float], along: str) -> list[Node]:
     shown = dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
     parts = [
-        _draw_text(_x(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle")
+        _draw_text(_x_position(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle")
         for place in shown
     ]
     return [*parts, _draw_text(_SIZE / 2, _SIZE + 32, along, anchor="middle")]
 
 
-def _x(places: Sequence[float], place: float) -> float:
+def _x_position(places: Sequence[float], place: float) -> float:
     return _SIZE * (place - places[0]) / (places[-1] - places[0])
 
 
@@ -140,4 +140,4 @@ def _color(part: float) -> str:
 
 
 def _draw_text(x: float, y: float, text: str, *, anchor: str = "start") -> Node:
-    return node("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor)
+    return make_element("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.errors import UsageError
-from vitals_plugins.lab.repro.play import LossOf, Scene, copied, kind_of, slots
+from vitals_plugins.lab.repro.play import LossOf, ReplaySetup, copied, kind_of, slots
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -92,16 +92,16 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class Surface:
+class LossSurface:
     """Returns the mean loss of some batches at moved weights."""
 
-    def __init__(self, scene: Scene, batches: Sequence[Any], rng: dict[str, Any]) -> None:
+    def __init__(self, scene: ReplaySetup, batches: Sequence[Any], rng: dict[str, Any]) -> None:
         self._scene = scene
         self._batches = batches
         self._rng = rng
         self._needs_grad = False
 
-    def at(self, moves: Sequence[tuple[float, Direction]]) -> float:
+    def loss_at(self, moves: Sequence[tuple[float, Direction]]) -> float:
         """Return the loss with so much of each direction added to the weights.
 
         Each is computed with the same random numbers and buffers.
@@ -131,22 +131,22 @@ class Surface:
                 self._needs_grad = True  # a loss with derivatives, such as a penalty
                 return self._batch_loss(batch)
             text = str(error).partition("\n")[0]
-            raise _no_loss(f"raised {type(error).__name__}: {text}"[:300]) from error
+            raise _loss_function_error(f"raised {type(error).__name__}: {text}"[:300]) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise _no_loss(f"returned {kind_of(loss)}, not a tensor of one number")
+            raise _loss_function_error(f"returned {kind_of(loss)}, not a tensor of one number")
         return float(loss.item())
 
 
-def _no_loss(what: str) -> UsageError:
+def _loss_function_error(what: str) -> UsageError:
     return UsageError(
         f"loss_of {what}", hint="it gets a batch as the loader gives it, and returns its loss"
     )
 
 
 @contextmanager
-def surface(
+def open_loss_surface(
     model: nn.Module, loss_of: LossOf, batches: Sequence[Any], *, mode: Mode, seed: int
-) -> Iterator[Surface]:
+) -> Iterator[LossSurface]:
     """Yield the loss around the model's weights, which are restored afterwards.
 
     Weights, buffers, gradients (none afterwards), generators, and training modes.
@@ -160,11 +160,11 @@ def surface(
     """
     training = [(module, module.training) for module in model.modules()]
     around = capture_rng()
-    scene = Scene(model=model, loss_of=loss_of)
+    scene = ReplaySetup(model=model, loss_of=loss_of)
     try:
         model.train(mode == "train")
         torch.manual_seed(seed)
-        yield Surface(scene, batches, capture_rng())
+        yield LossSurface(scene, batches, capture_rng())
     finally:
         scene.restore_weights()
         restore_rng(around)
@@ -178,7 +178,7 @@ row."""
 
 
 def losses_along(
-    around: Surface,
+    around: LossSurface,
     directions: Sequence[Direction],
     places: Sequence[float],
     on_point: Callable[[], None] = lambda: None,
@@ -189,7 +189,7 @@ def losses_along(
     for up in places if second else (0.0,):
         row = []
         for along in places:
-            row.append(around.at([(along, first), *((up, each) for each in second)]))
+            row.append(around.loss_at([(along, first), *((up, each) for each in second)]))
             on_point()
         rows.append(tuple(row))
     return tuple(rows)
@@ -198,12 +198,12 @@ def losses_along(
 __all__ = [
     "MODES",
     "Direction",
+    "LossSurface",
     "Losses",
     "Mode",
-    "Surface",
     "copy_model_tensors",
     "direction_to_weights",
     "losses_along",
+    "open_loss_surface",
     "random_directions",
-    "surface",
 ]

@@ -137,7 +137,7 @@ def landscape_sentences(places: Sequence[float], losses: Losses, within: float) 
         if number == 1:
             yield f"The loss at the checkpoint is {line[len(line) // 2]:.4g}."
         yield from _line_sentences(facts, number, line[len(line) // 2], within)
-    yield from _of_cells(losses)
+    yield from _nonfinite_points_sentence(losses)
 
 
 def _line_sentences(facts: LineFacts, number: int, centre: float, within: float) -> Iterator[str]:
@@ -176,10 +176,10 @@ def path_sentences(places: Sequence[float], losses: Losses) -> Iterator[str]:
         )
     else:
         yield "There is no barrier between them: on the way the loss is not above the higher end."
-    yield from _of_cells(losses)
+    yield from _nonfinite_points_sentence(losses)
 
 
-def _of_cells(losses: Losses) -> Iterator[str]:
+def _nonfinite_points_sentence(losses: Losses) -> Iterator[str]:
     bad = num_nonfinite(losses)
     if bad:
         total = sum(map(len, losses))

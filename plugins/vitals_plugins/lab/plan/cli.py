@@ -15,10 +15,10 @@ from vitals_plugins.lab.plan.training_plan import (
     Shape,
     TrainingPlan,
     TrainingType,
-    plan,
+    plan_training,
     shape_of,
 )
-from vitals_plugins.lab.plan.training_plan import batch as batch_of
+from vitals_plugins.lab.plan.training_plan import batch_size_cost as batch_of
 
 _TYPES = get_args(TrainingType)
 
@@ -92,7 +92,7 @@ def show_plan(
         noise_scale=noise_scale,
         gpu_hour_price=gpu_hour_price,
     )
-    result = plan(plan_input)
+    result = plan_training(plan_input)
     if form is Format.JSON:
         write_json({"asked": plan_input, "plan": result, "sources": SOURCES})
         return

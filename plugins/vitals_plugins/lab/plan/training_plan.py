@@ -100,7 +100,7 @@ def shape_of(num_params: float, *, vocab: int = 0) -> Shape:
     return Shape(layers, max(1, rounded), vocab)
 
 
-class Memory(NamedTuple):
+class GpuMemoryNeed(NamedTuple):
     """Bytes of one GPU."""
 
     weights: float
@@ -116,7 +116,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def states(
+def state_bytes(
     strategy: Strategy, num_params: float, num_gpus: int, training_type: TrainingType
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and AdamW's states on one GPU.
@@ -135,7 +135,7 @@ def states(
     )
 
 
-def activations(
+def activation_bytes(
     shape: Shape, num_tokens: int, training_type: TrainingType, *, checkpointing: bool
 ) -> float:
     """Return the bytes that backward needs of one forward pass over ``num_tokens`` tokens.
@@ -153,7 +153,7 @@ def activations(
     return inner + (last if shape.vocab else 0.0)
 
 
-def working(
+def working_bytes(
     strategy: Strategy,
     num_params: float,
     shape: Shape,
@@ -178,7 +178,7 @@ def working(
     return output + size.gradient * num_params / (num_gpus if strategy == "ZeRO-2" else 1)
 
 
-def memory(
+def peak_gpu_memory(
     strategy: Strategy,
     *,
     num_params: float,
@@ -187,7 +187,7 @@ def memory(
     num_tokens: int,
     training_type: TrainingType,
     checkpointing: bool,
-) -> Memory:
+) -> GpuMemoryNeed:
     """Return one GPU's peak memory, with gradients of earlier micro-batches present.
 
     Args:
@@ -199,10 +199,10 @@ def memory(
         training_type: of weights and activations.
         checkpointing: whether blocks are computed again in backward.
     """
-    return Memory(
-        *states(strategy, num_params, num_gpus, training_type),
-        activations(shape, num_tokens, training_type, checkpointing=checkpointing),
-        working(strategy, num_params, shape, num_gpus, num_tokens, training_type),
+    return GpuMemoryNeed(
+        *state_bytes(strategy, num_params, num_gpus, training_type),
+        activation_bytes(shape, num_tokens, training_type, checkpointing=checkpointing),
+        working_bytes(strategy, num_params, shape, num_gpus, num_tokens, training_type),
     )
 
 
@@ -227,7 +227,7 @@ class BatchSizeCost(NamedTuple):
     """Tokens, as a multiple of the minimum of any batch."""
 
 
-def batch(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> BatchSizeCost:
+def batch_size_cost(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> BatchSizeCost:
     """Return a batch size with its cost; by default as large as the noise scale.
 
     ``(S / S_min - 1) (E / E_min - 1) = 1`` with ``B_noise = E_min / S_min`` (McCandlish et al.,
@@ -307,7 +307,7 @@ class Fit(NamedTuple):
 
     strategy: Strategy
     checkpointing: bool
-    memory: Memory
+    memory: GpuMemoryNeed
     fits: bool
 
 
@@ -335,7 +335,7 @@ _USABLE = 0.92
 """Share of a GPU's memory: the rest is the driver's context, NCCL's buffers and fragmentation."""
 
 
-def plan(plan_input: PlanInput) -> TrainingPlan:
+def plan_training(plan_input: PlanInput) -> TrainingPlan:
     """Return the resources of a training.
 
     Raises:
@@ -366,7 +366,7 @@ def plan(plan_input: PlanInput) -> TrainingPlan:
     fits = []
     for checkpointing in (False, True):
         for strategy in STRATEGIES:
-            memory_need = memory(
+            memory_need = peak_gpu_memory(
                 strategy,
                 num_params=num_params,
                 shape=shape,
@@ -385,7 +385,7 @@ def plan(plan_input: PlanInput) -> TrainingPlan:
         gpu_bytes=gpu_bytes,
         fits=tuple(fits),
         noise_scale=noise,
-        batch=batch(plan_input.tokens, noise),
+        batch=batch_size_cost(plan_input.tokens, noise),
         least_batch_tokens=plan_input.num_gpus
         * plan_input.micro_batch
         * plan_input.sequence_length,
@@ -399,15 +399,15 @@ __all__ = [
     "GPUS",
     "SOURCES",
     "STRATEGIES",
-    "Memory",
+    "GpuMemoryNeed",
     "PlanInput",
     "Shape",
     "TrainingPlan",
-    "batch",
+    "batch_size_cost",
     "chinchilla_loss",
     "critical_batch",
-    "memory",
-    "plan",
+    "peak_gpu_memory",
+    "plan_training",
     "shape_of",
-    "states",
+    "state_bytes",
 ]

@@ -13,12 +13,12 @@ import typer
 
 from trainvitals.cli.options import LocalRun, ReportFormat, VitalsDir
 from trainvitals.cli.output import write_json
-from trainvitals.cli.resume import find_fitting
+from trainvitals.cli.resume import find_matching_runs
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
-from vitals_plugins.lab.repro.entry import CONTRACT, build
+from vitals_plugins.lab.repro.entry import CONTRACT, run_entry_function
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
@@ -65,12 +65,12 @@ def repro(
         ) from None
     from trainer_hooks.repro.capsule import read
     from vitals_plugins.lab.repro.verdict import PlayError, judge, write_verdict
-    from vitals_plugins.lab.repro.weights import load
+    from vitals_plugins.lab.repro.weights import load_step_weights
 
     capsule = read(file)
-    built = build(entry)
+    built = run_entry_function(entry)
     batches = capsule.batches or _load_batches(capsule, built.loader)
-    weights = load(capsule, run_dir, built.model)
+    weights = load_step_weights(capsule, run_dir, built.model)
     try:
         verdict = judge(capsule, built.model, built.loss_of, weights, batches)
     except PlayError as error:
@@ -101,7 +101,7 @@ def _find_capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[Run
     Raises:
         UsageError: there is none; the message lists those that exist.
     """
-    fitting = find_fitting(run, vitals_dir)
+    fitting = find_matching_runs(run, vitals_dir)
     with_capsules = [(each, find_capsules(each.path)) for each in fitting]
     with_capsules = [pair for pair in with_capsules if pair[1]]
     if not with_capsules:

@@ -18,7 +18,7 @@ CONTRACT = (
 )
 
 
-class Built(NamedTuple):
+class EntryResult(NamedTuple):
     """Return value of the user's function."""
 
     model: Any
@@ -26,7 +26,7 @@ class Built(NamedTuple):
     loader: Any = None
 
 
-def build(entry: str) -> Built:
+def run_entry_function(entry: str) -> EntryResult:
     """Return the result of the user's function.
 
     Raises:
@@ -56,7 +56,7 @@ def build(entry: str) -> Built:
             hint="build it on the CPU or a GPU, or call model.to_empty(device='cpu') first: the "
             "weights come from the checkpoint",
         )
-    return Built(*parts)
+    return EntryResult(*parts)
 
 
 def _load_function(entry: str) -> Callable[[], Any]:
@@ -102,4 +102,4 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-__all__ = ["CONTRACT", "Built", "build"]
+__all__ = ["CONTRACT", "EntryResult", "run_entry_function"]

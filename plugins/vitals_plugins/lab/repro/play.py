@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from trainer_hooks.repro.capsule import Autocast, map_tensors
+from trainer_hooks.repro.capsule import AutocastSetting, map_tensors
 from trainer_hooks.tensors.gradients import clean_name
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.printable import name_type
@@ -39,7 +39,7 @@ class ReplayLimits(NamedTuple):
     grad_norm: float | None = None
 
 
-class Played(NamedTuple):
+class ReplayResult(NamedTuple):
     """Result of a replay."""
 
     losses: tuple[float, ...] = ()
@@ -76,12 +76,12 @@ class NonfiniteOrigin(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Scene:
+class ReplaySetup:
     """A model and its loss, restored before each replay: weights, buffers and generators."""
 
     model: nn.Module
     loss_of: LossOf
-    autocast: Autocast | None = None
+    autocast: AutocastSetting | None = None
     loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -89,18 +89,18 @@ class Scene:
         self.kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
         """Each tensor of ``slots``, and its saved value."""
 
-    def keep(self) -> None:
+    def save_weights(self) -> None:
         """Use the current weights as the start of every replay."""
         self.kept = [(tensor, tensor.detach().clone()) for tensor, _ in self.kept]
 
-    def play(
+    def replay(
         self,
         batches: Sequence[Any],
         rng: Sequence[dict[str, Any] | None] = (),
         *,
         dtype: torch.dtype | None = None,
-        trace: Trace | None = None,
-    ) -> Played:
+        trace: NonfiniteTrace | None = None,
+    ) -> ReplayResult:
         """Compute loss and gradients; the model is as before afterwards.
 
         Args:
@@ -121,16 +121,16 @@ class Scene:
                     lower = getattr(torch, self.autocast.dtype)
                     stack.enter_context(torch.autocast(self.autocast.device, lower))
                 if trace is not None:
-                    stack.enter_context(trace.on(self.model))
+                    stack.enter_context(trace.trace_model(self.model))
                 for number, batch in enumerate(batches):
                     if number < len(rng) and (state := rng[number]) is not None:
                         restore_rng(state)
                     losses.append(self._run_batch(copied(batch, dtype), trace, dtype))
                 bad = tuple(self._bad_gradients())
-                return Played(tuple(losses), bad, self._grad_norm(dtype))
+                return ReplayResult(tuple(losses), bad, self._grad_norm(dtype))
         except Exception as error:  # noqa: BLE001 - the user's code, of which anything can come
             text = str(error).partition("\n")[0]
-            return Played(error=f"{type(error).__name__}: {text}"[:300])
+            return ReplayResult(error=f"{type(error).__name__}: {text}"[:300])
         finally:
             self.restore_weights()
             restore_rng(around)
@@ -155,11 +155,13 @@ class Scene:
                 tensor.put_(where, torch.tensor(values, device=tensor.device).to(tensor.dtype))
             outputs.append([])
             with _record_output_checksums(self.model, outputs[-1]):
-                self.play(batches, rng)
+                self.replay(batches, rng)
         pairs = zip(*outputs, strict=False)
         return next((now[0] for now, then in pairs if now != then), "")
 
-    def _run_batch(self, batch: Any, trace: Trace | None, dtype: torch.dtype | None) -> float:
+    def _run_batch(
+        self, batch: Any, trace: NonfiniteTrace | None, dtype: torch.dtype | None
+    ) -> float:
         """Run one micro-batch forward and backward in a replay; return its loss."""
         if trace is not None:
             trace.start_micro_batch()
@@ -348,7 +350,7 @@ _FINITE, _UNKNOWN = -1, -2
 """Instead of an event."""
 
 
-class Trace(TorchDispatchMode):
+class NonfiniteTrace(TorchDispatchMode):
     """Records which operation of which module produces non-finite values, forward and backward.
 
     Forward: every result is checked, and the path from the loss back to the first operation that
@@ -373,7 +375,7 @@ class Trace(TorchDispatchMode):
         self._is_forward = False
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
+    def trace_model(self, model: nn.Module) -> Iterator[None]:
         """Trace everything inside the block."""
         handles: list[Any] = []
         for name, module in model.named_modules():
@@ -431,10 +433,14 @@ class Trace(TorchDispatchMode):
         values = tree_flatten((args, kwargs or {}))[0]
         # Before the call, which may write into them.
         sources = [
-            self._operation_input(v) for v in values if isinstance(v, Tensor) and _can_be_bad(v)
+            self._operation_input(v)
+            for v in values
+            if isinstance(v, Tensor) and _can_be_nonfinite(v)
         ]
         result = func(*args, **(kwargs or {}))
-        results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and _can_be_bad(t)]
+        results = [
+            t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and _can_be_nonfinite(t)
+        ]
         for tensor in results:
             if tensor.is_floating_point() and _dtype_bits(tensor.dtype) < _dtype_bits(self.lowest):
                 self.lowest = tensor.dtype
@@ -498,12 +504,12 @@ class Trace(TorchDispatchMode):
             self.origin = self.origin or NonfiniteOrigin(event.module, event.operator, "forward")
         self._claim(loss, _IN_LOSS)
         for node, module in self._nodes.items():
-            node.register_hook(self._backward_of(node.name(), module))
+            node.register_hook(self._backward_hook(node.name(), module))
         self._nodes.clear()
 
     # ------------------------------------------------------------------------------ backward
 
-    def _backward_of(self, node: str, module: str) -> Callable[[Any, Any], None]:
+    def _backward_hook(self, node: str, module: str) -> Callable[[Any, Any], None]:
         operator = re.sub(r"Backward\d*$", "", node)
 
         def look(outgoing: Any, incoming: Any) -> None:
@@ -522,7 +528,7 @@ def _dtype_bits(dtype: torch.dtype | None) -> float:
     return math.inf if dtype is None else torch.finfo(dtype).bits
 
 
-def _can_be_bad(tensor: Tensor) -> bool:
+def _can_be_nonfinite(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
 
 
@@ -534,7 +540,9 @@ def _find_nan_inf(tensor: Tensor) -> tuple[bool, bool]:
 
 
 def _has_nonfinite_gradient(gradients: Any) -> bool:
-    return any(any(_find_nan_inf(g)) for g in gradients if isinstance(g, Tensor) and _can_be_bad(g))
+    return any(
+        any(_find_nan_inf(g)) for g in gradients if isinstance(g, Tensor) and _can_be_nonfinite(g)
+    )
 
 
 def _storage_address(tensor: Tensor) -> int:

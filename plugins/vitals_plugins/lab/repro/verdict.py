@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from trainer_hooks.repro.capsule import (
-    Autocast,
+    AutocastSetting,
     Capsule,
     is_second_moment,
     map_tensors,
@@ -30,12 +30,12 @@ from vitals_plugins.lab import selftest
 from vitals_plugins.lab.repro.play import (
     LossOf,
     NonfiniteOrigin,
-    Played,
+    NonfiniteTrace,
     ReplayLimits,
-    Scene,
-    Trace,
+    ReplayResult,
+    ReplaySetup,
 )
-from vitals_plugins.lab.repro.weights import Weights
+from vitals_plugins.lab.repro.weights import LoadedWeights
 
 Cause = Literal["data", "arithmetic", "optimizer_state", "hardware", "not_reproduced"]
 IN_WORDS: dict[Cause, str] = {
@@ -80,12 +80,12 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(kw_only=True)
-class _Case:
+class _ReplayCase:
     """A capsule with a model to replay it, and the results so far."""
 
     capsule: Capsule
-    scene: Scene
-    weights: Weights
+    scene: ReplaySetup
+    weights: LoadedWeights
     batches: Sequence[Any]
     details: list[str] = field(default_factory=list)
     num_plays: int = 0
@@ -103,20 +103,20 @@ class _Case:
         has_norm = is_own and norm is not None and most is not None and most < norm < math.inf
         return ReplayLimits(limit if has_loss else None, most if has_norm else None)
 
-    def play(self, batches: Sequence[Any], *, dtype: torch.dtype | None = None) -> Played:
+    def replay(self, batches: Sequence[Any], *, dtype: torch.dtype | None = None) -> ReplayResult:
         self.num_plays += 1
-        return self.scene.play(batches, self.capsule.rng, dtype=dtype)
+        return self.scene.replay(batches, self.capsule.rng, dtype=dtype)
 
     def is_bad(self, batches: Sequence[Any]) -> bool:
         """Return whether a replay of these batches is bad."""
-        return self.play(batches).is_bad(self.limits)
+        return self.replay(batches).is_bad(self.limits)
 
 
 def judge(
     capsule: Capsule,
     model: torch.nn.Module,
     loss_of: LossOf,
-    weights: Weights,
+    weights: LoadedWeights,
     batches: Sequence[Any],
     *,
     try_machine: Callable[[torch.device], str] | None = None,
@@ -135,13 +135,13 @@ def judge(
         PlayError: the loss function could not compute.
     """
     autocast = capsule.facts.get("autocast")
-    scene = Scene(
+    scene = ReplaySetup(
         model=model,
         loss_of=loss_of,
-        autocast=None if autocast is None else Autocast(*autocast),
+        autocast=None if autocast is None else AutocastSetting(*autocast),
         loss_scale=capsule.facts.get("loss_scale") or 1.0,
     )
-    case = _Case(capsule=capsule, scene=scene, weights=weights, batches=batches)
+    case = _ReplayCase(capsule=capsule, scene=scene, weights=weights, batches=batches)
     with _use_run_precision(capsule.facts["versions"]):
         return _build_verdict(case, try_machine or _try_machine)
 
@@ -164,9 +164,9 @@ def _use_run_precision(there: dict[str, str]) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _build_verdict(case: _Case, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
+def _build_verdict(case: _ReplayCase, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
     capsule, weights = case.capsule, case.weights
-    played = case.play(case.batches)
+    played = case.replay(case.batches)
     if played.error:
         raise PlayError(played.error)
     origin = _trace_origin(case) if played.is_bad(case.limits) else None
@@ -204,10 +204,10 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _trace_origin(case: _Case) -> NonfiniteOrigin | None:
+def _trace_origin(case: _ReplayCase) -> NonfiniteOrigin | None:
     """Replay the step with a trace; return the first non-finite value's origin."""
-    trace = Trace()
-    case.scene.play(case.batches, case.capsule.rng, trace=trace)
+    trace = NonfiniteTrace()
+    case.scene.replay(case.batches, case.capsule.rng, trace=trace)
     case.lowest = trace.lowest
     return trace.origin
 
@@ -219,14 +219,16 @@ _Found = tuple[Cause, str, str, tuple[int, ...]]
 """Cause, reason, the module if no operator is the cause, and the samples."""
 
 
-def _find_cause(case: _Case, played: Played, try_machine: Callable[[torch.device], str]) -> _Found:
+def _find_cause(
+    case: _ReplayCase, played: ReplayResult, try_machine: Callable[[torch.device], str]
+) -> _Found:
     """Return the cause: evidence in the state first, because a bad state affects every replay."""
     if (state := _find_state_fault(case)) is not None:
         return state
     if not played.is_bad(case.limits):
         return _explain_good_replay(case, played, try_machine)
     rows, num_rows = _bad_rows(case)
-    if rows and (description := _out_of_range(case, rows)):
+    if rows and (description := _outlying_value_sentence(case, rows)):
         return "data", description, "", rows
     if cured := _precision_sentence(case):
         return "arithmetic", cured, "", rows
@@ -250,7 +252,7 @@ def _find_cause(case: _Case, played: Played, try_machine: Callable[[torch.device
     return "arithmetic", f"{description}.", "", ()
 
 
-def _find_state_fault(case: _Case) -> _Found | None:
+def _find_state_fault(case: _ReplayCase) -> _Found | None:
     """Return a fault of weights or optimizer state, of the run or as loaded."""
     facts = case.capsule.facts
     if facts.get("replica") is not None:
@@ -276,7 +278,7 @@ def _find_state_fault(case: _Case) -> _Found | None:
     return None
 
 
-def _find_replica_fault(case: _Case, replica: dict[str, Any]) -> _Found:
+def _find_replica_fault(case: _ReplayCase, replica: dict[str, Any]) -> _Found:
     """Return the difference to a replica, and the first module whose output it changes."""
     name, first = replica["tensor"], replica["elements"][0]
     kind, _, rest = name.partition(".")
@@ -304,11 +306,11 @@ def _owner(name: str) -> str:
 
 
 def _explain_good_replay(
-    case: _Case, played: Played, try_machine: Callable[[torch.device], str]
+    case: _ReplayCase, played: ReplayResult, try_machine: Callable[[torch.device], str]
 ) -> _Found:
     """Return the cause for a step that replays well and was bad in the run."""
     device = next((p.device for p in case.scene.model.parameters()), torch.device("cpu"))
-    again = case.play(case.batches)
+    again = case.replay(case.batches)
     repeats = again == played
     if wrong := try_machine(device):
         description = f"the step is fine when re-run, and this machine computes wrongly: {wrong}."
@@ -363,13 +365,13 @@ def _try_machine(device: torch.device) -> str:
 # -------------------------------------------------------------------------------- precision
 
 
-def _precision_sentence(case: _Case) -> str:
+def _precision_sentence(case: _ReplayCase) -> str:
     """Return a sentence that higher precision fixes it; empty if it does not, or is unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
     for dtype in tried if lowest != "float64" else ():
         name = str(dtype).removeprefix("torch.")
-        played = case.play(case.batches, dtype=dtype)
+        played = case.replay(case.batches, dtype=dtype)
         if played.error:
             case.details.append(f"could not be re-run in {name}: {played.error}")
         elif not played.is_bad(case.limits):
@@ -379,7 +381,7 @@ def _precision_sentence(case: _Case) -> str:
     return ""
 
 
-def _lowest(case: _Case) -> str:
+def _lowest(case: _ReplayCase) -> str:
     """Return the least precise type that the step computes in."""
     autocast = case.scene.autocast
     if autocast is not None and autocast.dtype:
@@ -395,7 +397,7 @@ def _lowest(case: _Case) -> str:
 # -------------------------------------------------------------------------------------- rows
 
 
-def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
+def _bad_rows(case: _ReplayCase) -> tuple[tuple[int, ...], int]:
     """Return the samples that are bad on their own, if the rest is fine; and their number.
 
     With several micro-batches, in the first that is bad on its own.
@@ -409,9 +411,9 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
         case.details.append(f"micro-batch {number} of {len(case.batches)} is bad alone")
     batch = case.batches[number]
     count = rows_in(batch)
-    bad = _search(case, batch, list(range(count))) if count > 1 else []
+    bad = _bisect_bad_samples(case, batch, list(range(count))) if count > 1 else []
     rest = [row for row in range(count) if row not in set(bad)]
-    if not bad or not rest or case.play([take_rows(batch, rest)]).error:
+    if not bad or not rest or case.replay([take_rows(batch, rest)]).error:
         return (), count
     if case.is_bad([take_rows(batch, rest)]):
         return (), count
@@ -423,7 +425,7 @@ def _bad_rows(case: _Case) -> tuple[tuple[int, ...], int]:
     return tuple(bad), count
 
 
-def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
+def _bisect_bad_samples(case: _ReplayCase, batch: Any, rows: list[int]) -> list[int]:
     """Return bad samples of a replayed batch, by bisection; none if that is too slow."""
     bad: list[int] = []
     waiting = [rows]
@@ -439,7 +441,7 @@ def _search(case: _Case, batch: Any, rows: list[int]) -> list[int]:
     return sorted(bad)
 
 
-def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
+def _outlying_value_sentence(case: _ReplayCase, rows: Sequence[int]) -> str:
     """Return a sentence about invalid values of these samples; empty: none."""
     without = "it" if len(rows) == 1 else _samples(rows)
     for batch in case.batches:
@@ -466,7 +468,7 @@ def _out_of_range(case: _Case, rows: Sequence[int]) -> str:
     return ""
 
 
-def _not_finite(case: _Case) -> str:
+def _not_finite(case: _ReplayCase) -> str:
     """Return a sentence that NaN or Inf in the batch is the cause; empty: it is not.
 
     For samples that cannot be left out. An infinity below 0 may be a mask, so it stays.
@@ -511,12 +513,12 @@ def _origin_sentence(origin: NonfiniteOrigin | None) -> list[str]:
     return [f"First not finite: {where}, {origin.operator} ({origin.direction})."]
 
 
-def _is_bit_equal(capsule: Capsule, played: Played) -> bool | None:
+def _is_bit_equal(capsule: Capsule, played: ReplayResult) -> bool | None:
     """Return whether the replayed loss has the run's bits; None if unknown."""
     return played.loss == capsule.loss if math.isfinite(capsule.loss) else None
 
 
-def _loss_equality_sentence(case: _Case, played: Played) -> str:
+def _loss_equality_sentence(case: _ReplayCase, played: ReplayResult) -> str:
     """Return whether the loss is equal, and with which weights, as a sentence."""
     equal = _is_bit_equal(case.capsule, played)
     loss = case.capsule.facts.get("loss")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.recovery.state import Spec
+from trainer_hooks.recovery.state import TensorSpec
 from trainer_hooks.repro.capsule import Capsule, is_second_moment
 from trainer_hooks.tensors.gradients import clean_name
 from trainvitals.errors import UsageError, VitalsError
@@ -19,7 +19,7 @@ from trainvitals.policy.plan import read_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class LoadedWeights:
     """Source of the model's weights, and their known properties."""
 
     text: str
@@ -36,7 +36,7 @@ class Weights:
         return self.absolute.get(name)
 
 
-def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
+def load_step_weights(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> LoadedWeights:
     """Load the latest checkpoint at or before the step into the model, in place.
 
     Without a checkpoint, the model keeps its weights.
@@ -58,7 +58,7 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
     for ref in folder.loadable_refs() if directory.is_dir() else ():
         step, attempt = parse_id(ref.id)
         on_way = attempt == capsule.attempt or (
-            attempt < capsule.attempt and plan.holds(step, attempt)
+            attempt < capsule.attempt and plan.is_in_lineage(step, attempt)
         )
         if step <= capsule.step and on_way:
             names.append((step, attempt, ref.id))
@@ -66,7 +66,7 @@ def load(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Weights:
         live_tensors = _model_tensors(model)
         bad, absolute = _summarize_tensors(live_tensors)
         text = "the weights that the entry built (the run has no checkpoint before this step)"
-        return Weights(text=text, is_exact=False, bad=bad, absolute=absolute)
+        return LoadedWeights(text=text, is_exact=False, bad=bad, absolute=absolute)
     step, _, name = max(names)
     folder.check(name)
     return _load_weights(folder.path / name, step, capsule, model)
@@ -79,7 +79,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
         UsageError: the checkpoint belongs to another model.
     """
     from trainer_hooks.recovery.checkpoints import payload
-    from trainer_hooks.recovery.checkpoints.planner import Box
+    from trainer_hooks.recovery.checkpoints.planner import TensorBox
 
     stored = payload.specs(folder)
     live, boxes, missing = _model_tensors(model), [], []
@@ -87,13 +87,13 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
         # A buffer is stored per rank.
         for key in (name, f"rank.{rank}.{name}", f"rank.0.{name}"):
             if key in stored:
-                if stored[key] != Spec.of(tensor):
+                if stored[key] != TensorSpec.of(tensor):
                     raise UsageError(
-                        f"{name} is {Spec.of(tensor)} in the entry's model, and {stored[key]} in "
-                        f"checkpoint {folder.name}",
+                        f"{name} is {TensorSpec.of(tensor)} in the entry's model, and "
+                        f"{stored[key]} in checkpoint {folder.name}",
                         hint="the entry must build the model that the run trained",
                     )
-                boxes.append(Box.all_of(key, tensor))
+                boxes.append(TensorBox.all_of(key, tensor))
                 break
         else:
             missing += [name] if name.startswith("model.") else []
@@ -107,9 +107,9 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
     return live
 
 
-def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> Weights:
+def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> LoadedWeights:
     from trainer_hooks.recovery.checkpoints import payload
-    from trainer_hooks.recovery.checkpoints.planner import Box
+    from trainer_hooks.recovery.checkpoints.planner import TensorBox
 
     live = read_into(model, folder, rank=capsule.rank)
     moments = {
@@ -117,12 +117,12 @@ def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -
         for name, spec in payload.specs(folder).items()
         if name.startswith("optim.") and spec.dtype.is_floating_point
     }
-    payload.read(folder, [Box.all_of(name, tensor) for name, tensor in moments.items()])
+    payload.read(folder, [TensorBox.all_of(name, tensor) for name, tensor in moments.items()])
     bad, absolute = _summarize_tensors(live | moments)
     away = capsule.step - step
     text = f"the weights of step {step}"
     text += "" if not away else f", {away} step{'' if away == 1 else 's'} earlier"
-    return Weights(text=text, is_exact=not away, bad=bad, absolute=absolute)
+    return LoadedWeights(text=text, is_exact=not away, bad=bad, absolute=absolute)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import pytest
 from vitals_plugins.bridges.assistants.pages import (
     Section,
     load_pages,
-    search,
+    search_sections,
     split_pages,
     split_sections,
 )
@@ -42,12 +42,12 @@ def test_pages_and_sections_are_split_at_their_headings():
 
 
 def test_a_word_in_a_title_counts_more():
-    found = search(split_sections(split_pages(TEXT)), "hang", 5)
+    found = search_sections(split_sections(split_pages(TEXT)), "hang", 5)
     assert ["guides/a.md", "B.md"] == [section.page for section in found]
 
 
 def test_nothing_is_found_for_words_that_no_page_has():
-    assert [] == search(split_sections(split_pages(TEXT)), "quaternion", 5)
+    assert [] == search_sections(split_sections(split_pages(TEXT)), "quaternion", 5)
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_nothing_is_found_for_words_that_no_page_has():
     ],
 )
 def test_the_package_has_the_page_for_a_task(query, page):
-    found = search(split_sections(load_pages()), query, 3)
+    found = search_sections(split_sections(load_pages()), query, 3)
     assert page in [section.page for section in found]

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, ImportedLog, read_history
 
 
-def read(tmp_path: Path, content: str | bytes, **wanted: str) -> History:
+def read(tmp_path: Path, content: str | bytes, **wanted: str) -> ImportedLog:
     path = tmp_path / "log.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return read_history(path, ColumnChoice(**wanted))
 
 
-def values(history: History) -> list[tuple[object, ...]]:
+def values(history: ImportedLog) -> list[tuple[object, ...]]:
     """Return the records without their rows, as text: nan is not equal to itself."""
     return [(s.step, repr(s.loss), repr(s.grad_norm), repr(s.learning_rate)) for s in history.steps]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, ImportedLog, read_history
 
 TAB = "\t"
 PRINTED = {
@@ -106,13 +106,13 @@ PRINTED = {
 }
 
 
-def read(tmp_path: Path, content: str, **wanted: str) -> History:
+def read(tmp_path: Path, content: str, **wanted: str) -> ImportedLog:
     path = tmp_path / "train.log"
     path.write_text(content)
     return read_history(path, ColumnChoice(**wanted))
 
 
-def values(history: History) -> list[tuple[object, ...]]:
+def values(history: ImportedLog) -> list[tuple[object, ...]]:
     """Return the records, with nan as a word: it is not equal to itself."""
     numbers = [(s.step, s.loss, s.grad_norm, s.learning_rate) for s in history.steps]
     return [tuple("nan" if x != x else x for x in row) for row in numbers]

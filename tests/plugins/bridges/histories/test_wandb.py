@@ -9,7 +9,7 @@ import pytest
 
 from tests.plugins.bridges.wandb_files import call, field, framed
 from trainvitals.errors import FormatError, UsageError
-from vitals_plugins.bridges.importers import ColumnChoice, History, read_history
+from vitals_plugins.bridges.importers import ColumnChoice, ImportedLog, read_history
 from vitals_plugins.bridges.importers.wandb_file import (
     BLOCK,
 )
@@ -24,7 +24,7 @@ def write(tmp_path: Path, raw: bytes) -> Path:
     return path
 
 
-def read(tmp_path: Path, records: list[bytes], **wanted: str) -> History:
+def read(tmp_path: Path, records: list[bytes], **wanted: str) -> ImportedLog:
     return read_history(write(tmp_path, framed(records)), ColumnChoice(**wanted))
 
 

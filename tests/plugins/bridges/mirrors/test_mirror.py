@@ -19,7 +19,7 @@ from tests.support.served import Served
 from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from trainvitals.records import NamesDefined
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.queries.open import Opened, open_folder
+from vitals_collector.queries.open import OpenedReader, open_folder
 from vitals_plugins.bridges.mirrors import supervise as supervising
 from vitals_plugins.bridges.mirrors import trackers
 from vitals_plugins.bridges.mirrors.cli import MAX_POLL_SECONDS, Pause
@@ -28,22 +28,22 @@ from vitals_plugins.bridges.mirrors.follow import (
     ActionNote,
     Cursor,
     Entry,
-    Follower,
     Fork,
-    Row,
+    RunFollower,
+    TrackerRow,
 )
 from vitals_plugins.bridges.mirrors.supervise import HELD, USAGE, supervise
 from vitals_plugins.bridges.mirrors.trackers import open_tracker
 from vitals_plugins.bridges.mirrors.worker import (
-    About,
     HeldError,
-    StateFile,
-    Target,
-    mirror,
+    MirrorStateFile,
+    RunDescription,
+    TrackerTarget,
+    mirror_run,
     state_folder,
 )
 
-TARGET = Target("tensorboard", "/tb")
+TARGET = TrackerTarget("tensorboard", "/tb")
 
 
 class Killed(BaseException):
@@ -55,9 +55,11 @@ class Notebook:
 
     def __init__(self, path: Path, *, die_at: Sequence[int] = ()) -> None:
         self._path, self._die_at, self._num = path, set(die_at), 0
-        self.about: About | None = None
+        self.about: RunDescription | None = None
 
-    def open(self, target: Target, about: About, kept: dict[str, Any], unclean: bool) -> "Notebook":
+    def open(
+        self, target: TrackerTarget, about: RunDescription, kept: dict[str, Any], unclean: bool
+    ) -> "Notebook":
         self.about = about
         self.kept = {"size": kept.get("size", 0)}
         with self._path.open("ab") as file:
@@ -85,7 +87,7 @@ class Notebook:
         return [
             ((row.attempt, row.step, name), value)
             for row in self.entries()
-            if isinstance(row, Row)
+            if isinstance(row, TrackerRow)
             for name, value in row.values.items()
             if not name.startswith("vitals/")
         ]
@@ -101,11 +103,11 @@ def played(scene: Scene, tracker: Notebook, *scenes, states: Path) -> None:
     left = list(scenes)
     states.mkdir(exist_ok=True)
     with open_folder(scene.run_dir.path) as opened:
-        mirror(
+        mirror_run(
             opened,
             RUN,
             TARGET,
-            StateFile(states, RUN, TARGET),
+            MirrorStateFile(states, RUN, TARGET),
             tracker.open,
             is_over=lambda summary: summary.state == "finished",
             alive=lambda num_rows: None,
@@ -135,7 +137,7 @@ def test_a_restart_and_decisions_are_told_at_their_steps(scene: Scene, tmp_path:
     ] == notes
     (fork,) = [e for e in entries if isinstance(e, Fork)]
     assert (2, FORK) == (fork.attempt, fork.step)
-    rows = [entry for entry in entries if isinstance(entry, Row)]
+    rows = [entry for entry in entries if isinstance(entry, TrackerRow)]
     assert {1.0, 2.0} == {row.values[ATTEMPT] for row in rows}
 
 
@@ -143,7 +145,7 @@ def test_rows_that_were_rolled_back_before_they_were_read_say_so(scene: Scene, t
     tracker = Notebook(tmp_path / "out")
     scene.whole()
     played(scene, tracker, states=tmp_path / "states")
-    rows = [entry for entry in tracker.entries() if isinstance(entry, Row)]
+    rows = [entry for entry in tracker.entries() if isinstance(entry, TrackerRow)]
     left = {(row.attempt, row.step) for row in rows if row.discarded}
     assert {(1, step) for step in range(FORK, 41)} == left
 
@@ -218,7 +220,7 @@ def test_a_scalar_that_is_called_as_a_curve_of_vitals_stands_beside_it(
         scene.write(scene.rank.scalars(number, {1: 77.0}))
     scene.end()
     played(scene, tracker, states=tmp_path / "states")
-    rows = [entry for entry in tracker.entries() if isinstance(entry, Row)]
+    rows = [entry for entry in tracker.entries() if isinstance(entry, TrackerRow)]
     own = {name for row in rows for name, value in row.values.items() if value == 77.0}
     assert {"scalars/train/loss", "scalars/vitals/attempt", "train/accuracy"} == own
     curves = ("train/loss", "train/grad_norm")
@@ -244,15 +246,18 @@ def test_a_tracker_is_told_no_secret(scene: Scene, tmp_path: Path):
 
 
 def test_a_second_mirror_of_the_same_run_to_the_same_place_is_refused(tmp_path: Path):
-    state = StateFile(tmp_path, RUN, TARGET)
+    state = MirrorStateFile(tmp_path, RUN, TARGET)
     with state.lock(), pytest.raises(HeldError, match="by another process"), state.lock():
         pass
-    with StateFile(tmp_path, RUN, Target("tensorboard", "/other")).lock(), state.lock():
+    with (
+        MirrorStateFile(tmp_path, RUN, TrackerTarget("tensorboard", "/other")).lock(),
+        state.lock(),
+    ):
         pass
 
 
 def test_a_damaged_state_is_said_and_not_overwritten(tmp_path: Path):
-    state = StateFile(tmp_path, RUN, TARGET)
+    state = MirrorStateFile(tmp_path, RUN, TARGET)
     state.path.write_text("{")
     with pytest.raises(FormatError, match="cannot be read") as failure:
         state.load()
@@ -278,7 +283,7 @@ def test_the_state_lies_in_the_runs_own_folder_where_there_is_one(scene: Scene, 
 )
 def test_a_target_that_is_none_is_refused_with_the_way_out(text: str, said: str):
     with pytest.raises(UsageError, match=said) as failure:
-        Target.parse(text)
+        TrackerTarget.parse(text)
     assert failure.value.hint
 
 
@@ -291,9 +296,9 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(
     monkeypatch.setitem(sys.modules, "mlflow.entities", None)
     scene.whole()
     with open_folder(scene.run_dir.path) as opened:
-        about = About.of(Follower(opened.reader, RUN, Cursor()).detail())
+        about = RunDescription.from_detail(RunFollower(opened.reader, RUN, Cursor()).detail())
     with pytest.raises(MissingDependencyError, match="is not installed") as failure:
-        open_tracker(Target(kind, "/x"), about, {}, False)
+        open_tracker(TrackerTarget(kind, "/x"), about, {}, False)
     assert f"pip install 'trainvitals[{kind}]'" == failure.value.hint
 
 
@@ -306,11 +311,11 @@ def test_from_a_collector_a_run_is_mirrored_as_from_its_folder(
     folder = FolderIngest(served.store, [scene.run_dir.path])
     folder.poll()
     with served.client() as client:
-        mirror(
-            Opened(client, lambda: None),
+        mirror_run(
+            OpenedReader(client, lambda: None),
             RUN,
             TARGET,
-            StateFile(tmp_path, RUN, TARGET),
+            MirrorStateFile(tmp_path, RUN, TARGET),
             tracker.open,
             is_over=lambda summary: summary.state == "finished",
             alive=lambda num_rows: None,
@@ -324,7 +329,7 @@ def test_no_tracker_reports_to_its_maker(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
     monkeypatch.setattr(trackers, "import_module", lambda name: types.SimpleNamespace(Otlp=print))
-    open_tracker(Target("otlp", "x"), None, {}, False)
+    open_tracker(TrackerTarget("otlp", "x"), None, {}, False)
     assert ("true", "true") == tuple(
         os.environ[name] for name in ("WANDB_ERROR_REPORTING", "MLFLOW_DISABLE_TELEMETRY")
     )

@@ -20,7 +20,7 @@ import pytest
 
 from tests.collector.rows import RUN
 from tests.plugins.bridges.mirrors.scene import FORK, HOSTILE, SECRET, Scene, same
-from vitals_plugins.bridges.importers.wandb_file import _records
+from vitals_plugins.bridges.importers.wandb_file import _read_leveldb_records
 
 pytestmark = pytest.mark.integrations
 
@@ -96,7 +96,7 @@ def of_wandb(place: Place) -> Iterator[tuple[Point, float]]:
     from wandb.proto import wandb_internal_pb2 as messages
 
     for path in sorted(place.folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for raw in _records(memoryview(path.read_bytes()), []):
+        for raw in _read_leveldb_records(memoryview(path.read_bytes()), []):
             record = messages.Record.FromString(raw)
             if not record.HasField("history"):
                 continue
@@ -215,7 +215,7 @@ def notes_of(place: Place) -> list[str]:
             raws = [
                 raw
                 for path in place.folder.glob("wandb/offline-run-*/run-*.wandb")
-                for raw in _records(memoryview(path.read_bytes()), [])
+                for raw in _read_leveldb_records(memoryview(path.read_bytes()), [])
             ]
             records = [messages.Record.FromString(raw) for raw in raws]
             assert ["WARN"] == [r.alert.level for r in records if r.HasField("alert")]
@@ -392,7 +392,7 @@ def wait_for(find):
 def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: Path):
     pytest.importorskip("mlflow", reason="needs mlflow")
     from vitals_plugins.bridges.mirrors.supervise import supervise
-    from vitals_plugins.bridges.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import TrackerTarget
 
     scene = Scene(tmp_path / "runs")
     scene.whole()
@@ -405,7 +405,7 @@ def test_a_real_tracker_whose_server_never_answers_is_ended_and_told(tmp_path: P
 
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(KeyboardInterrupt):
         supervise(
-            [Target("mlflow", f"http://127.0.0.1:{server.getsockname()[1]}")],
+            [TrackerTarget("mlflow", f"http://127.0.0.1:{server.getsockname()[1]}")],
             lambda target, pipe: [
                 *(sys.executable, "-m", "trainvitals", "mirror", str(scene.run_dir.path)),
                 *("--to", str(target), "--worker", str(pipe)),
@@ -427,7 +427,7 @@ def test_a_server_that_fails_with_100_mb_is_reported_in_bounded_memory_and_tried
 ):
     pytest.importorskip(module, reason=f"needs {module}")
     from vitals_plugins.bridges.mirrors.supervise import supervise
-    from vitals_plugins.bridges.mirrors.worker import Target
+    from vitals_plugins.bridges.mirrors.worker import TrackerTarget
 
     scene = Scene(tmp_path / "runs")
     scene.whole()
@@ -451,7 +451,7 @@ def test_a_server_that_fails_with_100_mb_is_reported_in_bounded_memory_and_tried
         pytest.raises(KeyboardInterrupt),
     ):
         supervise(
-            [Target(kind, url)],
+            [TrackerTarget(kind, url)],
             lambda target, pipe: [
                 *(sys.executable, "-c", worker, str(peak)),
                 *(sys.executable, "-m", "trainvitals", "mirror", str(scene.run_dir.path)),
