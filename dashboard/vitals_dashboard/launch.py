@@ -86,7 +86,7 @@ class CollectorLocation:
 
 
 @dataclass(slots=True)
-class ChildProgram:
+class DashboardProgram:
     """A process that was started, and its log."""
 
     name: str
@@ -123,7 +123,7 @@ class AccessOptions:
 class Pages:
     """The Streamlit process, and the ways to it."""
 
-    program: ChildProgram
+    program: DashboardProgram
     address: str
     """The one-click URL, with its own host name."""
     look_address: str
@@ -260,7 +260,7 @@ def run_child_program(
     log: Path,
     environ: Mapping[str, str],
     inherits: Collection[int] = (),
-) -> Iterator[ChildProgram]:
+) -> Iterator[DashboardProgram]:
     """Run a child process of `vitals dashboard`, with its output in ``log``.
 
     It ends if this process is killed.
@@ -283,14 +283,14 @@ def run_child_program(
             pass_fds=inherits,
         )
     try:
-        yield ChildProgram(name, process, log)
+        yield DashboardProgram(name, process, log)
     finally:
         stop_process(process, 5.0)
         assert process.stdin is not None
         process.stdin.close()
 
 
-def wait_for_program(child: ChildProgram, probe: Callable[[], T | None]) -> T:
+def wait_for_program(child: DashboardProgram, probe: Callable[[], T | None]) -> T:
     """Return the first result of a probe of a started child process.
 
     Raises:
@@ -312,7 +312,7 @@ def wait_for_program(child: ChildProgram, probe: Callable[[], T | None]) -> T:
 @contextmanager
 def run_folder_collector(
     folder: Path, environ: Mapping[str, str]
-) -> Iterator[tuple[ChildProgram, CollectorLocation]]:
+) -> Iterator[tuple[DashboardProgram, CollectorLocation]]:
     """Run a collector that reads the directory, until the block ends."""
     # The collector holds the lock too: if this process is killed, the next one uses another
     # directory.
@@ -465,7 +465,7 @@ def _collector_answers(data: Path) -> bool | None:
 
 
 def watch_programs(
-    children: Sequence[ChildProgram], codes: int, show: Callable[[str], None]
+    children: Sequence[DashboardProgram], codes: int, show: Callable[[str], None]
 ) -> None:
     """Show requested codes; never returns.
 

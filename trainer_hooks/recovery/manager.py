@@ -1053,8 +1053,8 @@ class RecoveryManager:
         self._has_differed = True
         text = (
             f"parameters or optimizer state differ between ranks at step {step}: "
-            f"{format_ranks(differ)} from the others; that snapshot was dropped, and from now on each "
-            "rank keeps a whole copy of its own"
+            f"{format_ranks(differ)} from the others; that snapshot was dropped, and from now on "
+            "each rank keeps a whole copy of its own"
         )
         if self._is_rank0:
             _LOG.warning("vitals: %s", text)
