@@ -44,6 +44,51 @@ def test_the_run_page_shows_numbers_ledger_checkpoints_and_attempts(
     assert [2, 1] == list(attempts["Attempt"])
 
 
+SCALARS = ("entropy", "kl", "reward", "eval/reward", "completions/mean_length", "mine")
+
+
+def post_training_run(task: str) -> samples.SampleRun:
+    run = samples.sample_run()
+    for number, name in enumerate(SCALARS, start=1):
+        metric = f"scalars.{name}"
+        values: list[float | None] = [0.1 * number] * samples.LAST
+        run.series[metric, "rank:0", "lineage"] = samples.series(metric, "rank:0", values)
+    run.detail = msgspec.structs.replace(
+        run.detail,
+        info=msgspec.structs.replace(run.detail.info, task=task),
+        metrics=tuple(sorted({metric for metric, _, _ in run.series})),
+    )
+    return run
+
+
+def test_a_post_training_run_shows_its_quantities_first_and_the_loss_last(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(post_training_run("grpo"))
+    app = open_page("run", also="scalars.mine")
+    shown(app)
+    charts = drawn(app)
+    of_run = [title for title in charts if not title.startswith("Host")]
+    assert ["Reward", "KL divergence", "Entropy", "Length"] == of_run[:4]
+    assert ["mine", "Loss"] == of_run[-2:]
+    assert {"reward", "eval/reward"} <= {*charts["Reward"].names}
+    numbers = {metric.label: metric.value for metric in app.metric}
+    labels = ["Reward", "KL divergence", "Entropy", "Length"]
+    assert labels == [*numbers][:4] and "Loss" == [*numbers][-1]
+    assert ["0.3", "0.2", "0.1", "0.5"] == [numbers[label] for label in labels]
+    (more,) = app.multiselect
+    assert ["scalars.mine"] == [option for option in more.options if "scalars" in option]
+
+
+def test_without_a_kind_the_loss_of_the_same_run_is_first(stub: Stub, open_page: Open) -> None:
+    stub.add(post_training_run(""))
+    app = open_page("run")
+    shown(app)
+    assert "Loss" == next(iter(drawn(app))) == app.metric[0].label
+    (more,) = app.multiselect
+    assert len(SCALARS) == sum("scalars" in option for option in more.options)
+
+
 def test_a_table_is_asked_for_by_a_click(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")
@@ -531,7 +576,7 @@ def test_a_rollback_sends_the_curves_anew(stub: Stub, open_page: Open) -> None:
 def test_what_the_browser_missed_it_is_sent_whole(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")
-    app.session_state["feed_run"].forget()  # as the component asks for it
+    app.session_state["feed_run"].reset()  # as the component asks for it
     assert 0 == messages(app.run())[0]["base"]
 
 

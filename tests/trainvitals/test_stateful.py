@@ -195,14 +195,14 @@ IN_STORES = {
 
 
 OF_SCALARS = {
-    "policy_collapse": "place episode entropy reward cut",
-    "dead_reward": "place episode share reward",
-    "kl_runaway": "place episode recent first at_best reward milestones",
-    "truncation": "place episode cut reward",
-    "reward_hacking": "place episode reward held_out first best num_below milestones",
-    "policy_ratio": "place episode clipped ratio",
-    "sampler_gap": "place episode gap",
-    "preference": "place episode chosen rejected rewards first first_at early "
+    "policy_collapse": "place episode beyond_since entropy reward cut",
+    "dead_reward": "place episode beyond_since share reward",
+    "kl_runaway": "place episode beyond_since recent first at_best reward milestones",
+    "truncation": "place episode beyond_since cut reward",
+    "reward_hacking": "place episode beyond_since reward held_out first best num_below milestones",
+    "policy_ratio": "place episode beyond_since clipped ratio",
+    "sampler_gap": "place episode beyond_since gap",
+    "preference": "place episode beyond_since chosen rejected rewards first first_at early "
     "first_step num_pairs is_start_judged",
 }
 

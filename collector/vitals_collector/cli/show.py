@@ -181,14 +181,14 @@ def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
 def _curve_plots(
     reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
 ) -> list[str]:
-    """Return the plots of loss and gradient norm, as wide as the terminal."""
+    """Return the plots of a run's curves, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
 
     marks = curves.decision_marks(ledger)
     width = min(max(shutil.get_terminal_size((100, 24)).columns, MIN_WIDTH), MAX_WIDTH)
     has_braille = can_encode(to, text_plot.BRAILLE)
     lines: list[str] = []
-    for curve in curves.curves(reader, detail.summary.run_id, detail.metrics):
+    for curve in curves.curves(reader, detail):
         lines += [*text_plot.draw(curve, marks, width=width, has_braille=has_braille), ""]
     if not lines:
         return ["no loss and no gradient norm recorded"]

@@ -11,6 +11,9 @@ _RATE = (
     "Check what sets the rate: the loop must not call `scheduler.step()` if `watch()` was given "
     "the scheduler."
 )
+_READ = "Read completions of it: `vitals why {run} {step}` shows those that the loop passed to "
+_READ += "`monitor.observe_samples`."
+_GO_BACK = "Continue from a checkpoint before step {step}: `vitals checkpoints list {run}`."
 _ADVICE = {
     "nonfinite_loss": f"To name the module that is infinite first, run with `{_MEASURE}`.",
     "nonfinite_gradient": "To name the operation, run the step with "
@@ -49,6 +52,17 @@ _ADVICE = {
     "gpu_xid": "Look up the Xid: `dmesg | grep -i xid` on its node.",
     "gpu_ecc": "Reset or replace the GPU: `nvidia-smi -q -d ECC` on its node.",
     "replica_corrupted": "Take the node out of the job and run `dcgmi diag -r 3` on it.",
+    "policy_collapse": f"{_GO_BACK} Lower the learning rate, or raise beta. {_READ}",
+    "kl_runaway": f"{_GO_BACK} Raise beta, or lower the learning rate. {_READ}",
+    "dead_reward": f"Check the reward's parser and the prompts' success rate. {_READ}",
+    "truncation": "Check the end-of-sequence token of the chat template, and the length limit. "
+    f"{_READ}",
+    "reward_hacking": f"{_GO_BACK} Fix the flaw of the reward. {_READ}",
+    "policy_ratio": "Lower the learning rate, or the number of updates per batch of samples.",
+    "clip_saturated": "Lower the learning rate, or the number of updates per batch of samples.",
+    "sampler_gap": "Compare the log-probabilities of one prompt in trainer and sampler.",
+    "preference": f"{_GO_BACK} Lower the learning rate, raise beta, or add an SFT term.",
+    "preference_leak": "Compare some pairs as tokens: template, length, marks.",
     "checkpoint_overdue": "Check the free space and the log of the checkpoint directory: "
     "`df -h`, `vitals checkpoints list {run}`.",
 }  # fmt: skip

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from trainvitals.detect.posttraining.charts import quantity_charts
+from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.io.sample_ids import samples_of
@@ -75,6 +78,10 @@ _VERDICT = (
 )
 _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 
+_OF_POST_TRAINING = frozenset(watcher.name for watcher in WATCHERS)
+"""Kinds of findings about the scalars of a post-training run."""
+_LOGGED_WITHIN = 50
+"""Steps before a step in which its trainer logged the quantities last."""
 FOLLOWING = 8
 """Number of later steps whose losses show the outcome of a step."""
 
@@ -92,6 +99,8 @@ class StepFacts:
     incidents: Sequence[IncidentLine]
     stacks: Sequence[StacksView]
     after: SeriesReply | None
+    quantities: Sequence[SeriesReply] = ()
+    """Quantities of a post-training run, up to the step."""
 
 
 def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool = True) -> StepFacts:
@@ -128,14 +137,32 @@ def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool =
         incidents=reader.ask(VerdictQuestion(run_id=run.run_id)).incidents,
         stacks=reader.ask(StacksQuestion(run_id=run.run_id)) if has_waits else (),
         after=after,
+        quantities=_read_quantities(reader, detail, step) if with_text else (),
     )
+
+
+def _read_quantities(reader: Reader, detail: RunDetail, step: int) -> list[SeriesReply]:
+    """Return the quantities of a post-training run up to a step, in the order of its page."""
+    charts = quantity_charts(detail.info.task, detail.metrics)
+    first = max(0, step - _LOGGED_WITHIN)
+    run_id = detail.summary.run_id
+    return [
+        reader.ask(
+            SeriesQuestion(run_id=run_id, metric=metric, from_step=first, to_step=step, points=100)
+        )
+        for chart in charts
+        for _, metric in chart.lines
+    ]
 
 
 def step_text(facts: StepFacts) -> str:
     """Return the explanation of a step, its incident, stacks and traces."""
     run, step = facts.run, facts.view.step
     alerts = user_alert_episodes(raised.finding for raised in facts.findings)
-    parts = [explain_step(run, facts.view, facts.decisions, facts.after, alerts)]
+    of_task = PostTrainingStep(
+        quantities_text(facts.quantities, step), _begun_here(facts.findings, step)
+    )
+    parts = [explain_step(run, facts.view, facts.decisions, facts.after, alerts, of_task)]
     parts += [
         f"Part of an incident: vitals postmortem {run.run_id} --incident {line.incident_id}"
         for line in facts.incidents
@@ -149,12 +176,29 @@ def step_text(facts: StepFacts) -> str:
     return "\n".join(parts)
 
 
+class PostTrainingStep(NamedTuple):
+    """Sentences about a step that only a post-training run has."""
+
+    quantities: str = ""
+    begun: Sequence[str] = ()
+    """Problems that began at it and were reported later."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of them: they come first, because the loss of such a run says little."""
+        return [text for text in (self.quantities, *self.begun) if text]
+
+
+_OTHER_RUN = PostTrainingStep()
+
+
 def explain_step(
     run: RunSummary,
     view: StepView,
     ledger: Sequence[DecisionView],
     after: SeriesReply | None = None,
     alerts: Sequence[UserAlertEpisode] = (),
+    of_task: PostTrainingStep = _OTHER_RUN,
 ) -> str:
     """Return the paragraph: one part for each attempt that trained the step.
 
@@ -164,10 +208,11 @@ def explain_step(
         ledger: all decisions of the run.
         after: losses of the ``FOLLOWING`` steps, if known.
         alerts: custom alerts that the run raised.
+        of_task: what only a post-training run has.
     """
     attempts = sorted({row.attempt for row in view.rows})
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
-    parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id})."]
+    parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id}).", *of_task.sentences]
     for attempt, ordinal in times.items():
         which = f"{_attempt_label(ordinal, len(attempts))}: " if len(attempts) > 1 else ""
         parts += [which + of_attempt(view, attempt), *_rank_loss_range(view, attempt)]
@@ -183,7 +228,7 @@ def explain_step(
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
         parts += [decision_sentence(entry), *_lost_work_sentences(entry)]
-    if attempts and not (view.findings or view.decisions or own_alerts):
+    if attempts and not (view.findings or view.decisions or own_alerts or of_task.begun):
         parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
@@ -199,6 +244,32 @@ def explain_step(
         parts.append(which + samples_sentence(step_data, tells_attempt=False))
     text = " ".join(part[:1].upper() + part[1:] for part in parts)
     return fill(printable(text), width=96, break_long_words=False)
+
+
+def quantities_text(replies: Sequence[SeriesReply], step: int) -> str:
+    """Return the latest values of a post-training run's quantities; "" without any."""
+    texts = []
+    for reply in replies:
+        logged = [
+            (at, value)
+            for at, value in zip(reply.step, reply.value, strict=True)
+            if value is not None
+        ]
+        if logged:
+            at, value = logged[-1]
+            name = reply.metric.removeprefix("scalars.")
+            texts.append(f"{name} {value:.4g}" + ("" if at == step else f" (step {at})"))
+    return f"Logged: {', '.join(texts)}." if texts else ""
+
+
+def _begun_here(findings: Sequence[FindingView], step: int) -> list[str]:
+    """Return the post-training problems that began at a step and were certain only later."""
+    found = (view.finding for view in findings)
+    return [
+        f"Began here, reported at step {finding.step}: {finding.reason}."
+        for finding in found
+        if finding.kind in _OF_POST_TRAINING and finding.onset_step == step != finding.step
+    ]
 
 
 def without_waits(views: Sequence[FindingView]) -> list[FindingView]:

@@ -7,10 +7,18 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from trainvitals.detect.posttraining.charts import quantity_charts
 from trainvitals.errors import UsageError
 from trainvitals.judged_log import JudgedStep, LoggedStep, measure_log_cadence
 from trainvitals.records import Decision
-from trainvitals.views import Branch, DecisionView, NonFiniteMark, SeriesQuestion, SeriesReply
+from trainvitals.views import (
+    Branch,
+    DecisionView,
+    NonFiniteMark,
+    RunDetail,
+    SeriesQuestion,
+    SeriesReply,
+)
 from vitals_collector.queries.open import Reader
 
 LOG_FROM = 20.0
@@ -69,6 +77,20 @@ class ValueScale:
 
 METRICS = {"steps.loss": "loss", "steps.grad_norm": "gradient norm"}
 """Metrics in the plots, and their labels."""
+
+
+def plotted_metrics(task: str, metrics: Collection[str]) -> dict[str, str]:
+    """Return the metrics to plot and their labels; in a post-training run the loss comes last.
+
+    Args:
+        task: kind of the run; empty: any other run.
+        metrics: recorded metrics.
+    """
+    quantities = {
+        metric: name for chart in quantity_charts(task, metrics) for name, metric in chart.lines
+    }
+    return quantities | dict(reversed(METRICS.items())) if quantities else METRICS
+
 
 POINTS = 2_000
 """Points queried per curve, as minimum and maximum of each bucket."""
@@ -129,12 +151,12 @@ class PlottedCurve:
 
 def curves(
     reader: Reader,
-    run_id: str,
-    metrics: Sequence[str],
+    detail: RunDetail,
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> tuple[PlottedCurve, ...]:
-    """Return the curves of loss and gradient norm that a run has, for plots."""
+    """Return the curves of a run for plots: loss, gradient norm, and those of post-training."""
+    run_id, metrics = detail.summary.run_id, detail.metrics
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
         if metric not in metrics:
@@ -154,7 +176,7 @@ def curves(
             return None
 
     measured_curves = []
-    for metric, name in METRICS.items():
+    for metric, name in plotted_metrics(detail.info.task, metrics).items():
         series = ask(metric)
         if series is None:
             continue

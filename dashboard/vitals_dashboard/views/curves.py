@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from trainvitals.detect.posttraining.charts import QuantityChart, quantity_charts
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts
 from vitals_dashboard.charts import STEPS, ChartLine, ChartMark, Role, StepScale
@@ -209,20 +210,31 @@ class LastValues:
     learning_rate: float | None
     tokens_per_second: float | None
     mfu: float | None
+    quantities: tuple[tuple[str, float | None], ...] = ()
+    """Names and values of a post-training run's quantities."""
+
+
+def charts_of_task(detail: RunDetail) -> tuple[QuantityChart, ...]:
+    """Return the charts of a post-training run's quantities; none for any other run."""
+    return quantity_charts(detail.info.task, detail.metrics)
 
 
 def last_values(source: DataSource, detail: RunDetail) -> LastValues:
     """Return the latest values that are not in the summary."""
     last = max(0, detail.summary.last_step)
     start = max(0, last - DELTA_STEPS)
+    of_task = charts_of_task(detail)
+    metrics = [
+        f"steps.{name}" for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
+    ]
     requests = [
         # With both ends the span is known to be short, and no overview of the run is read.
-        SeriesRequest(metric=f"steps.{name}", from_step=start, to_step=last, points=DELTA_STEPS)
-        for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
+        SeriesRequest(metric=metric, from_step=start, to_step=last, points=DELTA_STEPS)
+        for metric in (*metrics, *(chart.metric for chart in of_task))
     ]
     of_loss, *others = series_of(source, detail, requests)
     loss = _finite_points(of_loss)
-    learning_rate, tokens, mfu = (last_value(reply) for reply in others)
+    learning_rate, tokens, mfu, *quantities = (last_value(reply) for reply in others)
     is_finite = math.isfinite(detail.summary.loss or 0.0)
     return LastValues(
         loss_delta=loss[-1][1] - loss[0][1] if len(loss) > 1 and is_finite else None,
@@ -230,6 +242,7 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
         learning_rate=learning_rate,
         tokens_per_second=tokens,
         mfu=mfu,
+        quantities=tuple(zip((chart.title for chart in of_task), quantities, strict=True)),
     )
 
 
@@ -261,25 +274,38 @@ def build_charts(
 ) -> tuple[list[charts.Chart], list[ChartLine]]:
     """Return all charts there is something for, and the lines of the loss.
 
+    The loss is the first one. In a post-training run it says little: its quantities come first, and
+    the loss is the last one.
+
     Args:
         view: subject and options.
         extra_metrics: selected metrics.
     """
-    loss = view.with_limit("steps.loss", "loss", points=POINTS)
-    first = ChartSpec(title="Loss", curves=loss, log=view.controls.log_loss)
+    of_task = list(_quantity_specs(view))
+    curves = view.with_limit("steps.loss", "loss", points=HALF_POINTS if of_task else POINTS)
+    loss = ChartSpec(title="Loss", curves=curves, log=view.controls.log_loss, least=0)
     below = list(_chart_specs(view, extra_metrics))
-    of_loss, *others = view.query_lines([view.with_means(chart) for chart in (first, *below)])
-    with_lines = [(first, of_loss)] if of_loss else []
-    with_lines += [
+    specs = [*of_task, *below, loss] if of_task else [loss, *below]
+    by_chart = view.query_lines([view.with_means(chart) for chart in specs])
+    with_lines = [
         (chart, lines)
-        for chart, lines in zip(below, others, strict=True)
-        if sum(line.role in ("main", "part") for line in lines) >= chart.least
+        for chart, lines in zip(specs, by_chart, strict=True)
+        if lines and sum(line.role in ("main", "part") for line in lines) >= chart.least
     ]
+    of_loss = by_chart[-1 if of_task else 0]
     everything = [*view.decisions, *view.others]
     # A loop may report no loss: then the first available chart comes first.
     drawn = [_build_chart(view, *each, everything, height=TALL) for each in with_lines[:1]]
     drawn += [_build_chart(view, *each, view.decisions, size="half") for each in with_lines[1:]]
     return drawn, of_loss
+
+
+def _quantity_specs(view: ChartContext) -> Iterator[ChartSpec]:
+    """Yield the charts of a post-training run's quantities."""
+    for number, chart in enumerate(charts_of_task(view.detail)):
+        points = HALF_POINTS if number else POINTS
+        curves = [view.choose_curve(metric, name, points=points) for name, metric in chart.lines]
+        yield ChartSpec(title=chart.title, curves=[*curves, *view.discarded_curves(curves)])
 
 
 def _chart_specs(view: ChartContext, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:

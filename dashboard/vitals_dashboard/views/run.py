@@ -206,7 +206,8 @@ def _draw_curve_tools(
 
 def _optional_metrics(detail: RunDetail) -> list[str]:
     """Return the metrics without a default chart."""
-    metrics = [m for m in detail.metrics if m.startswith("scalars.")]
+    drawn = {metric for chart in curves.charts_of_task(detail) for _, metric in chart.lines}
+    metrics = [m for m in detail.metrics if m.startswith("scalars.") and m not in drawn]
     return metrics + [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
 
 
@@ -297,6 +298,11 @@ def _draw_metrics(detail: RunDetail, last: curves.LastValues) -> None:
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
     with st.container(horizontal=True, key="run_numbers", gap="small"):  # wraps on a narrow screen
+        if last.quantities:  # the loss of a post-training run says little
+            quantities = [(name, formatting.number(value)) for name, value in last.quantities]
+            for label, value in (*quantities, *cells, ("Loss", formatting.number(summary.loss))):
+                st.metric(label, value, border=True, height="stretch", width=NUMBER)
+            return
         st.metric(
             "Loss",
             formatting.number(summary.loss),

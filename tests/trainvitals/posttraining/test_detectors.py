@@ -535,3 +535,40 @@ def test_every_detector_reports_and_never_acts():
         spec = DETECTORS[watcher.name]
         assert {"advisory"} == set(spec.kinds.values())
         assert set(spec.kinds) <= set(KINDS)
+
+
+# ---------------------------------------------------------------------------- where it began
+
+
+def onset_of(findings: Iterable[Finding], kind: str) -> tuple[int, int]:
+    finding = next(finding for finding in findings if finding.kind == kind)
+    return finding.onset_step, finding.step
+
+
+def test_a_collapse_began_when_the_entropy_was_low_and_is_certain_later():
+    rows = [{"entropy": 1.0, "reward": 0.1 + 0.01 * n} for n in range(50)]
+    rows += [{"entropy": 0.01, "reward": 0.6} for _ in range(20)]
+    rows += [{"entropy": 0.01, "reward": 0.1} for _ in range(30)]
+    onset, step = onset_of(judged(rows), "policy_collapse")
+    # The entropy is low from step 52, as a median of five values; the reward rises until 54.
+    assert (54, 75) == (onset, step)
+
+
+def test_what_was_healthy_while_the_reward_rose_is_not_its_onset():
+    rows = [{"completions/clipped_ratio": 0.95, "reward": 0.1 + 0.005 * n} for n in range(100)]
+    rows += [{"completions/clipped_ratio": 0.95, "reward": 0.1} for _ in range(40)]
+    onset, step = onset_of(judged(rows), "truncation")
+    assert 99 == onset < step < 120
+
+
+def test_a_rollback_forgets_an_onset_after_its_step():
+    rows = [{"entropy": 1.0, "reward": 0.1 + 0.01 * n} for n in range(50)]
+    low = [{"entropy": 0.01, "reward": 0.6} for _ in range(20)]
+    lost = [{"entropy": 0.01, "reward": 0.1} for _ in range(30)]
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
+    for step, values in enumerate([*rows, *low]):
+        detectors.update(values, step=step, attempt=1, time_unix_ns=step)
+    for step, values in enumerate([*rows[40:], *low, *lost], start=40):
+        findings += detectors.update(values, step=step, attempt=2, time_unix_ns=step)
+    onset, step = onset_of(findings, "policy_collapse")
+    assert 50 < onset < step

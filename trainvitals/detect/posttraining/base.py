@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
+from msgspec.structs import replace
+
 from trainvitals.detect.fleet.base import (
     ConditionEpisode,
     MergedStep,
@@ -108,7 +110,7 @@ class RewardCourse(Stateful):
     be the best possible one, the course is unknown.
     """
 
-    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best")
+    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best", "best_step")
 
     def __init__(self, config: PostTrainingConfig) -> None:
         self._config = config
@@ -121,6 +123,8 @@ class RewardCourse(Stateful):
         """The first level."""
         self.best: float | None = None
         """Highest level so far."""
+        self.best_step = 0
+        """Step of the highest level."""
 
     def add(self, value: float, step: int) -> bool:
         """Add the value of a step; return whether the level is the highest so far."""
@@ -132,7 +136,7 @@ class RewardCourse(Stateful):
         level, best = self.level, self.best
         is_best = level is not None and (best is None or level > best)
         if is_best:
-            self.best = level
+            self.best, self.best_step = level, step
             self._start = level if best is None else self._start
         self._milestones.add(step, self.best, self._start, *self._trend.values(), *self._early)
         return is_best
@@ -149,6 +153,7 @@ class RewardCourse(Stateful):
             return
         self._recent.clear()
         self.best, self._start, *rest = values
+        self.best_step = min(self.best_step, step)
         numbers = [number for number in rest if number is not None]
         num_before = self._trend.num
         self._early = numbers[_NUM_OF_TREND:]
@@ -162,7 +167,7 @@ class RewardCourse(Stateful):
         self._early.clear()
         self._values.clear()
         self._milestones.clear()
-        self._trend, self.best, self._start = Trend(), None, None
+        self._trend, self.best, self._start, self.best_step = Trend(), None, None, 0
 
     @property
     def level(self) -> float | None:
@@ -391,12 +396,14 @@ class PostTrainingWatcher(Watcher):
     in ``_courses``.
     """
 
-    STATE: ClassVar[tuple[str | StateKey, ...]] = ("_episode",)
+    STATE: ClassVar[tuple[str | StateKey, ...]] = ("_episode", "_beyond_since")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__()
         self._config = config or PostTrainingConfig()
         self._episode = ConditionEpisode(self._config.clear_after)
+        self._beyond_since: int | None = None
+        """First logged step since which the quantity is beyond its limit."""
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -416,6 +423,8 @@ class PostTrainingWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         is_back = merged.step <= self._step
+        if self._beyond_since is not None and self._beyond_since >= merged.step:
+            self._beyond_since = None
         for course in self._courses():
             if is_back:
                 course.go_back(merged.step)
@@ -424,13 +433,30 @@ class PostTrainingWatcher(Watcher):
 
     def rebaseline(self) -> None:
         """Judge only what follows: a change of the data or the reward was announced."""
+        self._beyond_since = None
         for course in self._courses():
             course.rebaseline()
+
+    def _note_beyond(self, is_beyond: bool) -> None:
+        """Note whether the quantity is beyond its limit: a problem began at the first such step.
+
+        It is reported later: a lost reward, or one that does not rise, takes values to be certain.
+        """
+        if not is_beyond:
+            self._beyond_since = None
+        elif self._beyond_since is None:
+            self._beyond_since = self._step
 
     def _report(self, finding: Finding | None) -> tuple[Finding, ...]:
         """Return the finding if its condition starts; None: the condition does not hold."""
         begins = self._episode.begins(finding is not None)
-        return (finding,) if begins and finding is not None else ()
+        if not begins or finding is None:
+            return ()
+        since = finding.step if self._beyond_since is None else self._beyond_since
+        for course in self._courses():
+            if isinstance(course, RewardCourse) and course.outcome == "fell":
+                since = max(since, course.best_step)  # as long as the reward rose, it was success
+        return (replace(finding, onset_step=since),)
 
 
 def quantity(merged: MergedStep, name: str) -> float | None:

@@ -102,6 +102,11 @@ class Reading(NamedTuple):
     factor: float = 1.0
     offset: float = 0.0
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether the quantity is another number than the scalar."""
+        return (self.factor, self.offset) != (1.0, 0.0)
+
 
 ENTROPY = "entropy"
 """Mean entropy per token of the policy, in nats."""
@@ -194,9 +199,14 @@ _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
 """Names that show torchtune's PPO: its ``kl`` is summed over the tokens, that of others is not."""
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a scalar as in ``NAMES``."""
+    return name.removeprefix(_PREFIX)
+
+
 def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
     """Return the known quantities among the scalars of one step; non-finite ones are left out."""
-    plain = {name.removeprefix(_PREFIX): value for name, value in values.items()}
+    plain = {plain_name(name): value for name, value in values.items()}
     is_kl_summed = any(all(name in plain for name in both) for both in _OF_SUMMED_KL)
     quantities: dict[str, float] = {}
     for name, reading in NAMES.items():
@@ -212,5 +222,5 @@ def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
 
 def is_read(name: str) -> bool:
     """Return whether ``read_quantities`` uses a scalar, by the name of its library."""
-    plain = name.removeprefix(_PREFIX)
+    plain = plain_name(name)
     return plain in NAMES or any(plain in both for both in _OF_SUMMED_KL)

@@ -59,6 +59,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         if level is None or highest is None or highest <= 0.0:
             return ()
         limit = self._config.entropy_part * highest
+        self._note_beyond(level <= limit)
         if level > limit:
             return self._report(None)
         if (sign := self._failure()) is None:
@@ -123,6 +124,7 @@ class DeadRewardWatcher(PostTrainingWatcher):
         mean, config = self._share.mean, self._config
         if mean is None or self._reward.level is None:
             return ()
+        self._note_beyond(mean >= config.dead_share)
         if mean < config.dead_share:
             return self._report(None)
         outcome, lowest = self._reward.outcome, self._share.lowest
@@ -210,6 +212,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
             self._at_best = level
         first = self._first = level if self._first is None else self._first
         self._milestones.add(merged.step, first, self._at_best)
+        self._note_beyond(level >= floor)
         if level < floor:
             return self._report(None)
         outcome = self._reward.outcome
@@ -264,6 +267,7 @@ class TruncationWatcher(PostTrainingWatcher):
         mean, config = self._cut.mean, self._config
         if mean is None:
             return ()
+        self._note_beyond(mean >= config.cut_share)
         if mean < config.cut_share:
             return self._report(None)
         outcome = self._reward.outcome
@@ -347,6 +351,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         noise = self._noise()
         is_below = gain > 4.0 * noise and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
+        self._note_beyond(is_below)
         if self._num_below < config.held_out_values:
             return self._report(None)
         outcome = self._reward.outcome

@@ -102,7 +102,7 @@ def gather_report_data(
     return ReportData(
         detail=detail,
         made_unix_ns=now_unix_ns,
-        curves=curves(reader, run_id, detail.metrics),
+        curves=curves(reader, detail),
         ledger=reader.ask(DecisionsQuestion(run_id=run_id)),
         checkpoints=reader.ask(CheckpointsQuestion(run_id=run_id)),
         events=reader.ask(EventsQuestion(run_id=run_id)),
@@ -161,7 +161,7 @@ def _query_incident_facts(
     )
     return IncidentFacts(
         incident=incident,
-        curves=curves(reader, run_id, detail.metrics, first, last),
+        curves=curves(reader, detail, first, last),
         heat_maps=tuple(reply for reply in replies if reply is not None and reply.rows),
         movers=moved or (),
     )

@@ -1,0 +1,116 @@
+"""A post-training run that collapses, as its commands show it: quantities first, loss last."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.collector.rows import RUN, Writer
+from tests.support.cli import leave, vitals
+from trainvitals.catalog import SCALARS_SCHEMA
+from trainvitals.detect.posttraining.set import WATCHERS
+from trainvitals.detect.registry import KINDS
+from trainvitals.records import NamesDefined, RunEnded, RunInfo, RunStarted
+from vitals_collector.queries.advice import advice
+
+IDS = {"entropy": 0, "reward": 1, "kl": 2, "completions/mean_length": 3}
+ONSET, STEP, LAST = 54, 75, 110
+"""The entropy falls at step 50, the reward at step 70."""
+
+
+def scalars(step: int) -> Mapping[str, float]:
+    reward = 0.1 + 0.01 * min(step, 50) if step < 70 else 0.1
+    return {
+        "entropy": 1.0 if step < 50 else 0.01,
+        "reward": reward,
+        "kl": 0.01 * step,
+        "completions/mean_length": 120.0,
+    }
+
+
+def collapsed_run(folder: Path, *, task: str = "grpo") -> None:
+    rank = Writer(world_size=1)
+    named = NamesDefined(stream="scalars", names={n: name for name, n in IDS.items()})
+    info = RunInfo(name="policy", world_size=1, task=task)
+    steps = range(LAST + 1)
+    rows = [
+        [step, 1, rank.time_of(step), 0, IDS[name], value]
+        for step in steps
+        for name, value in scalars(step).items()
+    ]
+    leave(
+        folder,
+        rank.events(RunStarted(info=info), named),
+        rank.steps(steps, loss=0.001, grad_norm=0.5),
+        rank.batch(SCALARS_SCHEMA, rows),
+        rank.events(RunEnded(state="finished"), step=LAST),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    collapsed_run(tmp_path)
+    return tmp_path
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *command: object) -> str:
+    assert 0 == vitals(*command)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def in_order(text: str, *parts: str) -> bool:
+    places = [text.find(part) for part in parts]
+    return -1 not in places and places == sorted(places)
+
+
+def test_show_has_the_incident_with_its_next_action_and_draws_the_loss_last(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = said_by(capsys, "show", folder)
+    assert f"1-{ONSET}-policy_collapse" in text
+    assert "the policy collapsed: its entropy fell from 1 to 0.01".lower() in text.lower()
+    assert f"Continue from a checkpoint before step {ONSET}" in text
+    assert f"`vitals why {RUN} {ONSET}`" in text
+    curves = [f"{name}: 111 steps" for name in ("reward", "kl", "completions/mean_length")]
+    assert in_order(text, *curves, "gradient norm: 111 steps", "loss: 111 steps")
+
+
+def test_why_names_the_problem_where_it_began_and_where_it_was_certain(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = said_by(capsys, "why", folder, ONSET)
+    assert "No findings" not in text
+    assert "Logged: reward 0.6, kl 0.54, entropy 0.01, completions/mean_length 120." in text
+    assert f"Began here, reported at step {STEP}: the policy collapsed" in text
+    assert f"vitals postmortem {RUN} --incident 1-{ONSET}-policy_collapse" in text
+    text = said_by(capsys, "why", folder, STEP)
+    assert "Finding (advisory): the policy collapsed" in text
+    assert "Began here" not in text
+
+
+def test_a_post_mortem_is_in_the_terms_of_the_policy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = said_by(capsys, "postmortem", folder)
+    assert "Policy collapse at step 54" in text
+    assert in_order(text, "Evidence", "Began at step 54", "reward: 111 steps")
+    run = text[text.index("## The run") :]
+    assert in_order(run, "reward: 111", "entropy, logarithmic: 111", "norm: 111", "loss: 111")
+
+
+def test_another_run_with_the_same_numbers_is_shown_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    collapsed_run(tmp_path, task="")
+    text = said_by(capsys, "show", tmp_path)
+    assert "collapse" not in text
+    assert "Logged:" not in said_by(capsys, "why", tmp_path, STEP)
+
+
+@pytest.mark.parametrize("kind", [watcher.name for watcher in WATCHERS])
+def test_each_finding_of_post_training_has_a_next_action(kind: str):
+    for cause in KINDS[kind].all_causes:
+        text = advice([cause], RUN, ONSET)
+        assert re.search(r"\w+ .*\.$", text)
+        assert "{" not in text
