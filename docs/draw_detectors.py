@@ -76,8 +76,9 @@ SETS = (
         "the scalars that rank 0 records, if the run declared its kind: the Hugging Face callback "
         "takes it from the trainer's class, other loops give `watch(task=...)` or "
         "`attach(task=...)`. The scalars of one step are judged once a later step was logged. "
-        "These detectors only report. The [guide](guides/post-training.md) has the names of the "
-        "scalars by library. They share the settings listed at the first one; these are the "
+        'These detectors only report, unless the run has `on_collapse="stop"`: then rank 0 runs '
+        "them too. The [guide](guides/post-training.md) has the names of the scalars by library. "
+        "They share the settings listed at the first one; these are the "
         "defaults in the code.",
         OF_SCALARS,
     ),
@@ -118,9 +119,9 @@ delay, separately for *act* and *tell*, and names where a peer is better
 what Vitals would have found and done in your own log.
 
 In `observe` mode Vitals takes no action, so the run itself shows which decisions were right
-(`trainvitals/hindsight.py:judge_decision_in_hindsight`): a decision was *needed* if the loss stayed above its
-previous level, and *unneeded* if it recovered by itself. `vitals show` and the dashboard count
-both.
+(`trainvitals/hindsight.py:judge_decision_in_hindsight`): a decision was *needed* if the loss
+stayed above its previous level, and *unneeded* if it recovered by itself. `vitals show` and the
+dashboard count both.
 """
 
 

@@ -34,7 +34,7 @@ from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.run import judge_returned
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import OnCollapse, Task, loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
 
@@ -57,6 +57,7 @@ def attach(
     signals: SignalSettings | None = None,
     loss_kind: LossKind | None = None,
     task: Task | None = None,
+    on_collapse: OnCollapse = "report",
     on_hang: OnHang = "alert",
 ) -> Attached:
     """Guard a loop that steps its optimizers itself. Call on all ranks, before the first step.
@@ -87,6 +88,8 @@ def attach(
             before the clip, as outliers do.
         loss_kind: meaning of the loss, as in ``watch``.
         task: kind of a post-training run, as in ``watch``.
+        on_collapse: reaction to a collapse, as in ``watch``; no checkpoint is saved, because the
+            loop has its own.
         on_hang: reaction to a hang, as in ``watch``.
 
     Returns:
@@ -110,6 +113,7 @@ def attach(
         signals=signals,
         loss_kind=loss_kind or loss_kind_of_task(task) or "minimize",
         task=task,
+        on_collapse=on_collapse,
         on_hang=on_hang,
         owns_clip=max_norm is not None,
         owns_step=False,

@@ -55,7 +55,7 @@ from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import OnCollapse, Task, loss_kind_of_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
 from trainvitals.records import (
@@ -87,6 +87,7 @@ def watch(
     early_stopping: EarlyStopping | None = None,
     loss_kind: LossKind | None = None,
     task: Task | None = None,
+    on_collapse: OnCollapse = "report",
     scheduler_every: SchedulerEvery = "step",
     on_hang: OnHang = "alert",
     total_steps: int | None = None,
@@ -134,6 +135,9 @@ def watch(
         task: kind of a post-training run: ``sft``, ``dpo``, ``cpo``, ``orpo``, ``kto``,
             ``reward_model``, ``grpo``, ``rloo`` or ``ppo``. Its scalars (``monitor.observe``) are
             then judged, such as reward, entropy and KL divergence. None: they are not.
+        on_collapse: ``stop`` halts a ``grpo``, ``rloo`` or ``ppo`` run whose policy collapsed, or
+            left its reference without a gain. It saves a checkpoint first, and the halt pages.
+            ``report`` only reports.
         scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
             ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()``.
         on_hang: ``restart``: the node's agent ends a hung job once the page has held for 60 s, so
@@ -177,6 +181,7 @@ def watch(
         or loss_kind_of_task(task)
         or ("adversarial" if isinstance(whole, NamedModels) else "minimize"),
         task=task,
+        on_collapse=on_collapse,
         scheduler_every=scheduler_every,
         on_hang=on_hang,
         total_steps=total_steps,

@@ -25,7 +25,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import TASKS, Task, is_task
+from trainvitals.detect.posttraining.names import TASKS, OnCollapse, Task, is_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -58,6 +58,7 @@ class WatchArguments:
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
     task: Task | None = None
+    on_collapse: OnCollapse = "report"
     scheduler_every: SchedulerEvery = "step"
     on_hang: OnHang = "alert"
     total_steps: int | None = None
@@ -104,7 +105,7 @@ class WatchArguments:
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
         """Return the mode after checking that all ranks have equal arguments. Collective."""
 
-        def checked() -> tuple[Mode, bool, object, object, LossKind]:
+        def checked() -> tuple[Mode, bool, object, object, LossKind, tuple[object, object]]:
             _check_torch()
             _check_agent_choice(environ)
             _check_argument_types(self)
@@ -118,14 +119,16 @@ class WatchArguments:
             _check_early_stopping(self.early_stopping)
             _check_loss_kind(self.loss_kind)
             _check_task(self.task)
+            _check_on_collapse(self)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
-            return mode, scaled, how, self.early_stopping, self.loss_kind
+            reaction = (self.on_collapse, self.task if self.on_collapse == "stop" else None)
+            return mode, scaled, how, self.early_stopping, self.loss_kind, reaction
 
-        modes, scaled, checkpoint_settings, ends, kinds = zip(
+        modes, scaled, checkpoint_settings, ends, kinds, reactions = zip(
             *on_every_rank(ranks, checked), strict=True
         )
         check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
@@ -135,6 +138,7 @@ class WatchArguments:
         )
         check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
         check_same("loss_kind", kinds, "give the same loss_kind on all ranks")
+        check_same("on_collapse", reactions, "give the same on_collapse and task on all ranks")
         return cast(Mode, modes[0])
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
@@ -241,6 +245,28 @@ def _check_task(value: object) -> None:
         raise UsageError(
             f"task is {value!r}; it must be one of {', '.join(TASKS)}",
             hint="the kind of post-training; leave it out for any other training",
+        )
+
+
+def _check_on_collapse(arguments: WatchArguments) -> None:
+    value: Any = arguments.on_collapse
+    if value not in get_args(OnCollapse):
+        raise UsageError(
+            f"on_collapse is {value!r}; it must be 'report' or 'stop'",
+            hint="'stop' halts a run whose policy collapsed, with a checkpoint",
+        )
+    if value == "report":
+        return
+    kinds = [name for name, spec in TASKS.items() if spec.samples]
+    if arguments.task not in kinds:
+        raise UsageError(
+            f"on_collapse='stop' needs a task that can collapse, but task is {arguments.task!r}",
+            hint=f"task={kinds[0]!r}; others are {', '.join(kinds[1:])}",
+        )
+    if arguments.owns_step and not arguments.checkpoints:
+        raise UsageError(
+            "on_collapse='stop' saves a checkpoint before it halts, so it needs checkpoints",
+            hint="watch(..., on_collapse='stop', checkpoints=True) keeps them in the run directory",
         )
 
 

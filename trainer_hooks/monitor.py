@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,6 +40,7 @@ from trainer_hooks.tensors.clearing import GradientClearing
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
+from trainvitals.policy import Judgement
 from trainvitals.records import Decision
 
 _LOG = logging.getLogger("trainvitals")
@@ -491,6 +493,7 @@ class Monitor(MonitorBase):
             if (record := self._first_steps.pop_first_record()) is not None:
                 norm = math.nan if record.grad_norm is None else record.grad_norm
                 self._look_for_scaler(norm, record.loss)
+            judgement = self._save_before_halt(judgement)
             decision = judgement.decision or decision
             window = self._feed.window_of(judgement.decision)
             restored = carry_out(self._run, judgement, now_step=attempted, window=window)
@@ -506,6 +509,22 @@ class Monitor(MonitorBase):
                 break
             ready = None
         return decision, restored
+
+    def _save_before_halt(self, judgement: Judgement) -> Judgement:
+        """Save a checkpoint before a halt because of a lost policy, and name it. Collective.
+
+        Other halts follow damage, after which the live state is not worth a checkpoint.
+        """
+        decision, recovery = judgement.decision, self._run.recovery
+        halts = decision is not None and decision.action == "halt" and decision.acted
+        if recovery is None or decision is None or not (halts and decision.rule == "post_training"):
+            return judgement
+        if self._parts.turn.number and self._feed.is_within_batch:
+            return judgement  # other optimizers still step on this batch
+        with self._run.times.checkpoint():
+            name = recovery.save_now(self._step, self.attempt, self._meta())
+        text = f"{decision.reason}; saved {name}" if name else decision.reason
+        return judgement._replace(decision=replace(decision, reason=text))
 
     def _after_rollback(self) -> None:
         """Record the steps in flight, and discard them: they belong to the old attempt."""

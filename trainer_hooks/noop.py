@@ -82,6 +82,9 @@ class NullMonitor:
     def observe(self, **values: float) -> None:
         """Do nothing."""
 
+    def observe_samples(self, prompts: object, completions: object, rewards: object) -> None:
+        """Do nothing."""
+
     def evaluate(self, **values: float) -> None:
         """Do nothing."""
 

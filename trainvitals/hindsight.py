@@ -28,6 +28,8 @@ BEFORE = 32
 """Steps before the onset whose median is the earlier level of the loss."""
 AFTER = {"skip_step": 8, "rollback": 200, "halt": 200}
 """Steps after the decision by which the loss must be back: for one update, and for many."""
+_OF_REWARD = "post_training"
+"""Rule of a halt because of the reward, the entropy and the divergence."""
 WITHIN = 8
 """Steps whose median shows whether the loss is back."""
 SIGMAS = 3.0
@@ -39,12 +41,14 @@ _LEAST = 0.01
 def judge_decision_in_hindsight(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
     """Return the outcome of a decision that was not carried out; None if it was carried out.
 
+    Also None if the loss says nothing about it: the policy of a post-training run is lost.
+
     Args:
         decision: an entry of the decision log.
         losses: the run's loss by step, around the decision; a non-finite loss counts as harm.
     """
     patience = AFTER.get(decision.action)
-    if decision.acted or patience is None:
+    if decision.acted or patience is None or decision.rule == _OF_REWARD:
         return None
     if decision.cause.startswith("nonfinite"):
         return "needed"

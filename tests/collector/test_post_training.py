@@ -11,6 +11,7 @@ from tests.support.cli import leave, vitals
 from trainvitals.catalog import SCALARS_SCHEMA
 from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.detect.registry import KINDS
+from trainvitals.io.completions import Completion, StoredCompletions, store_completions
 from trainvitals.records import NamesDefined, RunEnded, RunInfo, RunStarted
 from vitals_collector.queries.advice import advice
 
@@ -87,6 +88,36 @@ def test_why_names_the_problem_where_it_began_and_where_it_was_certain(
     text = said_by(capsys, "why", folder, STEP)
     assert "Finding (advisory): the policy collapsed" in text
     assert "Began here" not in text
+
+
+def test_why_prints_the_samples_that_the_run_directory_has_and_nothing_else_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    sample = Completion(prompt="2 + 2 =\x1b[31m", completion="4\n4 4", reward=0.25, num_cut=9)
+    stored = StoredCompletions(
+        step=ONSET,
+        attempt=1,
+        finding="policy_collapse",
+        onset_step=ONSET,
+        reported_step=STEP,
+        samples=(sample,),
+    )
+    store_completions(folder / RUN, stored)
+    assert 0 == vitals("why", folder, ONSET)
+    text = capsys.readouterr().out
+    assert text.endswith(
+        f"Completions of step {ONSET}, where policy collapse began ({stored.name}):\n"
+        "- reward 0.25, 9 characters cut\n"
+        "  prompt:\n    2 + 2 = [31m\n  completion:\n    4\n    4 4\n"
+    )
+    assert "Completions of step 54" in said_by(capsys, "why", folder, STEP)
+    assert "Completions" not in said_by(capsys, "why", folder, ONSET - 1)
+    page = folder / "page.html"
+    said = said_by(capsys, "postmortem", folder, "--html", page)
+    said += said_by(capsys, "postmortem", folder, "--format", "json")
+    said += said_by(capsys, "show", folder, "--format", "json")
+    said += said_by(capsys, "why", folder, ONSET, "--format", "json")
+    assert "2 + 2" not in said + page.read_text()
 
 
 def test_a_post_mortem_is_in_the_terms_of_the_policy(

@@ -30,6 +30,7 @@ from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.io import segments
 from trainvitals.io.client import collector_on, read_tokens
+from trainvitals.io.completions import Completion, StoredCompletions, completions_of
 from trainvitals.io.heartbeat import HEARTBEAT_FILE, HeartbeatWriter, read_heartbeat
 from trainvitals.io.journal import JournalWriter
 from trainvitals.io.journal_reader import JournalReader
@@ -447,6 +448,16 @@ AGENT = b'{"pid":1,"node":"a","url":"http://127.0.0.1:1","token_file":""}'
 SAMPLES = (
     b'{"step":3,"attempt":1,"epoch":0,"first_batch":1,"num_batches":1,"sample_ids":[1,2]}\n' * 3
 )
+COMPLETIONS = msgspec.json.encode(
+    StoredCompletions(
+        step=3,
+        attempt=1,
+        finding="policy_collapse",
+        onset_step=3,
+        reported_step=9,
+        samples=(Completion(prompt="2 + 2 =", completion="4", reward=0.5),),
+    )
+)
 MARKER = HaltMarker(reason="XY", step=1, time_unix_ns=1)
 PLAN = b"".join(
     msgspec.json.encode(
@@ -515,6 +526,11 @@ TARGETS = [
     of_run("command.key", b"0123456789abcdef" * 4, RunDir.command_key),
     of_run("commands/5.json", msgspec.json.encode(_command()), RunDir.take_commands),
     of_run("data/rank-0.jsonl", SAMPLES, lambda run_dir: list(samples_of(run_dir.path, 3))),
+    of_run(
+        "completions/step-00000003-1.json",
+        COMPLETIONS,
+        lambda run_dir: list(completions_of([run_dir.path], 3)),
+    ),
     Target(name="settings", samples=lambda: [SETTINGS], read=read_toml),
     Target(name="receivers", samples=lambda: [RECEIVERS], read=read_receivers),
     Target(name="address", samples=lambda: [ADDRESS], read=read_addresses),

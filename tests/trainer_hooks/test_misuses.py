@@ -207,6 +207,18 @@ def an_unknown_task(p):
     p.watch(task="gpro")
 
 
+def an_unknown_on_collapse(p):
+    p.watch(task="grpo", on_collapse="halt")
+
+
+def a_halt_of_a_task_that_cannot_collapse(p):
+    p.watch(task="dpo", on_collapse="stop", checkpoints=True)
+
+
+def a_halt_without_checkpoints(p):
+    p.watch(task="grpo", on_collapse="stop")
+
+
 def a_scheduler_that_needs_a_metric(p):
     p.watch(lr_scheduler.ReduceLROnPlateau(p.optimizer))
 
@@ -369,6 +381,9 @@ REFUSED = {
         "'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
     ),
     an_unknown_task: ("task is 'gpro'; it must be one of sft, dpo", "leave it out for any other"),
+    an_unknown_on_collapse: ("on_collapse is 'halt'; it must be 'report' or", "with a checkpoint"),
+    a_halt_of_a_task_that_cannot_collapse: ("task is 'dpo'", "task='grpo'; others are rloo, ppo"),
+    a_halt_without_checkpoints: ("saves a checkpoint before it halts", "checkpoints=True"),
     an_unknown_scheduler_every: (
         "scheduler_every is 'batch'; it must be 'step' or 'epoch'",
         "'epoch' for those that count epochs",

@@ -167,6 +167,13 @@ class JournalObserver(Protocol):
         """Process a scalar that the loop recorded."""
 
 
+class ScalarObserver(Protocol):
+    """Sees each scalar that the loop recorded."""
+
+    def __call__(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Use a scalar."""
+
+
 class Emitter:
     """The only output of a rank. Every method fails open."""
 
@@ -193,6 +200,7 @@ class Emitter:
         self.columns = tuple(column.name for column in schema.columns)
         self.observer: JournalObserver | None = None
         """Gets every row and scalar that is written here."""
+        self._scalar_observers: tuple[ScalarObserver, ...] = ()
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
@@ -207,6 +215,10 @@ class Emitter:
         self._put_off: Callable[[], None] | None = None
         self._dropped = 0
         self._told: OSError | None = None
+
+    def add_scalar_observer(self, observe: ScalarObserver) -> None:
+        """Pass each scalar on, also without a journal. It must not raise."""
+        self._scalar_observers = (*self._scalar_observers, observe)
 
     @property
     def incarnation(self) -> str:
@@ -269,12 +281,16 @@ class Emitter:
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
         stream = self._get_or_open_stream(SCALARS_SCHEMA)
-        if stream is None:
+        if stream is None and not self._scalar_observers:
             return
         head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
         for name, value in values.items():
             number = self._number(name, value, step=step, attempt=attempt)
             if number is None:
+                continue
+            for observe in self._scalar_observers:
+                observe(name, number, step=step, attempt=attempt)
+            if stream is None:
                 continue
             if name not in self._scalar_ids:
                 new = self._scalar_ids[name] = len(self._scalar_ids)

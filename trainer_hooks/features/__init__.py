@@ -13,6 +13,7 @@ from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
+from trainer_hooks.features.post_training import PostTrainingFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.profiling import ProfilingFeature
 from trainer_hooks.features.replicas import ReplicasFeature
@@ -37,6 +38,7 @@ FEATURES: list[type[StepFeature]] = [
     ScheduleFeature,
     AutoClipFeature,
     ReplicasFeature,
+    PostTrainingFeature,
 ]
 """All features, in the order in which a step calls them; also the order of their slots."""
 

@@ -77,6 +77,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         signals=options.get("signals"),
         loss_kind=options.get("loss_kind") or loss_kind_of_task(task) or "minimize",
         task=task,
+        on_collapse=options.get("on_collapse", "report"),
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )

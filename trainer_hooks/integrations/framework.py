@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from trainer_hooks.measures.settings import SignalSettings
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task
+from trainvitals.detect.posttraining.names import OnCollapse, Task
 from trainvitals.errors import MissingDependencyError
 from trainvitals.records import OnHang
 
@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     signals: SignalSettings | None
     loss_kind: LossKind | None
     task: Task | None
+    on_collapse: OnCollapse
     on_hang: OnHang
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -14,6 +14,7 @@ from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
+from trainer_hooks.features.post_training import PostTrainingFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.lifecycle.heartbeat import HeartbeatThread
@@ -118,6 +119,37 @@ class MonitorBase:
             values: numbers by name.
         """
         self._run.emitter.scalars(values, step=self._step, attempt=self.attempt)
+
+    def observe_samples(
+        self, prompts: Sequence[object], completions: Sequence[object], rewards: Sequence[float]
+    ) -> None:
+        """Keep three completions of the current step in memory: low, median and high reward.
+
+        For post-training. If a problem of the policy began at this step, they are written to a
+        private file in the run directory, which ``vitals why`` shows. They are sent nowhere. Call
+        it before ``step``; only rank 0 keeps them. A tensor of rewards is read, which waits for
+        its device.
+
+        Args:
+            prompts: prompt of each completion: text, or what ``str`` makes text.
+            completions: the completions, likewise.
+            rewards: reward of each completion.
+        """
+        run = self._run
+        if not run.is_rank0:
+            return
+        with run.faults.fail_open("observe_samples"):
+            watched = run.features.get(PostTrainingFeature)
+            if watched is None:
+                raise UsageError(
+                    "observe_samples() keeps nothing: this run declares no kind of post-training",
+                    hint="watch(..., task='grpo'); with sft and kto only the loss is judged",
+                )
+            to_list = getattr(rewards, "tolist", None)
+            numbers = rewards if to_list is None else to_list()
+            watched.observe_samples(
+                prompts, completions, numbers, step=self._step, attempt=self.attempt
+            )
 
     def evaluate(self, **values: float) -> None:
         """Record validation metrics at the current step, as ``eval/NAME``.

@@ -19,7 +19,7 @@ from trainvitals.auto_clip import MaxNorm
 from trainvitals.policy import Judgement, Proposal
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import CheckpointRef
-from trainvitals.records import AttemptStarted, Command, StepRecord
+from trainvitals.records import AttemptStarted, Command, Finding, StepRecord
 from trainvitals.rows import Value
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class ReturnedStep(msgspec.Struct):
     """Reads the probe; None if it is off."""
     evaluation: float | None = None
     """Ratio of a validation loss to the previous one; None without an evaluation."""
+    collapse: Finding | None = None
+    """Finding about the scalars of a post-training run that halts it; its text is rank 0's."""
 
     @property
     def step(self) -> int:

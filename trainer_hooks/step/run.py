@@ -56,6 +56,7 @@ def judge_returned(
             probe=step.probe,
             evaluation=step.evaluation,
             unavailable_commands=step.unavailable_commands,
+            collapse=step.collapse,
         ),
     )
     if step.optimizer:

@@ -40,6 +40,7 @@ RULES: dict[str, str] = {
     "state_damaged": "the probe found the model damaged",
     "evaluation": "an evaluation found the model damaged",
     "lr_jump": "a learning-rate jump that damaged the model",
+    "post_training": "a policy that is lost, with on_collapse='stop'",
     "budget": "the rollback budget is used up",
     "no_checkpoint": "no healthy checkpoint to roll back to",
     "stuck": "rollbacks did not help",

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from trainvitals.policy.actions import (
     PolicyResult,
     halt_run,
+    log_decision,
     log_skip,
     prepare_rollback,
     recurring_cause,
@@ -105,9 +106,23 @@ def decide(
         result = _check_replicas(result, context)
     if is_approved and not _ends_attempt(result):
         result = _add_rule_result(result, roll_back_approved(state_without_entry(result), context))
+    if context.inputs.collapse is not None and not _ends_attempt(result):
+        done = _halt_collapsed(state_without_entry(result), context, context.inputs.collapse)
+        result = _add_rule_result(result, done)
     if command is None or command.number <= state.facts.last_command:
         return result
     return execute_command(result, state, command, context)
+
+
+def _halt_collapsed(state: PolicyState, context: DecisionContext, bad: Finding) -> PolicyResult:
+    """Halt a post-training run whose policy is lost; in ``observe`` only record it."""
+    reason = f"{bad.reason} (on_collapse='stop')"
+    if context.mode != "observe":
+        return halt_run(state, context, bad, reason=reason, rule="post_training")
+    # Not as halted: later steps are judged as usual.
+    return log_decision(
+        state, context, bad, action="halt", reason=reason, rule="post_training", acted=False
+    )
 
 
 def _advance_clock(state: PolicyState, context: DecisionContext) -> PolicyState:

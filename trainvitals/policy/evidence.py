@@ -78,6 +78,8 @@ class StepInputs(NamedTuple):
     evaluation: float | None = None
     """Ratio of an evaluation's loss to the previous one, both with the floor; None: no evaluation
     in this step."""
+    collapse: Finding | None = None
+    """Finding about a post-training run that was told to stop for it. Its text may differ."""
 
 
 class LossTrend(NamedTuple):

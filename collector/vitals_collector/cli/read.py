@@ -84,12 +84,18 @@ def why(
     ] = "text",
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
-    from vitals_collector.queries.why import gather_step, step_text, with_kept_samples
+    from vitals_collector.queries.why import (
+        completions_text,
+        gather_step,
+        step_text,
+        with_kept_samples,
+    )
 
     with server.open(RunChoice(run, folder)) as (opened, summary):
         facts = gather_step(opened.reader, summary, step, with_text=form == "text")
     kept_in = (folder or Path(run)) / summary.run_id
-    view = with_kept_samples(facts.view, kept_in, Path(run), facts.detail.info.run_dir)
+    run_dirs = [kept_in, Path(run), Path(facts.detail.info.run_dir)]
+    view = with_kept_samples(facts.view, *run_dirs)
     if form == "json":
         write_json(view)
     elif form == "csv":
@@ -107,6 +113,7 @@ def why(
         write_rows(header, rows, Format.CSV)
     else:
         typer.echo(step_text(replace(facts, view=view)))
+        typer.echo(completions_text(run_dirs, view), nl=False)
 
 
 def tail(

@@ -13,6 +13,7 @@ from trainvitals.detect.posttraining.charts import quantity_charts
 from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import HINDSIGHT_WORDS
+from trainvitals.io.completions import completions_of
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
 from trainvitals.records import (
@@ -375,6 +376,34 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
         )
         data[key] = StepData(source=key[0], attempt=key[1], batch=batch)
     return replace(view, data=tuple(data[key] for key in sorted(data)))
+
+
+def completions_text(run_dirs: Sequence[Path], view: StepView) -> str:
+    """Return the stored completions of a step in its run directory, as text; "" without any.
+
+    They are read from the disk of this machine: a collector has none.
+    """
+    of_run = [path for path in run_dirs if path.name == view.run_id and path.is_dir()]
+    lines = []
+    for stored in completions_of(of_run, view.step):
+        began = f"where {stored.finding.replace('_', ' ')} began"
+        if stored.step != stored.onset_step:
+            began = f"near step {stored.onset_step}, {began}"
+        lines.append(f"\nCompletions of step {stored.step}, {began} ({stored.name}):")
+        for sample in stored.samples:
+            cut = f", {sample.num_cut} characters cut" if sample.num_cut else ""
+            reward = "not a number" if sample.reward is None else f"{sample.reward:.6g}"
+            lines += [
+                f"- reward {reward}{cut}",
+                *_text_block("prompt", sample.prompt),
+                *_text_block("completion", sample.completion),
+            ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _text_block(name: str, text: str) -> list[str]:
+    """Return the lines of a text below its name, without control characters."""
+    return [f"  {name}:", *(f"    {printable(line)}" for line in text.splitlines())]
 
 
 def of_attempt(view: StepView, attempt: int) -> str:

@@ -16,6 +16,11 @@ from trainvitals.detect.outliers import LossKind
 
 Task = Literal["sft", "dpo", "cpo", "orpo", "kto", "reward_model", "grpo", "rloo", "ppo"]
 """Kind of a post-training run."""
+OnCollapse = Literal["report", "stop"]
+"""Reaction to a policy that is lost: ``watch(on_collapse=...)``."""
+COLLAPSES = ("policy_collapse", "kl_runaway")
+"""Kinds of findings after which the policy is lost, so that ``stop`` halts. With others, such as
+equal rewards, the weights are as good as before."""
 
 
 @dataclass(frozen=True, slots=True)

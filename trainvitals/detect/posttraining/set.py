@@ -1,4 +1,4 @@
-"""All detectors over the scalars of a post-training run, as the collector runs them."""
+"""All detectors over the scalars of a post-training run, as collector and rank 0 run them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,207 @@
+"""The scalars of a post-training run on rank 0: samples where a problem began, and a halt.
+
+The collector runs the same detectors over the same scalars and reports their findings. A rank runs
+them only if it was asked to act: with ``watch(on_collapse="stop")``, or if the loop passes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from trainer_hooks.exchange.reduce_vector import Slots
+from trainer_hooks.repro.completions import CompletionRing, CompletionWriter
+from trainer_hooks.step.context import RunContext
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_read
+from trainvitals.records import AttemptStarted, Finding
+
+
+class PostTrainingFeature(StepFeature):
+    """Judges the scalars of a post-training run on rank 0, whose finding reaches all ranks."""
+
+    slots = Slots(rank0=("collapse",))  # 1 + index in COLLAPSES of a finding that halts; 0: none
+    state_key = "post_training"
+
+    def __init__(self, run: RunContext, task: str) -> None:
+        super().__init__(run)
+        self._task = task
+        self._stops = run.given.on_collapse == "stop"
+        self._judge: _ScalarJudge | None = None
+        self._saved: Mapping[str, Any] | None = None
+        """State of the detectors to continue with, if they are needed."""
+        self._ring: CompletionRing | None = None
+        self._writer: CompletionWriter | None = None
+        self._pending: Finding | None = None
+        """Finding that no vector has returned yet; only on rank 0."""
+        self._was_sent = False
+        if self._stops:
+            self._listen()
+
+    @classmethod
+    def make(cls, run: RunContext) -> Self | None:
+        """Return the feature if the run declared a kind whose scalars are judged."""
+        spec = TASKS.get(run.given.task or "")
+        if spec is None or not (spec.samples or spec.compares):
+            return None
+        return cls(run, run.given.task or "")
+
+    def _listen(self) -> None:
+        """Start to judge the scalars; on rank 0."""
+        if self._judge is None and self._run.is_rank0:
+            self._judge = _ScalarJudge(self._task)
+            self._judge.load_state_dict(self._saved)
+            self._run.emitter.add_scalar_observer(self._observe)
+
+    def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        if self._judge is not None:
+            with self._run.faults.fail_open("post_training"):
+                self._judge.observe(name, value, step=step, attempt=attempt)
+
+    # ------------------------------------------------------------------------------- samples
+
+    def observe_samples(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        rewards: Sequence[float],
+        *,
+        step: int,
+        attempt: int,
+    ) -> None:
+        """Keep three completions of a step in memory; on rank 0.
+
+        Raises:
+            UsageError: the lengths differ.
+        """
+        if self._ring is None:
+            self._listen()
+            self._ring = CompletionRing()
+        self._ring.add(prompts, completions, rewards, step=step, attempt=attempt)
+
+    def _store_samples(self, finding: Finding) -> None:
+        run = self._run
+        stored = None if self._ring is None else self._ring.find(finding, run.attempt)
+        if stored is None:
+            return
+        if self._writer is None:
+            self._writer = CompletionWriter(run.run_dir.path, run.faults)
+        self._writer.write(stored)
+        text = (
+            f"{finding.kind}: {len(stored.samples)} completions of step {stored.step} are in "
+            f"{stored.name} of the run directory; `vitals why {run.run_dir.run_id} {stored.step}` "
+            "shows them there"
+        )
+        run.emitter.note("completions", text, step=finding.step, attempt=run.attempt)
+
+    # ---------------------------------------------------------------------------- with a step
+
+    def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Judge the scalars before this step, and return whether they halt the run."""
+        if self._judge is None:
+            return {}
+        with self._run.faults.fail_open("post_training"):
+            for finding in self._judge.judge():
+                self._store_samples(finding)
+                if self._stops and self._pending is None and finding.kind in COLLAPSES:
+                    self._pending = finding
+        if self._pending is None:
+            return {}
+        return {"collapse": 1.0 + COLLAPSES.index(self._pending.kind)}
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Let the step be judged with the finding, once: steps in flight repeat the number."""
+        number = int(step.reduced.root["collapse"])
+        if number and not self._was_sent:
+            kind = COLLAPSES[number - 1]
+            step.collapse = self._pending or Finding(
+                kind=kind,
+                level="advisory",
+                step=step.step,
+                detector=kind,
+                reason=f"{kind.replace('_', ' ')}, found on rank 0",
+                onset_step=step.step,
+                cause=kind,
+            )
+            self._pending = None
+        self._was_sent = number > 0
+
+    def on_change_expected(self, num_steps: int) -> None:
+        """Compare what follows with new levels."""
+        if self._judge is not None:
+            self._judge.expect_change()
+
+    # -------------------------------------------------------------------------- the attempt
+
+    def on_attempt(self, attempt: AttemptStarted) -> None:
+        """Take a number that comes back with the new attempt as a new finding."""
+        self._was_sent, self._pending = False, None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of rank 0's detectors; None if nothing needs them."""
+        return None if self._judge is None else self._judge.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Continue from a restored state; None: the detectors start again."""
+        self._saved = state
+        if self._judge is not None:
+            with self._run.faults.fail_open("post_training"):
+                self._judge.load_state_dict(state)
+
+    def close(self) -> None:
+        """Wait briefly for files that are being written."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _ScalarJudge:
+    """Collects the scalars of each step, and passes them to the detectors together."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._values: dict[str, float] = {}
+        self._logged_at = (0, 0)
+        """Attempt and step of these."""
+        self._findings: list[Finding] = []
+        self.load_state_dict(None)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue as the detectors that had the state; None: start again."""
+        # Here: a rank that does not act needs none of the detectors.
+        from trainvitals.detect.posttraining.set import PostTrainingDetectors
+
+        self._values, self._findings = {}, []
+        self._detectors = PostTrainingDetectors(self._task)
+        if state is not None:
+            self._detectors.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the detectors' state as plain values."""
+        return self._detectors.state_dict()
+
+    def observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Add a scalar; one of a later step completes the earlier step."""
+        if not is_read(name):
+            return
+        if self._logged_at != (attempt, step):
+            self._judge_step()
+            self._logged_at = (attempt, step)
+        self._values[name] = value
+
+    def judge(self) -> list[Finding]:
+        """Return the findings about the scalars so far: those of the coming step are complete."""
+        self._judge_step()
+        findings, self._findings = self._findings, []
+        return findings
+
+    def _judge_step(self) -> None:
+        values, self._values = self._values, {}
+        if values:
+            attempt, step = self._logged_at
+            self._findings += self._detectors.update(
+                values, step=step, attempt=attempt, time_unix_ns=0
+            )
+
+    def expect_change(self) -> None:
+        """Note an announced change."""
+        self._detectors.expect_change()
