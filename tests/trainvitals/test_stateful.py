@@ -230,6 +230,24 @@ def test_what_a_store_of_an_earlier_version_lacks_begins_anew() -> None:
     assert of_now == later.state_dict()["watchers"]["activation"]
 
 
+def test_scalars_of_an_earlier_version_lack_the_onset_and_keep_the_rest() -> None:
+    detectors = PostTrainingDetectors("grpo")
+    for step in range(60):
+        values = {"entropy": 1.0 if step < 40 else 0.01, "reward": 0.01 * step, "kl": 0.01 * step}
+        detectors.update(values, step=step, attempt=1, time_unix_ns=step)
+    state = detectors.state_dict()
+    for watcher in state["watchers"].values():
+        del watcher["beyond_since"]
+        if "reward" in watcher:
+            del watcher["reward"]["best_step"]
+    later = PostTrainingDetectors("grpo")
+    later.load_state_dict(state)
+    collapse = later.state_dict()["watchers"]["policy_collapse"]
+    assert (None, 0) == (collapse["beyond_since"], collapse["reward"]["best_step"])
+    assert state["watchers"]["policy_collapse"]["entropy"] == collapse["entropy"]
+    assert state["watchers"]["policy_collapse"]["reward"].items() <= collapse["reward"].items()
+
+
 def test_the_keys_of_what_the_collector_stores_do_not_change() -> None:
     state = FleetDetectors().state_dict()
     assert ["watchers", "last", "told", "checkpoints"] == list(state)

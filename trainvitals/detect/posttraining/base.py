@@ -111,6 +111,7 @@ class RewardCourse(Stateful):
     """
 
     STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best", "best_step")
+    MAY_LACK = True  # states of older versions lack ``best_step``
 
     def __init__(self, config: PostTrainingConfig) -> None:
         self._config = config
@@ -397,6 +398,7 @@ class PostTrainingWatcher(Watcher):
     """
 
     STATE: ClassVar[tuple[str | StateKey, ...]] = ("_episode", "_beyond_since")
+    MAY_LACK = True  # states of older versions lack ``_beyond_since``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__()
