@@ -7,11 +7,12 @@ import msgspec
 from tests.collector.alerting import Place, started
 from tests.collector.rows import RUN, Writer
 from tests.support.replays import COURSE, columns, replayed
-from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, PolicyConfig
+from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, PolicyConfig, StepInputs
 from trainvitals.records import (
     AttemptStarted,
     CheckpointChanged,
     DecisionMade,
+    Finding,
     FindingRaised,
     RunInfo,
     RunStarted,
@@ -171,3 +172,29 @@ def test_a_replay_changes_nothing_in_the_store(place: Place):
     assert before == place.alerts()
     with place.store.read_transaction() as connection:
         assert 1 == len(connection.execute(sources.select()).all())
+
+
+def test_a_halt_because_of_a_lost_policy_is_reproduced(place: Place):
+    lost = Finding(
+        kind="policy_collapse",
+        level="advisory",
+        step=49,
+        detector="policy_collapse",
+        reason="the policy collapsed",
+        value=0.01,
+        limit=0.1,
+        onset_step=40,
+        cause="policy_collapse",
+    )
+    records = [record for record, _ in judgements(Judge(mode="guard"), "loss 2x51")]
+    judge = Judge(mode="guard")
+    said = [
+        (r, judge.judge(r, StepInputs(r.step + 1, collapse=lost if r.step == 50 else None)))
+        for r in records
+    ]
+    made = said[-1][1].decision
+    assert ("halt", "post_training") == (made.action, made.rule)
+    write(place, Writer(), said)
+    done = replayed(place)
+    assert [] == done.differences()
+    assert ["halt"] == [decision.action for decision in done.decisions]

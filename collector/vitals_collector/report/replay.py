@@ -1,9 +1,9 @@
 """Judges a stored run again with the very code that judged it live, and compares the decisions.
 
 The inputs are the reduced rows of rank 0 in the order they were written, the checkpoints that the
-run announced, announced changes, results of the probe and of evaluations, and accepted commands.
-The outputs are findings and decisions; the recorded ones are compared with them and never used as
-input.
+run announced, announced changes, results of the probe and of evaluations, accepted commands, and
+the steps at which rank 0 found the policy of a post-training run lost. The outputs are findings and
+decisions; the recorded ones are compared with them and never used as other input.
 """
 
 import math
@@ -51,6 +51,7 @@ from trainvitals.records import (
     Decision,
     DecisionMade,
     Event,
+    Finding,
     RunStarted,
     StateRead,
     StepRecord,
@@ -248,6 +249,9 @@ class _Replayer:
         self._commands = {
             (d.attempt, d.step): _proposal(d) for d in self.recorded if d.command_number
         }
+        self._collapses = {
+            (d.attempt, d.step): _collapse(d) for d in self.recorded if d.rule == "post_training"
+        }
         self._readings = {
             (e.attempt, e.step, e.event.trigger): e.event
             for e in every
@@ -322,6 +326,7 @@ class _Replayer:
                     next_attempt=min(child, default=record.attempt + 1),
                     probe=self._recorded_probe_result(record.attempt) if self._has_probe else None,
                     evaluation=None if evaluation is None else evaluation.ratio,
+                    collapse=self._collapses.get(attempt_and_step),
                 ),
             )
         )
@@ -411,6 +416,21 @@ def _proposal(decision: Decision) -> Proposal:
         action="rollback" if is_rollback else "halt",
         argument=float(decision.rollback_to_step) if is_rollback else 0.0,
         checkpoint_id=decision.checkpoint_id,
+    )
+
+
+def _collapse(decision: Decision) -> Finding:
+    """Return the finding of rank 0 that led to a recorded halt with ``on_collapse="stop"``."""
+    return Finding(
+        kind=decision.cause,
+        level="advisory",
+        step=decision.step,
+        detector=decision.cause,
+        reason=decision.reason.partition(" (on_collapse=")[0],
+        value=decision.value,
+        limit=decision.limit,
+        onset_step=decision.step,
+        cause=decision.cause,
     )
 
 
