@@ -120,6 +120,30 @@ def test_why_prints_the_samples_that_the_run_directory_has_and_nothing_else_does
     assert "2 + 2" not in said + page.read_text()
 
 
+def test_two_problems_of_a_step_share_their_samples_and_a_name_has_no_control_characters(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    samples = (Completion(prompt="p", completion="c\x1b]0;x\x07\u202e\r\nd", reward=0.25),)
+    for kind, step in (("policy_collapse", ONSET), ("forged\x1b[2J", ONSET - 4)):
+        stored = StoredCompletions(
+            step=ONSET,
+            attempt=1,
+            finding=kind,
+            onset_step=step,
+            reported_step=STEP,
+            samples=samples,
+        )
+        store_completions(folder / RUN, stored)
+    assert 0 == vitals("why", folder, ONSET)
+    text = capsys.readouterr().out
+    lines = text[text.index("Completions") :].splitlines()
+    assert lines[0].startswith(f"Completions of step {ONSET}, near step {ONSET - 4}, where forged")
+    assert f"Completions of step {ONSET}, where policy collapse began" in lines[1]
+    block = "- reward 0.25\n  prompt:\n    p\n  completion:\n    c ]0;x  \n    d"
+    assert block.splitlines() == lines[2:]
+    assert all(character.isprintable() for line in text.splitlines() for character in line)
+
+
 def test_a_post_mortem_is_in_the_terms_of_the_policy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -44,7 +44,7 @@ def test_only_the_owner_can_reach_the_texts(tmp_path: Path):
     assert (0o700, 0o600) == tuple(
         stat.S_IMODE(where.stat().st_mode) for where in (path.parent, path)
     )
-    assert "step-00000054-7.json" == path.name
+    assert "step-00000054-7-policy_collapse.json" == path.name
 
 
 def test_a_directory_that_others_can_reach_gets_no_texts(tmp_path: Path):
@@ -60,7 +60,7 @@ def test_the_oldest_files_make_room(tmp_path: Path):
         os.utime(tmp_path / stored(step).name, (step, step))
     left = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
     assert MAX_FILES == len(left)
-    assert "step-00000003-7.json" == left[0]
+    assert "step-00000003-7-policy_collapse.json" == left[0]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"step":54}', b"\xff" * 9, b"[" * 300_000])
@@ -93,3 +93,28 @@ def test_half_of_a_character_is_replaced(tmp_path: Path):
     store_completions(tmp_path, one)
     ((sample,),) = (found.samples for found in completions_of([tmp_path], 54))
     assert ("?", None) == (sample.completion, sample.reward)
+
+
+def test_two_problems_of_a_step_have_their_own_files(tmp_path: Path):
+    both = [stored(finding="policy_collapse"), stored(finding="truncation", reported_step=90)]
+    for one in both:
+        store_completions(tmp_path, one)
+    assert both == list(completions_of([tmp_path], 54))
+    assert [both[1]] == list(completions_of([tmp_path], 90))
+
+
+def test_a_directory_that_is_a_link_gets_no_texts(tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (tmp_path / FOLDER).symlink_to(elsewhere)
+    with pytest.raises(InsecurePathError):
+        store_completions(tmp_path, stored())
+    assert [] == list(elsewhere.iterdir())
+    assert [] == list(completions_of([tmp_path / "missing"], 54))
+
+
+def test_the_largest_texts_can_be_read_again(tmp_path: Path):
+    large = cut_completion("\0" * 10 * MAX_TEXT, "\U0001f600" * 10 * MAX_TEXT, 1.0)
+    one = stored(samples=(large,) * 3)
+    store_completions(tmp_path, one)
+    assert [one] == list(completions_of([tmp_path], 54))

@@ -1,6 +1,6 @@
 """Completions of the step where a post-training problem began; 0600, only in the run directory.
 
-RUN_DIR/completions/step-00000054-<attempt>.json
+RUN_DIR/completions/step-STEP-ATTEMPT-FINDING.json
 
 Vitals stores no other text of the training. No row, event or batch contains them, so no agent,
 mirror or report sends them.
@@ -50,7 +50,7 @@ class StoredCompletions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Path of the file in the run directory."""
-        return f"{FOLDER}/step-{self.step:08d}-{self.attempt}.json"
+        return f"{FOLDER}/step-{self.step:08d}-{self.attempt}-{self.finding}.json"
 
 
 def cut_completion(prompt: object, completion: object, reward: float) -> Completion:
@@ -63,7 +63,7 @@ def cut_completion(prompt: object, completion: object, reward: float) -> Complet
 
 
 def store_completions(run_dir: Path, stored: StoredCompletions) -> None:
-    """Write the file atomically; the oldest ones make room for it.
+    """Write the file atomically; the oldest ones make room for it. One thread at a time.
 
     Raises:
         OSError: the disk is full.
@@ -92,7 +92,10 @@ def completions_of(run_dirs: Sequence[Path], step: int) -> Iterator[StoredComple
     skipped.
     """
     for run_dir in run_dirs:
-        paths = sorted((run_dir / FOLDER).glob("step-*.json"))
+        try:
+            paths = sorted((run_dir / FOLDER).glob("step-*.json"))
+        except OSError:
+            continue  # another user's directory
         for path in paths:
             try:
                 owner = FileOwner.from_directory(path.parent)

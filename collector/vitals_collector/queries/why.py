@@ -13,7 +13,7 @@ from trainvitals.detect.posttraining.charts import quantity_charts
 from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import HINDSIGHT_WORDS
-from trainvitals.io.completions import completions_of
+from trainvitals.io.completions import Completion, completions_of
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
 from trainvitals.records import (
@@ -383,14 +383,18 @@ def completions_text(run_dirs: Sequence[Path], view: StepView) -> str:
 
     They are read from the disk of this machine: a collector has none.
     """
-    of_run = [path for path in run_dirs if path.name == view.run_id and path.is_dir()]
-    lines = []
+    of_run = [path for path in run_dirs if path.name == view.run_id]
+    by_samples: dict[tuple[Completion, ...], list[str]] = {}
     for stored in completions_of(of_run, view.step):
-        began = f"where {stored.finding.replace('_', ' ')} began"
+        began = f"where {printable(stored.finding).replace('_', ' ')} began"
         if stored.step != stored.onset_step:
             began = f"near step {stored.onset_step}, {began}"
-        lines.append(f"\nCompletions of step {stored.step}, {began} ({stored.name}):")
-        for sample in stored.samples:
+        title = f"Completions of step {stored.step}, {began} ({printable(stored.name)}):"
+        by_samples.setdefault(stored.samples, []).append(title)
+    lines = []
+    for samples, titles in by_samples.items():  # two problems may begin at one step
+        lines += ["", *titles]
+        for sample in samples:
             cut = f", {sample.num_cut} characters cut" if sample.num_cut else ""
             reward = "not a number" if sample.reward is None else f"{sample.reward:.6g}"
             lines += [
