@@ -6,14 +6,17 @@ text satisfies. A healthy run is compared bit by bit.
 
 import json
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import trainer_hooks
-from tests.support.inside import events_of, run_of
-from tests.support.watched import Loop, assert_same, own_place  # noqa: F401
+from tests.support.inside import events_of, feature_named, run_of
+from tests.support.watched import Loop, assert_same, own_place, until  # noqa: F401
+from trainer_hooks.features.post_training import UNSEEN_AFTER, PostTrainingFeature
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.io.completions import FOLDER, completions_of
 from trainvitals.io.rundir import RunDir
@@ -83,6 +86,7 @@ def test_the_samples_of_the_step_where_it_began_are_stored_and_only_there():
     with loop.monitor as monitor:
         events = events_of(monitor)
         train(loop, 80, samples=True)
+        until(lambda: any(isinstance(e, Note) and e.code == "completions" for e in events))
     run_dir = run_of(monitor).run_dir.path
     (path,) = (run_dir / FOLDER).iterdir()
     (stored,) = completions_of([run_dir], json.loads(path.read_text())["step"])
@@ -167,8 +171,10 @@ def test_a_lost_reward_without_a_lost_policy_does_not_halt(tmp_path):
     loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
     with loop.monitor as monitor:
         train(loop, 80, parser_breaks, samples=True)
-    ((path,), run_dir) = (run_of(monitor).run_dir.path / FOLDER).iterdir(), monitor.run_id
-    assert "dead_reward" == json.loads(path.read_text())["finding"], run_dir
+        folder = run_of(monitor).run_dir.path / FOLDER
+        until(lambda: any(folder.glob("step-*.json")))
+    (path,) = folder.iterdir()
+    assert "dead_reward" == json.loads(path.read_text())["finding"]
 
 
 @pytest.mark.parametrize(
@@ -205,11 +211,6 @@ def test_wrong_samples_never_reach_the_loop():
     assert 2 == monitor.swallowed_errors["observe_samples"]
 
 
-def test_a_run_that_is_off_keeps_nothing():
-    with a_loop(mode="off").monitor as monitor:
-        monitor.observe_samples(["a"], ["b"], [0.0])
-
-
 @pytest.mark.parametrize(("task", "is_withheld"), [("grpo", False), (None, True)])
 def test_a_finite_outlier_of_the_loss_is_withheld_only_where_the_loss_means_something(
     task, is_withheld
@@ -233,3 +234,83 @@ def test_a_nonfinite_step_of_a_policy_loss_is_skipped_as_everywhere():
         before = loop.state()["model"]
         monitor.step(loop.forward(math.nan))
         assert_same(before["0.weight"], loop.state()["model"]["0.weight"])
+
+
+def test_a_run_that_is_off_keeps_nothing(tmp_path):
+    with a_loop(mode="off").monitor as monitor:
+        monitor.observe_samples(["a"], ["b"], [0.0])
+    assert {} == monitor.swallowed_errors
+    assert not (tmp_path / "runs").exists()
+
+
+def test_samples_that_cannot_be_written_do_not_prevent_the_halt(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "vitals-completions":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    with pytest.raises(TrainingHalted, match="the policy collapsed"), loop.monitor as monitor:
+        train(loop, 100, samples=True)
+    assert {"completions": 1} == monitor.swallowed_errors
+
+
+def test_scalars_that_are_logged_after_the_gradients_were_measured_count_for_their_step():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with trainer_hooks.attach(model, optimizer, task="ppo", on_collapse="stop") as attached:
+        with pytest.raises(TrainingHalted, match="the policy collapsed"):
+            for step in range(100):
+                values = scalars(step)
+                attached.observe(reward=values["reward"])
+                model(torch.ones(2, 4)).mean().backward()
+                attached.before_clip(1.0)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                attached.observe(entropy=values["entropy"])
+                optimizer.step()
+                optimizer.zero_grad()
+        assert LOST < step < 90
+
+
+def test_each_finding_is_judged_once_even_right_after_another():
+    """In observe mode the run continues, and steps in flight repeat a number."""
+    feature = PostTrainingFeature(SimpleNamespace(given=SimpleNamespace(on_collapse="report")), "")
+    kinds = []
+    for step, number in enumerate([0.0, 1.0, 1.0, 2.0, 2.0, 0.0, 1.0]):
+        returned = SimpleNamespace(
+            reduced=SimpleNamespace(root={"collapse": number}), step=step, collapse=None
+        )
+        feature.on_reduced(returned)
+        kinds.append(returned.collapse and returned.collapse.kind)
+    first, second = "policy_collapse", "kl_runaway"
+    assert [None, first, None, second, None, None, first] == kinds
+
+
+def test_a_damaged_state_starts_the_detectors_again(tmp_path):
+    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    feature_named(loop.monitor, "PostTrainingFeature").load_state_dict({"watchers": 7}, step=0)
+    with pytest.raises(TrainingHalted, match="the policy collapsed"), loop.monitor as monitor:
+        train(loop, 100)
+    assert {"post_training": 1} == monitor.swallowed_errors
+
+
+def test_a_state_that_nothing_needs_yet_is_passed_on():
+    with a_loop().monitor as monitor:
+        feature = feature_named(monitor, "PostTrainingFeature")
+        assert feature.state_dict() is None
+        feature.load_state_dict({"watchers": {}}, step=0)
+        assert {"watchers": {}} == feature.state_dict()
+
+
+def test_a_run_that_records_nothing_to_judge_is_warned_once(tmp_path, caplog):
+    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    with loop.monitor as monitor:
+        events = events_of(monitor)
+        train(loop, UNSEEN_AFTER + 20, lambda step: {"my_reward": 0.1})
+    (note,) = [e for e in events if isinstance(e, Note) and e.code == "collapse_not_judged"]
+    assert "monitor.observe(reward=..., entropy=..., kl=...)" in note.text
+    assert note.text in caplog.text

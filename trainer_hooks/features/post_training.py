@@ -14,7 +14,11 @@ from trainer_hooks.repro.completions import CompletionRing, CompletionWriter
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_read
+from trainvitals.io.completions import StoredCompletions
 from trainvitals.records import AttemptStarted, Finding
+
+UNSEEN_AFTER = 100
+"""Steps without a known scalar after which a run with ``on_collapse="stop"`` logs a warning."""
 
 
 class PostTrainingFeature(StepFeature):
@@ -34,7 +38,10 @@ class PostTrainingFeature(StepFeature):
         self._writer: CompletionWriter | None = None
         self._pending: Finding | None = None
         """Finding that no vector has returned yet; only on rank 0."""
-        self._was_sent = False
+        self._last_number = 0
+        """Number that the latest vector returned."""
+        self._num_unseen = 0
+        """Steps so far in which no known scalar had been recorded; only on rank 0."""
         if self._stops:
             self._listen()
 
@@ -50,8 +57,13 @@ class PostTrainingFeature(StepFeature):
         """Start to judge the scalars; on rank 0."""
         if self._judge is None and self._run.is_rank0:
             self._judge = _ScalarJudge(self._task)
-            self._judge.load_state_dict(self._saved)
+            self._restore_detectors(self._judge)
             self._run.emitter.add_scalar_observer(self._observe)
+
+    def _restore_detectors(self, judge: _ScalarJudge) -> None:
+        """Continue with the saved state; if another version wrote it, the detectors start again."""
+        with self._run.faults.fail_open("post_training"):
+            judge.load_state_dict(self._saved)
 
     def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
         if self._judge is not None:
@@ -64,7 +76,7 @@ class PostTrainingFeature(StepFeature):
         self,
         prompts: Sequence[object],
         completions: Sequence[object],
-        rewards: Sequence[float],
+        rewards: Sequence[float | None],
         *,
         step: int,
         attempt: int,
@@ -72,7 +84,8 @@ class PostTrainingFeature(StepFeature):
         """Keep three completions of a step in memory; on rank 0.
 
         Raises:
-            UsageError: the lengths differ.
+            UsageError: an argument is not a sequence, the lengths differ, or a reward is not a
+                number.
         """
         if self._ring is None:
             self._listen()
@@ -85,34 +98,56 @@ class PostTrainingFeature(StepFeature):
         if stored is None:
             return
         if self._writer is None:
-            self._writer = CompletionWriter(run.run_dir.path, run.faults)
+            self._writer = CompletionWriter(run.run_dir.path, run.faults, self._note_stored)
         self._writer.write(stored)
+
+    def _note_stored(self, stored: StoredCompletions) -> None:
+        """Name the file in the run's events; in the writer's thread, once the file exists."""
+        run = self._run
         text = (
-            f"{finding.kind}: {len(stored.samples)} completions of step {stored.step} are in "
+            f"{stored.finding}: {len(stored.samples)} completions of step {stored.step} are in "
             f"{stored.name} of the run directory; `vitals why {run.run_dir.run_id} {stored.step}` "
             "shows them there"
         )
-        run.emitter.note("completions", text, step=finding.step, attempt=run.attempt)
+        run.emitter.note("completions", text, step=stored.reported_step, attempt=stored.attempt)
 
     # ---------------------------------------------------------------------------- with a step
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
-        """Judge the scalars before this step, and return whether they halt the run."""
+        """Judge the scalars of earlier steps, and return whether they halt the run."""
         if self._judge is None:
             return {}
+        findings: list[Finding] = []
         with self._run.faults.fail_open("post_training"):
-            for finding in self._judge.judge():
+            findings = self._judge.judge(before_step=step.step, attempt=step.attempt)
+        if self._stops and not self._judge.has_read:
+            self._report_unseen(step.step)
+        # First the halt, which must not depend on a file.
+        lost = next((finding for finding in findings if finding.kind in COLLAPSES), None)
+        if self._stops and self._pending is None:
+            self._pending = lost
+        for finding in findings:
+            with self._run.faults.fail_open("completions"):
                 self._store_samples(finding)
-                if self._stops and self._pending is None and finding.kind in COLLAPSES:
-                    self._pending = finding
         if self._pending is None:
             return {}
         return {"collapse": 1.0 + COLLAPSES.index(self._pending.kind)}
 
+    def _report_unseen(self, step: int) -> None:
+        """Warn once if nothing can halt the run, because its scalars are missing."""
+        self._num_unseen += 1
+        if self._num_unseen == UNSEEN_AFTER:
+            text = (
+                f"on_collapse='stop' cannot halt this run: in {UNSEEN_AFTER} steps rank 0 recorded "
+                "no scalar with a known name; call monitor.observe(reward=..., entropy=..., "
+                "kl=...) on rank 0 (the guide on post-training lists the names)"
+            )
+            self._run.warn("collapse_not_judged", text, step=step)
+
     def on_reduced(self, step: ReturnedStep) -> None:
         """Let the step be judged with the finding, once: steps in flight repeat the number."""
         number = int(step.reduced.root["collapse"])
-        if number and not self._was_sent:
+        if number not in (0, self._last_number):
             kind = COLLAPSES[number - 1]
             step.collapse = self._pending or Finding(
                 kind=kind,
@@ -124,7 +159,7 @@ class PostTrainingFeature(StepFeature):
                 cause=kind,
             )
             self._pending = None
-        self._was_sent = number > 0
+        self._last_number = number
 
     def on_change_expected(self, num_steps: int) -> None:
         """Compare what follows with new levels."""
@@ -135,18 +170,17 @@ class PostTrainingFeature(StepFeature):
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Take a number that comes back with the new attempt as a new finding."""
-        self._was_sent, self._pending = False, None
+        self._last_number, self._pending = 0, None
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> Mapping[str, Any] | None:
         """Return the state of rank 0's detectors; None if nothing needs them."""
-        return None if self._judge is None else self._judge.state_dict()
+        return self._saved if self._judge is None else self._judge.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a restored state; None: the detectors start again."""
         self._saved = state
         if self._judge is not None:
-            with self._run.faults.fail_open("post_training"):
-                self._judge.load_state_dict(state)
+            self._restore_detectors(self._judge)
 
     def close(self) -> None:
         """Wait briefly for files that are being written."""
@@ -155,7 +189,11 @@ class PostTrainingFeature(StepFeature):
 
 
 class _ScalarJudge:
-    """Collects the scalars of each step, and passes them to the detectors together."""
+    """Collects the scalars of each step, and passes them to the detectors together.
+
+    As in the collector, a step is complete once a later one starts: a loop may log some of its
+    scalars after the gradients were measured.
+    """
 
     def __init__(self, task: str) -> None:
         self._task = task
@@ -163,17 +201,25 @@ class _ScalarJudge:
         self._logged_at = (0, 0)
         """Attempt and step of these."""
         self._findings: list[Finding] = []
+        self.has_read = False
+        """Whether there was a scalar that the detectors use."""
         self.load_state_dict(None)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue as the detectors that had the state; None: start again."""
+        """Continue as the detectors that had the state; None: start again.
+
+        Raises:
+            Exception: the state is damaged, or is another version's; the detectors start again.
+        """
         # Here: a rank that does not act needs none of the detectors.
         from trainvitals.detect.posttraining.set import PostTrainingDetectors
 
         self._values, self._findings = {}, []
         self._detectors = PostTrainingDetectors(self._task)
         if state is not None:
-            self._detectors.load_state_dict(state)
+            restored = PostTrainingDetectors(self._task)
+            restored.load_state_dict(state)
+            self._detectors = restored
 
     def state_dict(self) -> dict[str, Any]:
         """Return the detectors' state as plain values."""
@@ -186,11 +232,12 @@ class _ScalarJudge:
         if self._logged_at != (attempt, step):
             self._judge_step()
             self._logged_at = (attempt, step)
-        self._values[name] = value
+        self._values[name], self.has_read = value, True
 
-    def judge(self) -> list[Finding]:
-        """Return the findings about the scalars so far: those of the coming step are complete."""
-        self._judge_step()
+    def judge(self, *, before_step: int, attempt: int) -> list[Finding]:
+        """Return the findings about the scalars of earlier steps."""
+        if self._logged_at < (attempt, before_step):
+            self._judge_step()
         findings, self._findings = self._findings, []
         return findings
 

@@ -121,7 +121,10 @@ class MonitorBase:
         self._run.emitter.scalars(values, step=self._step, attempt=self.attempt)
 
     def observe_samples(
-        self, prompts: Sequence[object], completions: Sequence[object], rewards: Sequence[float]
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        rewards: Sequence[float | None],
     ) -> None:
         """Keep three completions of the current step in memory: low, median and high reward.
 
@@ -133,7 +136,7 @@ class MonitorBase:
         Args:
             prompts: prompt of each completion: text, or what ``str`` makes text.
             completions: the completions, likewise.
-            rewards: reward of each completion.
+            rewards: reward of each completion; None or NaN if it has none.
         """
         run = self._run
         if not run.is_rank0:

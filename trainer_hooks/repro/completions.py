@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer_hooks.failopen import FaultCounter
@@ -17,6 +18,7 @@ from trainvitals.io.completions import (
     cut_completion,
     store_completions,
 )
+from trainvitals.printable import name_type
 from trainvitals.records import Finding
 
 MAX_STEPS = 64
@@ -26,13 +28,19 @@ _CLOSE_SECONDS = 2.0
 
 
 class CompletionRing:
-    """At most three completions of each of the latest steps: lowest, median and highest reward."""
+    """At most three completions of each of the latest steps: lowest, median and highest reward.
+
+    Any thread may add some, because rewards are often computed in several. A forked child keeps
+    none: another thread may have held the lock when it was forked.
+    """
 
     def __init__(self, *, max_steps: int = MAX_STEPS, max_bytes: int = MAX_BYTES) -> None:
         self._max_steps, self._max_bytes = max_steps, max_bytes
         self._steps: OrderedDict[tuple[int, int], list[Completion]] = OrderedDict()
         """By attempt and step."""
         self.num_bytes = 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -41,7 +49,7 @@ class CompletionRing:
         self,
         prompts: Sequence[object],
         completions: Sequence[object],
-        rewards: Sequence[float],
+        rewards: Sequence[float | None],
         *,
         step: int,
         attempt: int,
@@ -49,40 +57,40 @@ class CompletionRing:
         """Add the completions of a step; several calls for one step count together.
 
         Raises:
-            UsageError: the lengths differ.
+            UsageError: an argument is not a sequence, the lengths differ, or a reward is not a
+                number.
         """
-        if not len(prompts) == len(completions) == len(rewards):
-            raise UsageError(
-                f"observe_samples() got {len(prompts)} prompts, {len(completions)} completions and "
-                f"{len(rewards)} rewards; their numbers must be equal",
-                hint="repeat each prompt once per completion",
-            )
-        numbers = [float(reward) for reward in rewards]
+        if os.getpid() != self._pid:
+            return
+        _check_lengths(prompts, completions, rewards)
+        numbers = [_to_number(reward) for reward in rewards]
         samples = [
             cut_completion(prompts[i], completions[i], numbers[i]) for i in choose_three(numbers)
         ]
-        earlier = self._steps.pop((attempt, step), [])
-        both = [*earlier, *samples]
-        selected = [both[i] for i in choose_three([sample.reward or 0.0 for sample in both])]
-        self._steps[attempt, step] = selected
-        self.num_bytes += sum(map(_size, selected)) - sum(map(_size, earlier))
-        while len(self._steps) > self._max_steps or self.num_bytes > self._max_bytes:
-            _, dropped = self._steps.popitem(last=False)
-            self.num_bytes -= sum(map(_size, dropped))
+        with self._lock:
+            earlier = self._steps.pop((attempt, step), [])
+            both = [*earlier, *samples]
+            selected = [both[i] for i in choose_three([sample.reward or 0.0 for sample in both])]
+            self._steps[attempt, step] = selected
+            self.num_bytes += sum(map(_size, selected)) - sum(map(_size, earlier))
+            while len(self._steps) > self._max_steps or self.num_bytes > self._max_bytes:
+                _, dropped = self._steps.popitem(last=False)
+                self.num_bytes -= sum(map(_size, dropped))
 
     def find(self, finding: Finding, attempt: int) -> StoredCompletions | None:
         """Return the completions of the finding's first step that has any; otherwise the latest."""
-        steps = [step for of_attempt, step in self._steps if of_attempt == attempt]
-        if not steps:
+        with self._lock:
+            by_step = {step: kept for (at, step), kept in self._steps.items() if at == attempt}
+        if not by_step:
             return None
-        step = next((step for step in steps if step >= finding.onset_step), steps[-1])
+        step = min((s for s in by_step if s >= finding.onset_step), default=max(by_step))
         return StoredCompletions(
             step=step,
             attempt=attempt,
             finding=finding.kind,
             onset_step=finding.onset_step,
             reported_step=finding.step,
-            samples=tuple(self._steps[attempt, step]),
+            samples=tuple(by_step[step]),
         )
 
 
@@ -95,17 +103,65 @@ def choose_three(rewards: Sequence[float]) -> list[int]:
     return [order[i] for i in sorted({0, len(order) // 2, len(order) - 1})] if order else []
 
 
+def _check_lengths(*arguments: object) -> None:
+    """Refuse arguments that are not sequences of equal length.
+
+    Raises:
+        UsageError: they are not.
+    """
+    if not all(hasattr(value, "__len__") and not isinstance(value, str) for value in arguments):
+        types = ", ".join(map(name_type, arguments))
+        raise UsageError(
+            f"observe_samples() got {types}; it needs three lists of equal length",
+            hint="pass prompts, completions and rewards, one entry per completion",
+        )
+    num_prompts, num_completions, num_rewards = map(len, arguments)  # type: ignore[arg-type]
+    if not num_prompts == num_completions == num_rewards:
+        raise UsageError(
+            f"observe_samples() got {num_prompts} prompts, {num_completions} completions and "
+            f"{num_rewards} rewards; their numbers must be equal",
+            hint="repeat each prompt once per completion",
+        )
+
+
+def _to_number(reward: float | None) -> float:
+    """Return a reward as a number; None, with which TRL marks a missing one, is NaN.
+
+    Raises:
+        UsageError: it is not a number. The message has no value, which may be a completion.
+    """
+    if reward is None:
+        return math.nan
+    try:
+        return float(reward)
+    except Exception:  # noqa: BLE001 - a third-party __float__ may raise anything
+        raise UsageError(
+            f"observe_samples() got {name_type(reward)} as a reward; it must be one number",
+            hint="the order is observe_samples(prompts, completions, rewards)",
+        ) from None
+
+
 def _size(sample: Completion) -> int:
     """Return the bytes of a completion in memory: at most four per character."""
     return 4 * (len(sample.prompt) + len(sample.completion))
 
 
 class CompletionWriter:
-    """Writes each file in a separate thread, because the loop must not wait for a disk."""
+    """Writes each file in a separate thread, because the loop must not wait for a disk.
 
-    def __init__(self, run_dir: Path, faults: FaultCounter) -> None:
-        self._run_dir, self._faults = run_dir, faults
+    Args:
+        run_dir: directory of the run.
+        faults: counts failed writes, for example because the disk is full.
+        on_stored: called in that thread once a file exists.
+    """
+
+    def __init__(
+        self, run_dir: Path, faults: FaultCounter, on_stored: Callable[[StoredCompletions], None]
+    ) -> None:
+        self._run_dir, self._faults, self._on_stored = run_dir, faults, on_stored
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        """Held during a write: two findings of a step could use the same temporary file."""
         self._pid = os.getpid()
 
     def write(self, stored: StoredCompletions) -> None:
@@ -113,15 +169,18 @@ class CompletionWriter:
         thread = threading.Thread(
             target=self._write, args=(stored,), name="vitals-completions", daemon=True
         )
-        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def _write(self, stored: StoredCompletions) -> None:
-        with self._faults.fail_open("completions.write"):
+        with self._faults.fail_open("completions.write"), self._lock:
             store_completions(self._run_dir, stored)
+            self._on_stored(stored)
 
     def close(self) -> None:
-        """Wait up to 2 seconds for each file; not in a forked child."""
-        if os.getpid() == self._pid:
-            for thread in self._threads:
-                thread.join(_CLOSE_SECONDS)
+        """Wait up to 2 seconds for the files; not in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        until = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
