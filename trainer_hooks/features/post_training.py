@@ -197,7 +197,7 @@ class _ScalarJudge:
 
     def __init__(self, task: str) -> None:
         self._task = task
-        self._values: dict[str, float] = {}
+        self._scalars: dict[str, float] = {}
         self._logged_at = (0, 0)
         """Attempt and step of these."""
         self._findings: list[Finding] = []
@@ -214,7 +214,7 @@ class _ScalarJudge:
         # Here: a rank that does not act needs none of the detectors.
         from trainvitals.detect.posttraining.set import PostTrainingDetectors
 
-        self._values, self._findings = {}, []
+        self._scalars, self._findings = {}, []
         self._detectors = PostTrainingDetectors(self._task)
         if state is not None:
             restored = PostTrainingDetectors(self._task)
@@ -232,7 +232,7 @@ class _ScalarJudge:
         if self._logged_at != (attempt, step):
             self._judge_step()
             self._logged_at = (attempt, step)
-        self._values[name], self.has_read = value, True
+        self._scalars[name], self.has_read = value, True
 
     def judge(self, *, before_step: int, attempt: int) -> list[Finding]:
         """Return the findings about the scalars of earlier steps."""
@@ -242,7 +242,7 @@ class _ScalarJudge:
         return findings
 
     def _judge_step(self) -> None:
-        values, self._values = self._values, {}
+        values, self._scalars = self._scalars, {}
         if values:
             attempt, step = self._logged_at
             self._findings += self._detectors.update(
