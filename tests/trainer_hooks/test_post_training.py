@@ -314,3 +314,19 @@ def test_a_run_that_records_nothing_to_judge_is_warned_once(tmp_path, caplog):
     (note,) = [e for e in events if isinstance(e, Note) and e.code == "collapse_not_judged"]
     assert "monitor.observe(reward=..., entropy=..., kl=...)" in note.text
     assert note.text in caplog.text
+
+
+def test_a_rollback_restores_the_detectors_and_the_collapse_still_halts(tmp_path):
+    loop = a_loop(mode="heal", on_collapse="stop", checkpoints=tmp_path / "kept")
+    with pytest.raises(TrainingHalted, match="the policy collapsed"), loop.monitor as monitor:
+        events = events_of(monitor)
+        train(loop, LOW + 15, samples=True)
+        with torch.no_grad():
+            loop.model[0].weight.fill_(math.nan)
+        train(loop, 100, samples=True)
+    made = [e.decision for e in events if isinstance(e, DecisionMade)]
+    made = [decision for decision in made if decision.action != "skip_step"]
+    assert ["rollback", "halt"] == [decision.action for decision in made]
+    assert made[-1].attempt == made[0].new_attempt
+    assert LOST < made[-1].step < 90
+    assert {} == monitor.swallowed_errors
