@@ -80,7 +80,7 @@ class CompletionRing:
     def find(self, finding: Finding, attempt: int) -> StoredCompletions | None:
         """Return the completions of the finding's first step that has any; otherwise the latest."""
         with self._lock:
-            by_step = {step: kept for (at, step), kept in self._steps.items() if at == attempt}
+            by_step = {step: texts for (of, step), texts in self._steps.items() if of == attempt}
         if not by_step:
             return None
         step = min((s for s in by_step if s >= finding.onset_step), default=max(by_step))

@@ -265,10 +265,10 @@ def quantities_text(replies: Sequence[SeriesReply], step: int) -> str:
 
 def _begun_here(findings: Sequence[FindingView], step: int) -> list[str]:
     """Return the post-training problems that began at a step and were certain only later."""
-    found = (view.finding for view in findings)
+    raised = (view.finding for view in findings)
     return [
         f"Began here, reported at step {finding.step}: {finding.reason}."
-        for finding in found
+        for finding in raised
         if finding.kind in _OF_POST_TRAINING and finding.onset_step == step != finding.step
     ]
 

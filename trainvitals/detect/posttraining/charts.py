@@ -82,8 +82,8 @@ def _metrics_of_quantities(metrics: Collection[str]) -> Mapping[str, tuple[str, 
         name: reading.quantity for name, reading in NAMES.items() if not reading.is_converted
     }
     quantities |= dict.fromkeys(_LENGTHS, _LENGTH)
-    found: dict[str, tuple[str, str]] = {}
+    recorded: dict[str, tuple[str, str]] = {}
     for name, quantity in quantities.items():
         if name in by_name:
-            found.setdefault(quantity, (name, by_name[name]))
-    return found
+            recorded.setdefault(quantity, (name, by_name[name]))
+    return recorded
