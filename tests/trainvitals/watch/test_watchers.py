@@ -160,6 +160,12 @@ def test_weights_that_shrink_or_grow_fast_are_reported_once_while_they_do() -> N
         assert finding.value > finding.limit >= WeightNormConfig().change
 
 
+def test_weights_of_a_small_norm_are_judged_by_the_same_ratio() -> None:
+    rows = merged_series("weight_norm 0.09..0.1x60 0.1..0.04x20 0.04x60")
+    (finding,) = watched(WeightNormWatcher(), rows)
+    assert "the weight norm shrank from" in finding.reason
+
+
 def test_weights_that_grow_from_their_beginning_are_healthy() -> None:
     assert [] == watched(WeightNormWatcher(), "weight_norm 10..30x20 30..45x60 45..50x200")
 
@@ -206,6 +212,13 @@ def test_activations_are_told_once_per_order_of_magnitude() -> None:
     found = watched(ActivationWatcher(), course)
     assert {62: ["activation"], 162: ["activation"]} == causes(found)
     assert found[0].reason.startswith("the output of mlp has a root mean square of 20, 20x")
+
+
+def test_one_report_counts_all_outputs_that_grew() -> None:
+    course = "; ".join(f"h.{i}:activation_rms 1x60 {20 + i}x9" for i in range(3))
+    (finding,) = watched(ActivationWatcher(), course)
+    assert finding.reason.startswith("the output of h.2 has a root mean square of 22, 22x")
+    assert finding.reason.endswith("; 2 more grew as much")
 
 
 def test_activations_that_collapse_are_told_once() -> None:
