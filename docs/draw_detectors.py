@@ -118,9 +118,9 @@ delay, separately for *act* and *tell*, and names where a peer is better
 what Vitals would have found and done in your own log.
 
 In `observe` mode Vitals takes no action, so the run itself shows which decisions were right
-(`trainvitals/hindsight.py:judge_decision_in_hindsight`): a decision was *needed* if the loss stayed above its
-previous level, and *unneeded* if it recovered by itself. `vitals show` and the dashboard count
-both.
+(`trainvitals/hindsight.py:judge_decision_in_hindsight`): a decision was *needed* if the loss
+stayed above its previous level, and *unneeded* if it recovered by itself. `vitals show` and the
+dashboard count both.
 """
 
 
