@@ -531,7 +531,7 @@ def test_a_rollback_sends_the_curves_anew(stub: Stub, open_page: Open) -> None:
 def test_what_the_browser_missed_it_is_sent_whole(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")
-    app.session_state["feed_run"].forget()  # as the component asks for it
+    app.session_state["feed_run"].reset()  # as the component asks for it
     assert 0 == messages(app.run())[0]["base"]
 
 
