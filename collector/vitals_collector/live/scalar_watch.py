@@ -175,20 +175,20 @@ class ScalarWatch:
         span = RowSpan(self.run_id, SCALARS, seqs={incarnation: (first, last + 1)})
         columns = moment.numbers.scan(span, _COLUMNS)
         seqs, ids = columns["seq"].values, columns["name"].values
-        known = self._names.get(incarnation, _Names())
-        if (ids > known.last).any():
+        writer_names = self._names.get(incarnation, _Names())
+        if (ids > writer_names.last).any():
             stored = _names_of(moment.sql, self.run_id, incarnation)
-            known = stored._replace(last=max(stored.last, known.last))
-        is_unnamed = ids > known.last
+            writer_names = stored._replace(last=max(stored.last, writer_names.last))
+        is_unnamed = ids > writer_names.last
         if not is_unnamed.any():
             self._waits.pop(incarnation, None)
         elif now_ns - self._waits.setdefault(incarnation, now_ns) < _NAME_WAIT_NS:
             last = int(seqs[is_unnamed].min()) - 1
         else:
             del self._waits[incarnation]
-            known = known._replace(last=int(ids.max()))
-        self._names[incarnation] = known
-        chosen = np.isin(ids, list(known.read)) & (seqs <= last)
+            writer_names = writer_names._replace(last=int(ids.max()))
+        self._names[incarnation] = writer_names
+        chosen = np.isin(ids, list(writer_names.read)) & (seqs <= last)
         values = (columns[name].values[chosen].tolist() for name in _COLUMNS)
         return sorted(map(_Row._make, zip(*values, strict=True))), last
 

@@ -560,8 +560,8 @@ def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
         offset = report.offset
         if offset is None or not math.isfinite(offset.seconds) or offset.uncertainty < 0:
             continue
-        known = best.get(report.node)
-        if known is None or known.offset is None or offset.uncertainty < known.offset.uncertainty:
+        other = best.get(report.node)
+        if other is None or other.offset is None or offset.uncertainty < other.offset.uncertainty:
             best[report.node] = report
     offsets = {node: each.offset for node, each in best.items() if each.offset is not None}
     if len(offsets) < 2:

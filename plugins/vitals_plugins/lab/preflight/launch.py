@@ -108,7 +108,7 @@ def _after_torchrun(words: Sequence[str]) -> int:
     """
     indices = [index for index, word in enumerate(words) if _is_torchrun(word)]
     if not indices:
-        is_quoted = any("torchrun" in word for word in words)
+        is_quoted = "torchrun" in " ".join(words)
         raise UsageError(
             f"no torchrun in {' '.join(words)!r}",
             hint="write the words of torchrun without bash -c and quotes" if is_quoted else _HINT,
@@ -243,5 +243,5 @@ def parse_line(line: bytes) -> PreflightReport | None:
 
 def keep_latest(reports: dict[int, PreflightReport], report: PreflightReport) -> None:
     """Store a report unless a later one of the same rank is stored already."""
-    known = reports.get(report.rank)
-    reports[report.rank] = merge_reports(known, report) if known else report
+    earlier = reports.get(report.rank)
+    reports[report.rank] = merge_reports(earlier, report) if earlier else report

@@ -454,13 +454,13 @@ def _select_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def bytes_to_write(wanted: int, *, free: int, num_ranks: int, is_memory: bool) -> int:
+def bytes_to_write(limit: int, *, free: int, num_ranks: int, is_memory: bool) -> int:
     """Return the bytes that a rank writes: all ranks together use a quarter of the free space.
 
     Less than 1 MiB would not be a measurement, so the result is 0 then. In a file system in memory,
     the bytes count as memory of the container.
     """
-    num_bytes = min(wanted, free // (4 * num_ranks), MAX_MEMORY_BYTES if is_memory else wanted)
+    num_bytes = min(limit, free // (4 * num_ranks), MAX_MEMORY_BYTES if is_memory else limit)
     return num_bytes if num_bytes >= MIN_WRITE_BYTES else 0
 
 

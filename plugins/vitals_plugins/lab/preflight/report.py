@@ -138,10 +138,10 @@ def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
     return b"".join(MARK + msgspec.json.encode(line) + b"\n" for line in lines)
 
 
-def merge_reports(known: PreflightReport, report: PreflightReport) -> PreflightReport:
+def merge_reports(earlier: PreflightReport, report: PreflightReport) -> PreflightReport:
     """Return the later of two reports of a rank, with the versions and limits of either."""
-    is_later = known.stage < DONE and report.stage >= known.stage
-    later, other = (report, known) if is_later else (known, report)
+    is_later = earlier.stage < DONE and report.stage >= earlier.stage
+    later, other = (report, earlier) if is_later else (earlier, report)
     return msgspec.structs.replace(
         later, versions=later.versions or other.versions, limits=later.limits or other.limits
     )
