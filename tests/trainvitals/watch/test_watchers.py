@@ -143,8 +143,9 @@ def test_overflows_are_seen_in_the_scale_alone() -> None:
 
 def test_a_counter_of_overflows_serves_as_well() -> None:
     course = "loss_scale 1024x200; overflow_steps 0x100 0..99x100"
-    found = causes(watched(LossScaleWatcher(), course))
-    assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == found
+    found = watched(LossScaleWatcher(), course)
+    assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == causes(found)
+    assert [101, 101] == [finding.onset_step for finding in found]
 
 
 # ------------------------------------------------------------------------- weight norm
@@ -237,6 +238,7 @@ def test_activations_that_collapse_are_told_once() -> None:
 def test_few_dead_features_and_those_that_always_were_are_not_told() -> None:
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.05x60 0.6x100")
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.95x60 1x100")
+    assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0x49 1x100")
     switched = "mlp:activation_dead_ratio 0x60 1x2 0x3 1x1 0x50 1x9 0x3 1x40"
     assert [] == watched(ActivationWatcher(), switched)
     once = "mlp:activation_dead_ratio 0x60 1x2 0x50 1x40"
