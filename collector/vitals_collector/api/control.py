@@ -194,6 +194,3 @@ def _reachable_runs(store: Store, request: Request) -> frozenset[str] | None:
     """Return the runs that a token with the scope ``control`` reaches; None: all."""
     with store.read_transaction() as connection:
         return principal_of(request).reach(connection, "control")
-
-
-__all__ = ["control_router"]

@@ -189,6 +189,3 @@ def _is_loopback(host: str) -> bool:
 
 def _this_node() -> str:
     return safe_node_id(socket.gethostname())
-
-
-__all__ = ["AgentAddress", "TargetGroup", "discovery_router", "scrapable", "target_groups"]

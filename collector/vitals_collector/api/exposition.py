@@ -400,6 +400,3 @@ def _collector_families(store: Store) -> dict[str, Samples]:
             product(PARTS), _single_label_counts(counters.failures)
         ),
     }
-
-
-__all__ = ["StoreCollector", "metrics_router"]

@@ -520,14 +520,3 @@ def _busy_error() -> StorageError:
         hint="try again later; agents keep their spools and retry by themselves",
         code=BUSY,
     )
-
-
-__all__ = [
-    "BUSY",
-    "ByteBudget",
-    "CommitLimits",
-    "CommitQueue",
-    "IngestApp",
-    "Outcome",
-    "PendingBody",
-]

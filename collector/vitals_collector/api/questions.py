@@ -226,12 +226,3 @@ def _schema_ref(body: Any) -> dict[str, Any]:
     _TYPES[str(body)] = body
     (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
     return schema
-
-
-__all__ = [
-    "add_openapi_document",
-    "body_decoder",
-    "openapi_request_body",
-    "openapi_responses",
-    "question_router",
-]

@@ -64,6 +64,3 @@ def advice(names: Iterable[str], run_id: str, step: int) -> str:
     """
     text = next((_ADVICE[name] for name in names if name in _ADVICE), "")
     return text.format(run=run_id, step=max(step, 0)) if text else ""
-
-
-__all__ = ["advice"]

@@ -29,6 +29,3 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView,
         text = f"{change.reason} (a change expected for {humanize_count(change.steps, 'step')})"
         views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))
     return tuple(sorted(views, key=lambda view: (view.step, view.time_unix_ns, view.by, view.text)))
-
-
-__all__ = ["annotations_of"]

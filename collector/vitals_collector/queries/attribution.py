@@ -315,6 +315,3 @@ def _effect_text(effect: Next) -> str:
         sigmas=1.0,
     )
     return _onset_text(as_onset)
-
-
-__all__ = ["Precursor", "onset_sentence", "precursor", "stored_steps"]

@@ -165,6 +165,3 @@ def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str 
 def _shortened_repr(text: str) -> str:
     """Return a quoted part of a table query for an error message."""
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
-
-
-__all__ = ["OPERATORS", "Kind", "TableColumn", "TableCondition", "parse", "unknown_column"]

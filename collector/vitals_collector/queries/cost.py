@@ -230,11 +230,3 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
     return connection.execute(
         query.where(table.run_id == run_id, table.gpu_uuid != "")
     ).scalar_one()
-
-
-__all__ = [
-    *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
-    "price_in",
-    "price_of_environment",
-    "total_lost_work",
-]

@@ -104,6 +104,3 @@ def _tokens_at_steps(load: Callable[[str], Points], steps: Floats) -> Floats:
         return np.full(len(steps), np.nan)
     at = counted.step.astype(np.float64)
     return np.interp(steps, at, counted.value, left=np.nan, right=np.nan)
-
-
-__all__ = ["SampledCurve", "difference", "subtract"]

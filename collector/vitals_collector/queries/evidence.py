@@ -187,6 +187,3 @@ def _times(
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
     return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
-
-
-__all__ = ["THROTTLED", "IncidentEvidence", "gather_evidence"]

@@ -159,6 +159,3 @@ class _LineageCurves:
             places = counted.step.astype(np.float64) + 1.0
             at = np.interp(at, places, counted.value, left=np.nan, right=np.nan)
         return at, points.value
-
-
-__all__ = ["forecast"]

@@ -534,6 +534,3 @@ class GoodputReader:
             if self._stop.is_set():
                 return
             self.read_queried_runs()
-
-
-__all__ = ["GoodputCache", "GoodputReader", "run_goodput"]

@@ -255,19 +255,3 @@ def incident_ids(
             name += "_"
         names[name] = None
     return list(names)
-
-
-__all__ = [
-    *(
-        "DEATHS",
-        "FOLLOWING_STEPS",
-        "NEAR_STEPS",
-        "SAME_CAUSE_STEPS",
-        "SEVERITIES",
-        "IncidentItem",
-        "domain_of",
-        "group_incidents",
-        "incident_ids",
-    ),
-    *("item_of_decision", "item_of_finding"),
-]

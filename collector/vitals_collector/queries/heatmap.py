@@ -274,6 +274,3 @@ def _assign_steps(curve: Points, clock: Points) -> Points:
     part = (time - begun) / np.maximum(clock.time_unix_ns[after] - begun, 1)
     ended = np.floor(part * np.maximum(clock.step[after] - step, 0)).astype(np.int64)
     return Points(step + ended, clock.attempt[at], time, value)
-
-
-__all__ = ["cells"]

@@ -204,15 +204,3 @@ def nanmedian(values: Floats) -> Floats:
     low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)
     pick = np.take_along_axis
     return (pick(ordered, low, axis=-1) / 2 + pick(ordered, high, axis=-1) / 2)[..., 0]
-
-
-__all__ = [
-    "CellExtremes",
-    "HeatmapGrid",
-    "HeatmapRows",
-    "even_starts",
-    "most_deviating_values",
-    "nanmedian",
-    "of_curves",
-    "starts_of",
-]

@@ -758,6 +758,3 @@ def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool)
         events=tuple(facts.events[:MAX_LISTED]),
         data=tuple(facts.data[:MAX_LISTED]),
     )
-
-
-__all__ = ["IncidentParts", "incidents", "items_of", "read_records", "run_verdict"]

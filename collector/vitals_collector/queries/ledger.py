@@ -377,10 +377,3 @@ def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
         values=values,
         nonfinite=tuple(nonfinite),
     )
-
-
-__all__ = [
-    *("alerts_of", "attempts_of", "checkpoints_of", "samples_of_step", "decisions_of"),
-    *("event_view", "events_of", "findings_of", "load_probe_readings", "run_row"),
-    *("sources_of", "step_rows"),
-]

@@ -520,6 +520,3 @@ def _series_reply(
         nonfinite=series.nonfinite_marks(curve.points, MAX_MARKS),
         num_nonfinite=series.num_nonfinite(curve.points),
     )
-
-
-__all__ = ["ANSWERS", "Query", "answer_to", "within"]

@@ -264,13 +264,3 @@ def _first_rows(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
     return rows.take(order[: request.limit])
-
-
-__all__ = [
-    "MatchingSteps",
-    "StepTableResult",
-    "columns_of_steps",
-    "find_steps",
-    "read_steps",
-    "shown_columns",
-]

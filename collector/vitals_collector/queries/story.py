@@ -312,6 +312,3 @@ def _time_phrase(time_unix_ns: int) -> str:
     except (OverflowError, ValueError, OSError):
         return "at an unknown time"
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
-
-
-__all__ = ["StoryFacts", "explain_incident", "incident_title"]

@@ -280,5 +280,3 @@ _READ: dict[str, Callable[[Connection, TableQuestion, Liveness], list[dict[str, 
     "alerts": _alert_rows,
     "events": _event_rows,
 }
-
-__all__ = ["MAX_ROWS", "query_table"]

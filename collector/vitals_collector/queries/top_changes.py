@@ -312,15 +312,3 @@ def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -
         if has_jumps:
             scale = max(scale, float(np.quantile(usual, _USUAL)) * _OF_USUAL / MIN_SCORE)
         return np.asarray(np.abs(late - middle) / scale)
-
-
-__all__ = [
-    "OF_SPEED",
-    "RUN",
-    "TopChange",
-    "ancestry",
-    "attempt_of",
-    "find_top_changes",
-    "judge_change",
-    "top_change_views",
-]

@@ -668,17 +668,3 @@ def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
 
 def _timeline_entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
     return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))
-
-
-__all__ = [
-    *(
-        "Precedent",
-        "VerdictFacts",
-        "verdict_action_line",
-        "precedent_line",
-        "verdict_cause_line",
-        "verdict_cost_line",
-        "incident_end_text",
-    ),
-    *("is_about_wait", "of_healthy", "verdict_state_line", "incident_timeline", "verdict"),
-]

@@ -640,6 +640,3 @@ def _float_or_none(row: dict[str, Value], name: str) -> float | None:
 def _int_or_default(row: dict[str, Value], name: str, default: int) -> int:
     value = row.get(name)
     return int(value) if isinstance(value, int) else default
-
-
-__all__ = ["COMPARED", "Replay", "replay", "step_record"]
