@@ -28,19 +28,8 @@ from trainvitals.wire import IngestReply
 from vitals_collector.alerts.ack_links import AckLinks
 from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.alerts.worker import build_notifiers
+from vitals_collector.api import auth
 from vitals_collector.api.ack_page import ack_router
-from vitals_collector.api.auth import (
-    OTLP_PATH,
-    AuthMiddleware,
-    GatedApi,
-    access_config,
-    json_response,
-    load_or_create_tokens,
-    principal_of,
-    problem_response,
-    require,
-    unexpected_error_response,
-)
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
@@ -123,7 +112,7 @@ def create_app(
     """
     clock = clock or SystemClock()
     ensure_data_dir(settings.data)
-    tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
+    tokens = auth.load_or_create_tokens(settings.data / TOKENS_FILE)
     make_control_key(settings.data)
     if store is None:
         store = open_data_store(settings.data, settings.database, lake=settings.lake)
@@ -161,7 +150,7 @@ def create_app(
         ]
         if writer is not None:
             parts.append(writer)
-        app = GatedApi(
+        app = auth.GatedApi(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
@@ -177,7 +166,7 @@ def create_app(
         )
         _add_error_handlers(app, store)
         add_openapi_document(app)
-        access = access_config(
+        access = auth.access_config(
             tokens,
             find=known_tokens.find,
             bound=settings.bound,
@@ -185,7 +174,7 @@ def create_app(
             origins=settings.origins,
         )
         count = store.counters.refuse
-        app.gate = AuthMiddleware(
+        app.gate = auth.AuthMiddleware(
             app.handle_authenticated, ingest=ingest_app, config=access, count=count
         )
         app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
@@ -347,7 +336,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     @router.post(
         "/v1/ingest",
         tags=["ingest"],
-        dependencies=[Depends(require("ingest"))],
+        dependencies=[Depends(auth.require("ingest"))],
         responses=openapi_responses(list[IngestReply]),
         openapi_extra=openapi_request_body(bytes, "application/octet-stream"),
     )
@@ -359,7 +348,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         (``Retry-After``).
         """
         # IngestApp serves this path before it gets here; this documents it.
-        return await ingest_app.ingest_body(await request.body(), principal_of(request))
+        return await ingest_app.ingest_body(await request.body(), auth.principal_of(request))
 
     health = HealthCheck(store)
 
@@ -367,7 +356,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     async def healthz() -> Response:
         """Report that the store responds, or why it stores nothing (503). Needs no token."""
         status = await health.status()
-        return json_response({"status": status or "ok"}, 503 if status else 200)
+        return auth.json_response({"status": status or "ok"}, 503 if status else 200)
 
     return router
 
@@ -380,9 +369,9 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
         router, missing = APIRouter(), error
 
     @router.post(
-        OTLP_PATH,
+        auth.OTLP_PATH,
         tags=["ingest"],
-        dependencies=[Depends(require("ingest"))],
+        dependencies=[Depends(auth.require("ingest"))],
         responses=openapi_responses(dict[str, str]),
     )
     def refuse_metrics() -> Response:
@@ -399,21 +388,21 @@ def _add_error_handlers(app: FastAPI, store: Store) -> None:
         assert isinstance(error, VitalsError)
         if isinstance(error, UnauthorizedError):
             store.counters.refuse(error.code)
-        return problem_response(error)
+        return auth.problem_response(error)
 
     async def wrong_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         explanation = "; ".join(
             f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()
         )
-        return problem_response(UsageError(explanation))
+        return auth.problem_response(UsageError(explanation))
 
     async def no_route(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return json_response(Problem(code="V100", text=str(error.detail)), error.status_code)
+        return auth.json_response(Problem(code="V100", text=str(error.detail)), error.status_code)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return unexpected_error_response(request.url.path, error)
+        return auth.unexpected_error_response(request.url.path, error)
 
     app.add_exception_handler(VitalsError, ours)
     app.add_exception_handler(RequestValidationError, wrong_request)

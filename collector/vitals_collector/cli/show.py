@@ -7,29 +7,12 @@ from typing import Annotated, TextIO
 
 import typer
 
+from trainvitals import views
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.document.blocks import TableBlock
 from trainvitals.document.incident import verdict_facts
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
-from trainvitals.views import (
-    CheckpointsQuestion,
-    DecisionsQuestion,
-    DecisionView,
-    EventsQuestion,
-    EventView,
-    FindingsQuestion,
-    FindingView,
-    RunDetail,
-    RunQuestion,
-    RunSummary,
-    RunVolume,
-    SeriesQuestion,
-    SeriesReply,
-    StepQuestion,
-    VerdictQuestion,
-    VerdictView,
-)
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
@@ -74,7 +57,9 @@ def show(
     with server.open(choice) as (opened, summary):
         if metric:
             series = opened.reader.ask(
-                SeriesQuestion(run_id=summary.run_id, metric=metric, source=source, points=points)
+                views.SeriesQuestion(
+                    run_id=summary.run_id, metric=metric, source=source, points=points
+                )
             )
             out.write(_series_columns(series, out.form), body=series)
             return
@@ -82,7 +67,7 @@ def show(
             write_run(opened.reader, summary.run_id, out.form, to, names=names)
 
 
-def _series_columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+def _series_columns(series: views.SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
     marks = {(mark.step, mark.attempt): mark.kind for mark in series.nonfinite}
     points = zip(series.step, series.attempt, series.value, strict=True)
     values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
@@ -98,12 +83,12 @@ def write_run(
     reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
 ) -> None:
     """Write all data of a run except its curves' values; ``names`` lists all series."""
-    detail = reader.ask(RunQuestion(run_id=run_id))
-    ledger = reader.ask(DecisionsQuestion(run_id=run_id))
-    saved = reader.ask(CheckpointsQuestion(run_id=run_id))
-    events = reader.ask(EventsQuestion(run_id=run_id))
-    findings = reader.ask(FindingsQuestion(run_id=run_id))
-    verdict = reader.ask(VerdictQuestion(run_id=run_id)).verdict
+    detail = reader.ask(views.RunQuestion(run_id=run_id))
+    ledger = reader.ask(views.DecisionsQuestion(run_id=run_id))
+    saved = reader.ask(views.CheckpointsQuestion(run_id=run_id))
+    events = reader.ask(views.EventsQuestion(run_id=run_id))
+    findings = reader.ask(views.FindingsQuestion(run_id=run_id))
+    verdict = reader.ask(views.VerdictQuestion(run_id=run_id)).verdict
     if form is TableFormat.JSON:
         body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
         write_json({**body, "events": events}, to=to)
@@ -135,7 +120,7 @@ def write_run(
         write_rows(table.header, table.rows, Format.TABLE, to=to)
 
 
-def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
+def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
     """Return the rows of the verdict; none for a run without an incident."""
     if not verdict.incident_id:
         return []
@@ -147,7 +132,7 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
     ]
 
 
-def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
+def _waited(findings: Sequence[views.FindingView]) -> list[TableBlock]:
     """Return the table of waits and hangs in ``vitals show``; empty without any."""
     waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
     rows = [
@@ -162,7 +147,7 @@ def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
     return [TableBlock(("time", "step", "paged", "blocking rank"), rows)] if rows else []
 
 
-def _trace_table(events: Sequence[EventView]) -> list[TableBlock]:
+def _trace_table(events: Sequence[views.EventView]) -> list[TableBlock]:
     """Return the table of traces; empty without any."""
     rows = [(e.source, e.step, e.profile) for e in events if e.profile]
     return [TableBlock(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
@@ -179,7 +164,7 @@ def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
 
 
 def _curve_plots(
-    reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
+    reader: Reader, detail: views.RunDetail, ledger: Sequence[views.DecisionView], to: TextIO
 ) -> list[str]:
     """Return the plots of loss and gradient norm, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
@@ -217,7 +202,7 @@ def _series_count_text(metrics: Sequence[str]) -> str:
     return f"{len(metrics)}; --series lists them" if metrics else ""
 
 
-def _volume_rows(volume: RunVolume | None) -> list[tuple[str, object]]:
+def _volume_rows(volume: views.RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
@@ -237,12 +222,12 @@ def _volume_rows(volume: RunVolume | None) -> list[tuple[str, object]]:
     return lines
 
 
-def _learning_rates(reader: Reader, run: RunSummary) -> str:
+def _learning_rates(reader: Reader, run: views.RunSummary) -> str:
     """Return the learning rates of all groups at the last step."""
     from vitals_collector.queries.why import learning_rates  # brings the store's packages
 
     if run.last_step < 0:
         return ""
-    rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows
+    rows = reader.ask(views.StepQuestion(run_id=run.run_id, step=run.last_step)).rows
     rank0_rows = [row for row in rows if row.source == "rank:0"]
     return learning_rates(rank0_rows[-1].values) if rank0_rows else ""

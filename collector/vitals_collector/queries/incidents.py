@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from sqlalchemy import Connection, Row, select
 
+from trainvitals import views
 from trainvitals.alerting import (
     Alert,
     alerts_for_decision,
@@ -18,39 +19,15 @@ from trainvitals.alerting import (
 from trainvitals.detect.attribution import find_origin_onset
 from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
-from trainvitals.views import (
-    AlertView,
-    DecisionView,
-    EventView,
-    FindingView,
-    IncidentLine,
-    IncidentView,
-    RunSummary,
-    RunVerdict,
-    StepData,
-    VerdictView,
-)
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import conditions_of, watched_onsets
 from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
-from vitals_collector.queries import story
+from vitals_collector.queries import grouping, story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import IncidentEvidence, gather_evidence
-from vitals_collector.queries.grouping import (
-    DEATHS,
-    FOLLOWING_STEPS,
-    NEAR_STEPS,
-    SEVERITIES,
-    IncidentItem,
-    domain_of,
-    group_incidents,
-    incident_ids,
-    item_of_decision,
-    item_of_finding,
-)
 from vitals_collector.queries.ledger import (
     alerts_of,
     decisions_of,
@@ -98,7 +75,7 @@ _ended = msgspec.msgpack.Decoder(RunEnded).decode
 class IncidentEvent(NamedTuple):
     """A selected event."""
 
-    view: EventView
+    view: views.EventView
     severity: str
     code: str
     """Code of the incident that the event starts; "" if it only belongs to others."""
@@ -108,13 +85,13 @@ class IncidentEvent(NamedTuple):
 class RunRecords:
     """All records of a run that may be part of an incident."""
 
-    findings: tuple[FindingView, ...]
+    findings: tuple[views.FindingView, ...]
     attempts: tuple[int, ...]
     """Attempt of each finding."""
-    decisions: tuple[DecisionView, ...]
-    alerts: tuple[AlertView, ...]
+    decisions: tuple[views.DecisionView, ...]
+    alerts: tuple[views.AlertView, ...]
     events: tuple[IncidentEvent, ...]
-    data: tuple[StepData, ...]
+    data: tuple[views.StepData, ...]
     data_steps: tuple[int, ...]
     loss_kind: str = "minimize"
     decided: dict[int, set[str]] = field(default_factory=dict)
@@ -122,7 +99,7 @@ class RunRecords:
     restarts: tuple[Restart, ...] = ()
     """Restarts that lost steps."""
 
-    def alerts_for(self, view: FindingView) -> tuple[Alert, ...]:
+    def alerts_for(self, view: views.FindingView) -> tuple[Alert, ...]:
         """Return the alerts that a finding itself raises: none if a decision covers it."""
         finding = view.finding
         if is_answered(finding, self.decided.get(finding.step, ())):
@@ -132,12 +109,12 @@ class RunRecords:
 
 def incidents(
     moment: ReadSnapshot,
-    run: RunSummary,
+    run: views.RunSummary,
     *,
     price: float = 0.0,
     reach: frozenset[str] | None = None,
     run_dir: Path | None = None,
-) -> tuple[IncidentView, ...]:
+) -> tuple[views.IncidentView, ...]:
     """Return the incidents of a run, the latest first.
 
     Args:
@@ -148,7 +125,9 @@ def incidents(
         run_dir: the run's directory, if a directory is read.
     """
     of_run = _read_incidents(moment, run, price, reach, run_dir)
-    gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
+    gravest = sorted(
+        of_run.bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each))
+    )
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(
         _incident_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles
@@ -157,16 +136,16 @@ def incidents(
 
 def run_verdict(
     moment: ReadSnapshot,
-    run: RunSummary,
+    run: views.RunSummary,
     *,
     price: float = 0.0,
     reach: frozenset[str] | None = None,
     run_dir: Path | None = None,
-) -> RunVerdict:
+) -> views.RunVerdict:
     """Return the verdict on the most severe open incident, otherwise on one with actions."""
     of_run = _read_incidents(moment, run, price, reach, run_dir)
     lines = tuple(
-        IncidentLine(
+        views.IncidentLine(
             incident_id=bundle.name,
             title=story.incident_title(of_run.story_facts(bundle, IncidentEvidence())),
             severity=of_run.severity(bundle),
@@ -179,16 +158,16 @@ def run_verdict(
         for bundle in of_run.bundles
     )
     if not lines:
-        return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
+        return views.RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
     bundle = max(of_run.bundles, key=of_run.gravity)
     first = precursor(moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
     judgement = of_run.verdict(bundle, first, is_whole=True)
-    return RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
+    return views.RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
 
 
 def _read_incidents(
     moment: ReadSnapshot,
-    run: RunSummary,
+    run: views.RunSummary,
     price: float,
     reach: frozenset[str] | None,
     run_dir: Path | None,
@@ -199,11 +178,11 @@ def _read_incidents(
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _extend_by_changes(moment.sql, run.run_id, group_incidents(items))
+        for members in _extend_by_changes(moment.sql, run.run_id, grouping.group_incidents(items))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
-    names = incident_ids(groups, ordinals)
+    names = grouping.incident_ids(groups, ordinals)
     bundles = [
         _build_bundle(name, members, records, ordinals)
         for name, members in zip(names, groups, strict=True)
@@ -221,8 +200,8 @@ def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
 
 
 def _extend_by_changes(
-    connection: Connection, run_id: str, groups: Sequence[list[IncidentItem]]
-) -> list[list[IncidentItem]]:
+    connection: Connection, run_id: str, groups: Sequence[list[grouping.IncidentItem]]
+) -> list[list[grouping.IncidentItem]]:
     """Extend each incident to the time during which its cause was out of range."""
     live = watched_onsets(connection, run_id)
     if live is None:
@@ -236,7 +215,7 @@ def _extend_by_changes(
                 live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False
             )
         if mover is not None:
-            is_start = mover.is_cause and mover.step >= first.onset - FOLLOWING_STEPS
+            is_start = mover.is_cause and mover.step >= first.onset - grouping.FOLLOWING_STEPS
             first = first._replace(
                 onset=mover.step if is_start else first.onset,
                 last=max(first.last, mover.last_step),
@@ -245,24 +224,26 @@ def _extend_by_changes(
     return moved
 
 
-def _to_last_step(members: list[IncidentItem], run: RunSummary) -> list[IncidentItem]:
+def _to_last_step(
+    members: list[grouping.IncidentItem], run: views.RunSummary
+) -> list[grouping.IncidentItem]:
     """Move a run's death to its last step: the rank that reports it knows only earlier steps."""
     first, late = members[0], run.last_step
     if (
         run.state in ("failed", "lost")
-        and first.cause in DEATHS
-        and first.onset < late <= first.onset + NEAR_STEPS
+        and first.cause in grouping.DEATHS
+        and first.onset < late <= first.onset + grouping.NEAR_STEPS
     ):
         return [first._replace(onset=late, last=late), *members[1:]]
     return members
 
 
 def _over_condition(
-    members: list[IncidentItem],
+    members: list[grouping.IncidentItem],
     records: RunRecords,
-    run: RunSummary,
+    run: views.RunSummary,
     holding: Collection[tuple[str, str, int, int]],
-) -> list[IncidentItem]:
+) -> list[grouping.IncidentItem]:
     """Extend an incident to the latest step while the condition of one of its findings holds."""
     return [
         item._replace(last=max(item.last, run.last_step))
@@ -308,15 +289,17 @@ def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
     return min(later, default=-1)
 
 
-def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tuple[int, int]]]]:
+def items_of(
+    records: RunRecords,
+) -> tuple[list[grouping.IncidentItem], dict[str, list[tuple[int, int]]]]:
     """Return the items of incidents, and the alerts that each raised, with their steps.
 
     Alerts without such an item, such as that of a lost run, are items themselves.
     """
-    items: list[IncidentItem] = []
+    items: list[grouping.IncidentItem] = []
     raised: dict[str, list[tuple[int, int]]] = {}
     for i, finding_view in enumerate(records.findings):
-        item = item_of_finding(
+        item = grouping.item_of_finding(
             i, finding_view.finding, records.attempts[i], finding_view.time_unix_ns
         )
         _record_raised_alerts(raised, records.alerts_for(finding_view), len(items))
@@ -326,7 +309,7 @@ def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tu
             continue
         alerts = alerts_for_decision(view.decision, run_id=view.run_id)
         _record_raised_alerts(raised, alerts, len(items))
-        items.append(item_of_decision(i, view.decision, view.time_unix_ns))
+        items.append(grouping.item_of_decision(i, view.decision, view.time_unix_ns))
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
@@ -335,11 +318,13 @@ def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tu
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
             step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
-            items.append(IncidentItem("alert", i, last, step, step, step, when, alert.name, "run"))
+            items.append(
+                grouping.IncidentItem("alert", i, last, step, step, step, when, alert.name, "run")
+            )
     for i, restart in enumerate(records.restarts):
         step = restart.last_step
         items.append(
-            IncidentItem(
+            grouping.IncidentItem(
                 "restart", i, restart.before, step, step, step, restart.stopped_unix_ns, "restart",
                 "run",
             )
@@ -349,9 +334,9 @@ def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tu
             view_ = event.view
             step = view_.step if view_.step >= 0 else max(end, 0)
             attempt = view_.attempt or last
-            domain = domain_of(event.code, event.code)
+            domain = grouping.domain_of(event.code, event.code)
             items.append(
-                IncidentItem(
+                grouping.IncidentItem(
                     "event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain
                 )
             )
@@ -383,7 +368,9 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
             decided.setdefault(view.decision.step, set()).add(view.decision.action)
     return RunRecords(
         findings=tuple(
-            FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
+            views.FindingView(
+                run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body)
+            )
             for row in finding_rows
         ),
         attempts=tuple(row.attempt for row in finding_rows),
@@ -391,7 +378,8 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
         alerts=alerts_of(connection, run_id),
         events=tuple(noted_events),
         data=tuple(
-            StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data
+            views.StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body))
+            for row in data
         ),
         data_steps=tuple(row.step for row in data),
         loss_kind=loss_kind_of(connection, run_id),
@@ -435,7 +423,10 @@ def _noted_event(row: Row[Any]) -> IncidentEvent | None:
 
 
 def _build_bundle(
-    name: str, members: Sequence[IncidentItem], records: RunRecords, ordinals: Mapping[int, int]
+    name: str,
+    members: Sequence[grouping.IncidentItem],
+    records: RunRecords,
+    ordinals: Mapping[int, int],
 ) -> IncidentParts:
     def of(kind: str) -> list[int]:
         return [item.which for item in members if item.kind == kind]
@@ -464,7 +455,7 @@ def _build_bundle(
 
 
 def _attach_events(
-    bundle: IncidentParts, members: Sequence[IncidentItem], records: RunRecords
+    bundle: IncidentParts, members: Sequence[grouping.IncidentItem], records: RunRecords
 ) -> None:
     """Add the events near an incident, and the data of its steps."""
     spans: dict[int, tuple[int, int]] = {}
@@ -484,7 +475,11 @@ def _attach_events(
             low, high = spans.get(view.attempt, (1, 0))
             # A reading is about one problem, not about others near it.
             is_reading = view.kind == "StateRead"
-            before, after = (0, FOLLOWING_STEPS) if is_reading else (NEAR_STEPS, NEAR_STEPS)
+            before, after = (
+                (0, grouping.FOLLOWING_STEPS)
+                if is_reading
+                else (grouping.NEAR_STEPS, grouping.NEAR_STEPS)
+            )
             is_near = low - before <= view.step <= high + after and low <= high
         if is_near:
             bundle.events.append(i)
@@ -526,10 +521,10 @@ def incident_severity(bundle: IncidentParts, records: RunRecords) -> Severity:
         severities += [a.severity for a in alerts_for_decision(decision, run_id="")]
     severities += ["notify" for i in bundle.events if records.events[i].code]
     severities += ["notify" for _ in bundle.restarts]
-    return max(severities, key=SEVERITIES.index, default="log")
+    return max(severities, key=grouping.SEVERITIES.index, default="log")
 
 
-def _is_open(bundle: IncidentParts, records: RunRecords, run: RunSummary) -> bool:
+def _is_open(bundle: IncidentParts, records: RunRecords, run: views.RunSummary) -> bool:
     """Return whether an incident is still open."""
     if run.state == "finished":
         # The user keeps the last state, and no healthy step shows that the problem is over.
@@ -556,7 +551,7 @@ class _Incidents:
     """Incidents of a run, and the data of their texts."""
 
     moment: ReadSnapshot
-    run: RunSummary
+    run: views.RunSummary
     records: RunRecords
     bundles: list[IncidentParts]
     price: float
@@ -583,7 +578,7 @@ class _Incidents:
 
     def gravity(self, bundle: IncidentParts) -> tuple[bool, int, bool, int, int]:
         """Return the sort key: open incidents first, by severity; then those with actions."""
-        is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
+        is_open, severity = self.is_open(bundle), grouping.SEVERITIES.index(self.severity(bundle))
         has_acted = len(bundle.decisions) > 0
         return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
 
@@ -607,7 +602,7 @@ class _Incidents:
 
     def verdict(
         self, bundle: IncidentParts, first: Precursor | None, *, is_whole: bool
-    ) -> VerdictView:
+    ) -> views.VerdictView:
         """Return the verdict on it; without ``is_whole``, the cost is counted, not measured."""
         records, run_id = self.records, self.run.run_id
         decided = tuple(records.decisions[i] for i in bundle.decisions)
@@ -723,7 +718,9 @@ def _runs_that_had(
     return [row.name or row.run_id for row in others if row.run_id in had], len(others)
 
 
-def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool) -> IncidentView:
+def _incident_view(
+    of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool
+) -> views.IncidentView:
     """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
     evidence = IncidentEvidence()
@@ -738,7 +735,7 @@ def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool)
     facts = of_run.story_facts(bundle, evidence)
     judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
-    return IncidentView(
+    return views.IncidentView(
         incident_id=bundle.name,
         run_id=run.run_id,
         title=story.incident_title(facts),

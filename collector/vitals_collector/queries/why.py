@@ -8,28 +8,11 @@ from textwrap import fill
 
 from msgspec.structs import replace
 
+from trainvitals import records
 from trainvitals.errors import UsageError
 from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
-from trainvitals.records import (
-    BAD_GRADIENTS,
-    BAD_LOSS,
-    CLIPS,
-    COMMANDED,
-    LOSS_OUTLIER,
-    NO_GRADIENT,
-    NONFINITE_STATE,
-    NORM_OUTLIER,
-    OVERFLOW,
-    RANK_FAILED,
-    REPLICAS_DIFFER,
-    SETTINGS_DIFFER,
-    SNAPSHOT_MISSED,
-    WITHHELD,
-    BatchNoted,
-    action_text,
-)
 from trainvitals.units import humanize_count, name_ranks
 from trainvitals.views import (
     DecisionsQuestion,
@@ -58,22 +41,25 @@ from vitals_collector.queries.stacks import capital, wait_stacks_text
 from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
 
 _VERDICT = (
-    (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
-    (BAD_LOSS, "the loss was not finite"),
-    (BAD_GRADIENTS, "the gradients were not finite"),
-    (LOSS_OUTLIER | NORM_OUTLIER, "the loss and the gradient norm were above their limits"),
-    (LOSS_OUTLIER, "the loss was above its limit"),
-    (NORM_OUTLIER, "the gradient norm was above its limit"),
-    (OVERFLOW, "the loss scaler overflowed"),
-    (RANK_FAILED, "a rank could not measure the step"),
-    (NO_GRADIENT, "all gradients were exactly 0"),
-    (NONFINITE_STATE, "optimizer state or buffers were not finite"),
-    (REPLICAS_DIFFER, "parameters or optimizer state differed between ranks"),
-    (SETTINGS_DIFFER, "settings differed between ranks"),
-    (SNAPSHOT_MISSED, "a snapshot could not be taken"),
-    (COMMANDED, "skipped by a manual command"),
+    (records.BAD_LOSS | records.BAD_GRADIENTS, "the loss and the gradients were not finite"),
+    (records.BAD_LOSS, "the loss was not finite"),
+    (records.BAD_GRADIENTS, "the gradients were not finite"),
+    (
+        records.LOSS_OUTLIER | records.NORM_OUTLIER,
+        "the loss and the gradient norm were above their limits",
+    ),
+    (records.LOSS_OUTLIER, "the loss was above its limit"),
+    (records.NORM_OUTLIER, "the gradient norm was above its limit"),
+    (records.OVERFLOW, "the loss scaler overflowed"),
+    (records.RANK_FAILED, "a rank could not measure the step"),
+    (records.NO_GRADIENT, "all gradients were exactly 0"),
+    (records.NONFINITE_STATE, "optimizer state or buffers were not finite"),
+    (records.REPLICAS_DIFFER, "parameters or optimizer state differed between ranks"),
+    (records.SETTINGS_DIFFER, "settings differed between ranks"),
+    (records.SNAPSHOT_MISSED, "a snapshot could not be taken"),
+    (records.COMMANDED, "skipped by a manual command"),
 )
-_NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
+_NOT_FINITE = records.BAD_LOSS | records.BAD_GRADIENTS
 
 FOLLOWING = 8
 """Number of later steps whose losses show the outcome of a step."""
@@ -294,7 +280,7 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
     for line in samples_of(run_dir, view.step):
         key = (f"rank:{line.rank}", line.attempt)
         noted = data.get(key)
-        batch = BatchNoted(
+        batch = records.BatchNoted(
             epoch=line.epoch,
             first_batch=line.first_batch,
             num_batches=line.num_batches,
@@ -335,7 +321,7 @@ def of_attempt(view: StepView, attempt: int) -> str:
         outcome = " and ".join(verdict) + so + outcome
     clauses.append(outcome)
     culprit = int(values.get("culprit_rank", -1) or 0)
-    if bits & ~CLIPS and culprit >= 0:
+    if bits & ~records.CLIPS and culprit >= 0:
         clauses.append(f"caused by rank {culprit}{_culprit_details(rows, culprit)}")
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
@@ -372,8 +358,16 @@ def learning_rates(values: Mapping[str, float | int | None]) -> str:
 def _update_outcome(bits: int, *, is_skipped: bool) -> str:
     """Return the outcome of the update: an applied update was not skipped, outlier or not."""
     if is_skipped:
-        return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
-    if bits & (LOSS_OUTLIER | NORM_OUTLIER) and bits & CLIPS and not bits & WITHHELD:
+        return (
+            "withheld"
+            if bits & records.WITHHELD and not bits & (_NOT_FINITE | records.OVERFLOW)
+            else "skipped"
+        )
+    if (
+        bits & (records.LOSS_OUTLIER | records.NORM_OUTLIER)
+        and bits & records.CLIPS
+        and not bits & records.WITHHELD
+    ):
         return "applied after clipping"
     return "applied"
 
@@ -442,7 +436,7 @@ def _finding_sentence(view: FindingView) -> str:
 def decision_sentence(view: DecisionView) -> str:
     """Return the decision, its rule, the reason, and the remaining budget."""
     decision = view.decision
-    text = action_text(decision)
+    text = records.action_text(decision)
     parts = [f"Action: {text} (rule: {decision.rule}): {decision.reason}."]
     if decision.lr_factor != 1.0:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
