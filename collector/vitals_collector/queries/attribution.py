@@ -40,9 +40,9 @@ from vitals_collector.live.step_join import (
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
-from vitals_collector.queries.series import exclusive_end
+from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import events, measured_columns
+from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -145,36 +145,23 @@ def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
 
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
-    columns = _load_measured_columns(moment.sql, run_id)
+    measured = measured_by_stream(moment.sql, run_id)
+    columns = sorted(measured["steps"] & {*RANK_COLUMNS, *RUN_COLUMNS})
+    layer_columns = ["layer", *sorted(measured["layers"] & {*LAYER_COLUMNS})]
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
         first = last - int((last - first) * _MOST_ROWS / num)
         span = span._replace(from_step=max(first, 0))
-    rows = moment.numbers.scan(span, [*_KEYS, *columns["steps"]])
+    rows = moment.numbers.scan(span, [*_KEYS, *columns])
     if not len(rows["step"].values):
         return
-    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
-    parts = [*_iter_layer_parts(moment.sql, run_id, layers, columns)]
-    yield from merge_steps([_writer_rows(rows, columns["steps"])], parts).steps
+    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *layer_columns])
+    parts = [*_iter_layer_parts(moment.sql, run_id, layers, layer_columns)]
+    yield from merge_steps([_writer_rows(rows, columns)], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
-
-
-def _load_measured_columns(connection: Connection, run_id: str) -> dict[str, list[str]]:
-    """Return the run's columns that fleet detectors use, by stream."""
-    looked_at = {
-        "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
-        "layers": {*LAYER_COLUMNS},
-    }
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
-    there: dict[str, list[str]] = {"steps": [], "layers": ["layer"]}
-    for stream, name in connection.execute(query):
-        if name in looked_at.get(stream, ()):
-            there[stream].append(name)
-    return there
 
 
 def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
@@ -196,11 +183,11 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
 
 
 def _iter_layer_parts(
-    connection: Connection, run_id: str, columns: Columns, names: dict[str, list[str]]
+    connection: Connection, run_id: str, columns: Columns, names: list[str]
 ) -> Iterator[LayerPart]:
     if not len(columns["step"].values):
         return
-    rows = _writer_rows(columns, names["layers"])
+    rows = _writer_rows(columns, names)
     writers = np.array(columns["incarnation"].values.tolist())
     named = layer_names(connection, run_id)
     for writer in dict.fromkeys(writers.tolist()):

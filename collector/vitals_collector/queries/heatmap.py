@@ -13,7 +13,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from sqlalchemy import select
 
 from trainvitals import catalog
 from trainvitals.errors import UsageError
@@ -47,7 +46,6 @@ from vitals_collector.queries.heatmap_cells import (
     starts_of,
 )
 from vitals_collector.queries.series import attempt_rows
-from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
 MAX_CELLS = 200_000
@@ -115,14 +113,9 @@ def _check_map_size(points: int, rows: int) -> None:
 
 def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
     """Return the stream and column of the metric."""
-    table = measured_columns.c
-    there = select(table.stream, table.name).where(
-        table.run_id == run_id, table.stream.in_(STREAMS)
-    )
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
-    metric_names = sorted(
-        f"{s}.{name}" for s, name in moment.sql.execute(there) if name not in plain
-    )
+    measured = series.measured_by_stream(moment.sql, run_id)
+    metric_names = sorted(f"{s}.{name}" for s in STREAMS for name in measured[s] - plain)
     if {"layers.update_norm", "layers.weight_norm"} <= set(metric_names):
         metric_names.append("layers.update_ratio")
     if metric in metric_names:
@@ -132,9 +125,7 @@ def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[
     meant = f"did you mean {close[0]}? " if close else ""
     raise UsageError(
         f"run {run_id} has no heat map of {metric[:200]!r}",
-        hint=f"{meant}it has {', '.join(metric_names)}"
-        if metric_names
-        else "the run has no rows yet",
+        hint=f"{meant}it has {', '.join(metric_names)}" if metric_names else series.NO_ROWS_YET,
         code=UNKNOWN,
     )
 

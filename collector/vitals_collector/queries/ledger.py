@@ -7,14 +7,24 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Table, select
 
 from trainvitals.catalog import TURN_METRICS
-from trainvitals.errors import UNREADABLE
+from trainvitals.errors import UNREADABLE, UsageError
+from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
 from trainvitals.identity import Source
-from trainvitals.records import BatchNoted, Decision, Finding, StacksTaken, StateRead
+from trainvitals.records import (
+    BatchNoted,
+    ChangeExpected,
+    Decision,
+    Finding,
+    StacksTaken,
+    StateRead,
+)
+from trainvitals.units import humanize_count
 from trainvitals.views import (
     AlertView,
+    AnnotationView,
     AttemptView,
     CheckpointView,
     DecisionView,
@@ -29,10 +39,11 @@ from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import NumberStoreReader, RowSpan
-from vitals_collector.queries.series import exclusive_end, kind_of
+from vitals_collector.queries.series import curve_of, exclusive_end, kind_of
 from vitals_collector.storage.schema import (
     RANKS,
     alerts,
+    annotations,
     attempts,
     checkpoints,
     decisions,
@@ -59,6 +70,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode
 _stacks = msgspec.msgpack.Decoder(StacksTaken).decode
+_expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 _reading = msgspec.msgpack.Decoder(StateRead).decode
 
 
@@ -126,15 +138,10 @@ def decisions_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[DecisionView, ...]:
     """Return the decision log in order, or its entries about one step."""
-    table = decisions.c
-    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
-    if step is not None:
-        query = query.where(table.step == step)
-    rows = connection.execute(query.order_by(table.ledger_seq, table.time_unix_ns))
+    order = (decisions.c.ledger_seq, decisions.c.time_unix_ns)
     return tuple(
         DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
-        for time, body in rows
-        if body
+        for time, body in _iter_bodies(connection, decisions, run_id, step, order)
     )
 
 
@@ -142,15 +149,49 @@ def findings_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[FindingView, ...]:
     """Return the findings of one step, or all, by step."""
-    table = findings.c
-    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
-    if step is not None:
-        query = query.where(table.step == step)
-    rows = connection.execute(query.order_by(table.step, table.time_unix_ns, table.seq))
+    order = (findings.c.step, findings.c.time_unix_ns, findings.c.seq)
     return tuple(
         FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
-        for time, body in rows
-        if body
+        for time, body in _iter_bodies(connection, findings, run_id, step, order)
+    )
+
+
+def _iter_bodies(
+    connection: Connection, table: Table, run_id: str, step: int | None, order: Sequence[Any]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield time and body of the run's records, without damaged ones."""
+    query = select(table.c.time_unix_ns, table.c.body).where(table.c.run_id == run_id)
+    if step is not None:
+        query = query.where(table.c.step == step)
+    for time, body in connection.execute(query.order_by(*order)):
+        if body:
+            yield time, body
+
+
+def decisions_with_hindsight(
+    moment: ReadSnapshot, run_id: str, step: int | None = None
+) -> tuple[DecisionView, ...]:
+    """Return the decisions; those in mode ``observe`` with the outcome that the run shows."""
+    views = decisions_of(moment.sql, run_id, step)
+    steps = [view.decision.step for view in views if not view.decision.acted]
+    if not steps:
+        return views
+    reach = (min(steps) - 2 * BEFORE, max(steps) + max(AFTER.values()))
+    try:
+        _, curve = curve_of(moment, run_id, "steps.loss", "", reach)
+    except UsageError:
+        return views  # the run has no loss: the outcome is unknown
+    (drawn,) = moment.numbers.curves([curve], (), "all")
+    losses: dict[int, dict[int, float]] = defaultdict(dict)
+    points = (drawn.points.step, drawn.points.attempt, drawn.points.value)
+    for at, attempt, loss in zip(*(column.tolist() for column in points), strict=True):
+        losses[attempt][at] = loss
+    judged = (
+        (view, judge_decision_in_hindsight(view.decision, losses[view.decision.attempt]))
+        for view in views
+    )
+    return tuple(
+        msgspec.structs.replace(view, hindsight=hindsight or "") for view, hindsight in judged
     )
 
 
@@ -279,6 +320,25 @@ def event_view(row: Row[Any]) -> EventView:
         kind=row.kind,
         text=row.summary,
     )
+
+
+def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView, ...]:
+    """Return annotations by step, then time, with only the latest of many announced changes."""
+    table = annotations.c
+    fields = (table.step, table.time_unix_ns, table.text, table.written_by)
+    written = connection.execute(select(*fields).where(table.run_id == run_id))
+    views = [AnnotationView(step=s, time_unix_ns=t, text=x, by=b) for s, t, x, b in written]
+    columns = events.c
+    of_run = (columns.run_id == run_id, columns.kind == ChangeExpected.__name__)
+    query = select(columns.step, columns.time_unix_ns, columns.body).where(*of_run)
+    newest = query.order_by(columns.time_unix_ns.desc(), columns.id.desc()).limit(MAX_EVENTS)
+    for step, time, body in connection.execute(newest):
+        if not body:
+            continue  # skip damaged rows
+        change = _expected(body)
+        text = f"{change.reason} (a change expected for {humanize_count(change.steps, 'step')})"
+        views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))
+    return tuple(sorted(views, key=lambda view: (view.step, view.time_unix_ns, view.by, view.text)))
 
 
 def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
