@@ -72,14 +72,9 @@ class Precursor:
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
 ) -> Precursor | None:
-    """Return the first change before a problem at a step; None if it is unknown.
+    """Return the first change before a problem of the attempt at a step; None if it is unknown.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        attempt: attempt with the problem.
-        step: step at which the problem was found.
-        cause: cause of the problem: slowness and wrong numbers have different origins.
+    The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
     live = watched_onsets(moment.sql, run_id)
     if (
@@ -97,10 +92,11 @@ def precursor(
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
     planned = _load_announced_changes(moment.sql, run_id, attempt)
-    first = find_origin_onset(
-        onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+    return Precursor(
+        find_origin_onset(
+            onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+        )
     )
-    return Precursor(first)
 
 
 def _load_announced_changes(

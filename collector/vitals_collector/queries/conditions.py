@@ -61,10 +61,6 @@ class TableCondition(NamedTuple):
 def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[TableCondition, ...]:
     """Parse the conditions of a table query.
 
-    Args:
-        texts: conditions as entered.
-        columns: the existing columns.
-
     Raises:
         UsageError: a condition is invalid; the message lists the existing columns or operators.
     """

@@ -59,14 +59,8 @@ def lost_work(
 ) -> LostWork:
     """Return the steps, batches and time that an incident's decisions, restarts and hangs cost.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        decided: decisions about the incident.
-        price: price of a GPU-hour; 0 if not set.
-        restarts: restarts that lost steps.
-        waits: findings about steps that did not end.
-        is_timed: whether to compute times, for which rows are read.
+    A ``price`` of a GPU-hour of 0 is not set. ``waits`` are findings about steps that did not end.
+    Without ``is_timed`` no rows are read, and times are unknown.
     """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)

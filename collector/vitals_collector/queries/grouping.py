@@ -27,10 +27,13 @@ between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
+ItemKind = Literal["finding", "decision", "alert", "event", "restart"]
+
+
 class IncidentItem(NamedTuple):
     """Grouping data of one item."""
 
-    kind: Literal["finding", "decision", "alert", "event", "restart"]
+    kind: ItemKind
     which: int
     """Index among the items of its kind."""
     attempt: int
@@ -242,9 +245,7 @@ def incident_ids(
 ) -> list[str]:
     """Return a name for each group: the attempt and step of its onset, and its first cause.
 
-    Args:
-        groups: the incidents.
-        ordinals: ordinal of each attempt in the run; an attempt without one keeps its id.
+    ``ordinals`` are those of the attempts in the run; an attempt without one keeps its id.
     """
     names: dict[str, None] = {}
     for items in groups:

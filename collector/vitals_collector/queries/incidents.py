@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Row, select
@@ -66,6 +66,7 @@ _OF_NOTE = (
     "AttemptStarted", "ChangeExpected", "StateRead",
 )  # fmt: skip
 
+T = TypeVar("T")
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode
 _note = msgspec.msgpack.Decoder(Note).decode
@@ -76,7 +77,6 @@ class IncidentEvent(NamedTuple):
     """A selected event."""
 
     view: views.EventView
-    severity: str
     code: str
     """Code of the incident that the event starts; "" if it only belongs to others."""
 
@@ -91,8 +91,8 @@ class RunRecords:
     decisions: tuple[views.DecisionView, ...]
     alerts: tuple[views.AlertView, ...]
     events: tuple[IncidentEvent, ...]
-    data: tuple[views.StepData, ...]
-    data_steps: tuple[int, ...]
+    data: tuple[tuple[int, views.StepData], ...]
+    """Samples of bad steps, with the step."""
     loss_kind: str = "minimize"
     decided: dict[int, set[str]] = field(default_factory=dict)
     """Actions decided, by the step they are about."""
@@ -117,12 +117,8 @@ def incidents(
 ) -> tuple[views.IncidentView, ...]:
     """Return the incidents of a run, the latest first.
 
-    Args:
-        moment: snapshot of the store.
-        run: the run.
-        price: price of a GPU-hour; 0 if not set.
-        reach: runs that may be named as having had the same cause; None: all.
-        run_dir: the run's directory, if a directory is read.
+    Only runs in ``reach`` are named as having had the same cause; None: all. ``run_dir`` is the
+    run's directory, if a directory is read.
     """
     of_run = _read_incidents(moment, run, price, reach, run_dir)
     gravest = sorted(
@@ -147,13 +143,13 @@ def run_verdict(
     lines = tuple(
         views.IncidentLine(
             incident_id=bundle.name,
-            title=story.incident_title(of_run.story_facts(bundle, IncidentEvidence())),
+            title=story.incident_title(bundle),
             severity=of_run.severity(bundle),
             is_open=of_run.is_open(bundle),
             onset_step=bundle.onset,
             last_step=bundle.last,
             started_unix_ns=bundle.started_unix_ns,
-            alerts=tuple(of_run.records.alerts[i].fingerprint for i in bundle.alerts),
+            alerts=tuple(alert.fingerprint for alert in bundle.alerts),
         )
         for bundle in of_run.bundles
     )
@@ -183,11 +179,12 @@ def _read_incidents(
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
     names = grouping.incident_ids(groups, ordinals)
-    bundles = [
-        _build_bundle(name, members, records, ordinals)
-        for name, members in zip(names, groups, strict=True)
-    ]
-    _attach_alerts(bundles, records, raised)
+    bundles: list[story.IncidentParts] = []
+    bundle_of: dict[_ItemKey, story.IncidentParts] = {}
+    for name, members in zip(names, groups, strict=True):
+        bundles.append(_build_bundle(name, members, records, ordinals))
+        bundle_of |= dict.fromkeys(map(_item_key, members), bundles[-1])
+    _attach_alerts(bundle_of, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
     return _Incidents(
         moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir, frozenset(holding)
@@ -254,29 +251,7 @@ def _over_condition(
     ]
 
 
-@dataclass(slots=True)
-class IncidentParts:
-    """Parts of one incident, as indexes into the records."""
-
-    name: str
-    attempt: int
-    ordinal: int
-    """Ordinal of the attempt in the run: its id has no meaning for users."""
-    onset: int
-    last: int
-    started_unix_ns: int
-    ended_unix_ns: int
-    cause: str
-    rank: int
-    findings: list[int]
-    decisions: list[int]
-    alerts: list[int]
-    events: list[int]
-    data: list[int]
-    restarts: list[int] = field(default_factory=list)
-
-
-def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
+def _next_onset(bundle: story.IncidentParts, bundles: Sequence[story.IncidentParts]) -> int:
     """Return the onset of the next incident after this one; -1 if there is none.
 
     An incident on an earlier attempt is never the next one, whatever its step.
@@ -289,65 +264,61 @@ def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
     return min(later, default=-1)
 
 
-def items_of(
-    records: RunRecords,
-) -> tuple[list[grouping.IncidentItem], dict[str, list[tuple[int, int]]]]:
-    """Return the items of incidents, and the alerts that each raised, with their steps.
+_ItemKey = tuple[str, int]
+"""Kind of an item, and its index among those of its kind."""
+_Raised = dict[str, list[tuple[int, _ItemKey]]]
+"""By fingerprint, the step of an alert each time that an item raised it, and the item."""
+
+
+def _item_key(item: grouping.IncidentItem) -> _ItemKey:
+    return item.kind, item.which
+
+
+def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]:
+    """Return the items of incidents, and the alerts that each raised.
 
     Alerts without such an item, such as that of a lost run, are items themselves.
     """
     items: list[grouping.IncidentItem] = []
-    raised: dict[str, list[tuple[int, int]]] = {}
-    for i, finding_view in enumerate(records.findings):
-        item = grouping.item_of_finding(
-            i, finding_view.finding, records.attempts[i], finding_view.time_unix_ns
-        )
-        _record_raised_alerts(raised, records.alerts_for(finding_view), len(items))
+    raised: _Raised = {}
+
+    def add_item(item: grouping.IncidentItem, alerts: Iterable[Alert]) -> None:
         items.append(item)
+        for alert in alerts:
+            raised.setdefault(alert.fingerprint, []).append((alert.step, _item_key(item)))
+
+    for i, (attempt, found) in enumerate(zip(records.attempts, records.findings, strict=True)):
+        item = grouping.item_of_finding(i, found.finding, attempt, found.time_unix_ns)
+        add_item(item, records.alerts_for(found))
     for i, view in enumerate(records.decisions):
-        if view.decision.action == "continue":
-            continue
-        alerts = alerts_for_decision(view.decision, run_id=view.run_id)
-        _record_raised_alerts(raised, alerts, len(items))
-        items.append(grouping.item_of_decision(i, view.decision, view.time_unix_ns))
+        if view.decision.action != "continue":
+            item = grouping.item_of_decision(i, view.decision, view.time_unix_ns)
+            add_item(item, alerts_for_decision(view.decision, run_id=view.run_id))
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
     # Alerts and agents do not know the step of a death: use the step that the ranks reported.
     end = max((event.view.step for event in coded), default=0)
+
+    def point(
+        kind: grouping.ItemKind, i: int, attempt: int, step: int, when: int, cause: str, domain: str
+    ) -> grouping.IncidentItem:
+        step = step if step >= 0 else max(end, 0)
+        return grouping.IncidentItem(kind, i, attempt, step, step, step, when, cause, domain)
+
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
-            step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
             items.append(
-                grouping.IncidentItem("alert", i, last, step, step, step, when, alert.name, "run")
+                point("alert", i, last, alert.step, alert.started_unix_ns, alert.name, "run")
             )
-    for i, restart in enumerate(records.restarts):
-        step = restart.last_step
-        items.append(
-            grouping.IncidentItem(
-                "restart", i, restart.before, step, step, step, restart.stopped_unix_ns, "restart",
-                "run",
-            )
-        )  # fmt: skip
-    for i, event in enumerate(records.events):
-        if event.code:
-            view_ = event.view
-            step = view_.step if view_.step >= 0 else max(end, 0)
-            attempt = view_.attempt or last
-            domain = grouping.domain_of(event.code, event.code)
-            items.append(
-                grouping.IncidentItem(
-                    "event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain
-                )
-            )
+    for i, stop in enumerate(records.restarts):
+        ended = stop.stopped_unix_ns
+        items.append(point("restart", i, stop.before, stop.last_step, ended, "restart", "run"))
+    for i, (event, code) in enumerate(records.events):
+        if code:
+            domain, attempt = grouping.domain_of(code, code), event.attempt or last
+            items.append(point("event", i, attempt, event.step, event.time_unix_ns, code, domain))
     return items, raised
-
-
-def _record_raised_alerts(
-    raised: dict[str, list[tuple[int, int]]], alerts: Iterable[Any], index: int
-) -> None:
-    for alert in alerts:
-        raised.setdefault(alert.fingerprint, []).append((alert.step, index))
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -378,10 +349,12 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
         alerts=alerts_of(connection, run_id),
         events=tuple(noted_events),
         data=tuple(
-            views.StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body))
+            (
+                row.step,
+                views.StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)),
+            )
             for row in data
         ),
-        data_steps=tuple(row.step for row in data),
         loss_kind=loss_kind_of(connection, run_id),
         decided=decided,
         restarts=tuple(each for each in restarts_of(connection, [run_id])[run_id] if each.lost),
@@ -410,13 +383,13 @@ def _noted_event(row: Row[Any]) -> IncidentEvent | None:
         note = _note(row.body)
         if note.severity == "info" and note.code != "wait_over":
             return None
-        return IncidentEvent(view, note.severity, note.code if note.severity == "error" else "")
+        return IncidentEvent(view, note.code if note.severity == "error" else "")
     if row.kind == "RunEnded":
         ended = _ended(row.body)
-        return IncidentEvent(view, "info", "RunFailed" if ended.state == "failed" else "")
+        return IncidentEvent(view, "RunFailed" if ended.state == "failed" else "")
     if row.kind == "CheckpointChanged" and " is bad " not in row.summary:
         return None
-    return IncidentEvent(view, "info", "")
+    return IncidentEvent(view, "")
 
 
 # ------------------------------------------------------------------------------------ bundling
@@ -427,13 +400,13 @@ def _build_bundle(
     members: Sequence[grouping.IncidentItem],
     records: RunRecords,
     ordinals: Mapping[int, int],
-) -> IncidentParts:
-    def of(kind: str) -> list[int]:
-        return [item.which for item in members if item.kind == kind]
+) -> story.IncidentParts:
+    def of(kind: str, of_kind: Sequence[T]) -> list[T]:
+        return [of_kind[item.which] for item in members if item.kind == kind]
 
     times = [item.time_unix_ns for item in members]
     ranks = {item.rank for item in members if item.rank >= 0}
-    bundle = IncidentParts(
+    bundle = story.IncidentParts(
         name=name,
         attempt=members[0].attempt,
         ordinal=ordinals.get(members[0].attempt, members[0].attempt),
@@ -443,30 +416,33 @@ def _build_bundle(
         ended_unix_ns=max(times),
         cause=members[0].cause,
         rank=ranks.pop() if len(ranks) == 1 and members[0].rank >= 0 else -1,
-        findings=of("finding"),
-        decisions=of("decision"),
-        alerts=of("alert"),
-        events=of("event"),
-        data=[],
-        restarts=of("restart"),
+        findings=of("finding", records.findings),
+        decisions=of("decision", records.decisions),
+        alerts=of("alert", records.alerts),
+        errors=[event.view for event in of("event", records.events)],
+        restarts=of("restart", records.restarts),
     )
-    _attach_events(bundle, members, records)
+    members_of = {item.which for item in members if item.kind == "event"}
+    near = _near_events(bundle, members, records)
+    bundle.events = [records.events[i].view for i in sorted(members_of | near)]
+    steps = {(item.attempt, step) for item in members for step in (item.onset, item.last)}
+    bundle.data = [(step, data) for step, data in records.data if (data.attempt, step) in steps]
     return bundle
 
 
-def _attach_events(
-    bundle: IncidentParts, members: Sequence[grouping.IncidentItem], records: RunRecords
-) -> None:
-    """Add the events near an incident, and the data of its steps."""
+def _near_events(
+    bundle: story.IncidentParts, members: Sequence[grouping.IncidentItem], records: RunRecords
+) -> set[int]:
+    """Return the indices of the events near an incident that start none themselves."""
     spans: dict[int, tuple[int, int]] = {}
     for item in members:
         low, high = spans.get(item.attempt, (item.onset, item.last))
         spans[item.attempt] = (min(low, item.onset), max(high, item.last))
         if item.new_attempt:
             spans.setdefault(item.new_attempt, (item.first, item.first))
-    for i, event in enumerate(records.events):
-        view = event.view
-        if event.code or i in bundle.events:
+    near: set[int] = set()
+    for i, (view, code) in enumerate(records.events):
+        if code:
             continue
         if view.step < 0 or not view.attempt:
             early, late = bundle.started_unix_ns - _NEAR_NS, bundle.ended_unix_ns + _NEAR_NS
@@ -475,75 +451,25 @@ def _attach_events(
             low, high = spans.get(view.attempt, (1, 0))
             # A reading is about one problem, not about others near it.
             is_reading = view.kind == "StateRead"
-            before, after = (
-                (0, grouping.FOLLOWING_STEPS)
-                if is_reading
-                else (grouping.NEAR_STEPS, grouping.NEAR_STEPS)
-            )
+            before = 0 if is_reading else grouping.NEAR_STEPS
+            after = grouping.FOLLOWING_STEPS if is_reading else grouping.NEAR_STEPS
             is_near = low - before <= view.step <= high + after and low <= high
         if is_near:
-            bundle.events.append(i)
-    steps = {(item.attempt, item.last) for item in members} | {
-        (i.attempt, i.onset) for i in members
-    }
-    for i, (data, step) in enumerate(zip(records.data, records.data_steps, strict=True)):
-        if (data.attempt, step) in steps:
-            bundle.data.append(i)
+            near.add(i)
+    return near
 
 
 def _attach_alerts(
-    bundles: Sequence[IncidentParts], records: RunRecords, raised: dict[str, list[tuple[int, int]]]
+    bundle_of: Mapping[_ItemKey, story.IncidentParts], records: RunRecords, raised: _Raised
 ) -> None:
     """Assign each alert to the incident whose item raised it last: alerts are raised repeatedly."""
-    num = len(records.findings)
-    order = [i for i, view in enumerate(records.decisions) if view.decision.action != "continue"]
-    of_finding = {i: bundle for bundle in bundles for i in bundle.findings}
-    of_decision = {i: bundle for bundle in bundles for i in bundle.decisions}
-    for i, alert in enumerate(records.alerts):
-        by = raised.get(alert.fingerprint)
-        if not by:
-            continue
-        _, index = min(by, key=lambda origin: (abs(origin[0] - alert.step), -origin[1]))
-        bundle = of_finding[index] if index < num else of_decision[order[index - num]]
-        bundle.alerts.append(i)
+    for alert in records.alerts:
+        if origins := raised.get(alert.fingerprint):
+            _, key = min(reversed(origins), key=lambda origin: abs(origin[0] - alert.step))
+            bundle_of[key].alerts.append(alert)
 
 
 # ------------------------------------------------------------------------------- presentation
-
-
-def incident_severity(bundle: IncidentParts, records: RunRecords) -> Severity:
-    """Return the highest severity of its parts."""
-    severities: list[Severity] = [records.alerts[i].severity for i in bundle.alerts]
-    for i in bundle.findings:
-        severities += [a.severity for a in records.alerts_for(records.findings[i])]
-    for i in bundle.decisions:
-        decision = records.decisions[i].decision
-        severities += [a.severity for a in alerts_for_decision(decision, run_id="")]
-    severities += ["notify" for i in bundle.events if records.events[i].code]
-    severities += ["notify" for _ in bundle.restarts]
-    return max(severities, key=grouping.SEVERITIES.index, default="log")
-
-
-def _is_open(bundle: IncidentParts, records: RunRecords, run: views.RunSummary) -> bool:
-    """Return whether an incident is still open."""
-    if run.state == "finished":
-        # The user keeps the last state, and no healthy step shows that the problem is over.
-        steps = (records.decisions[i].decision.step for i in bundle.decisions)
-        return max(steps, default=-1) >= run.last_step >= 0
-    conditions = (records.alerts[i] for i in bundle.alerts)
-    if any(alert.state == "firing" for alert in conditions):
-        return True
-    decisions = [records.decisions[i].decision for i in bundle.decisions]
-    if run.state in ("halted", "failed") and any(d.action == "halt" and d.acted for d in decisions):
-        return True
-    if not bundle.findings and not bundle.decisions:
-        return run.state in ("lost", "failed") and not bundle.alerts
-    return not point_is_over(
-        raised_step=bundle.onset,
-        last_step=run.last_step,
-        last_unhealthy_step=bundle.last,
-        healthy_steps=HEALTHY_STEPS,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,7 +479,7 @@ class _Incidents:
     moment: ReadSnapshot
     run: views.RunSummary
     records: RunRecords
-    bundles: list[IncidentParts]
+    bundles: list[story.IncidentParts]
     price: float
     reach: frozenset[str] | None
     run_dir: Path | None
@@ -561,59 +487,61 @@ class _Incidents:
     """Findings whose condition still holds."""
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
-    def severity(self, bundle: IncidentParts) -> Severity:
+    def severity(self, bundle: story.IncidentParts) -> Severity:
         """Return the highest severity of its parts."""
-        return incident_severity(bundle, self.records)
+        severities: list[Severity] = [alert.severity for alert in bundle.alerts]
+        for view in bundle.findings:
+            severities += [alert.severity for alert in self.records.alerts_for(view)]
+        for decided in bundle.decisions:
+            raised = alerts_for_decision(decided.decision, run_id="")
+            severities += [alert.severity for alert in raised]
+        severities += ["notify"] * (len(bundle.errors) + len(bundle.restarts))
+        return max(severities, key=grouping.SEVERITIES.index, default="log")
 
-    def is_open(self, bundle: IncidentParts) -> bool:
+    def is_open(self, bundle: story.IncidentParts) -> bool:
         """Return whether the incident is still open."""
-        if self.run.state == "running" and self.is_lasting(bundle):
+        run, decided = self.run, [view.decision for view in bundle.decisions]
+        if run.state == "running" and self.is_lasting(bundle):
             return True
-        return _is_open(bundle, self.records, self.run)
+        if run.state == "finished":
+            # The user keeps the last state, and no healthy step shows that the problem is over.
+            steps = (decision.step for decision in decided)
+            return max(steps, default=-1) >= run.last_step >= 0
+        if any(alert.state == "firing" for alert in bundle.alerts):
+            return True
+        is_stopped = run.state in ("halted", "failed")
+        if is_stopped and any(d.action == "halt" and d.acted for d in decided):
+            return True
+        if not bundle.findings and not decided:
+            return run.state in ("lost", "failed") and not bundle.alerts
+        return not point_is_over(
+            raised_step=bundle.onset,
+            last_step=run.last_step,
+            last_unhealthy_step=bundle.last,
+            healthy_steps=HEALTHY_STEPS,
+        )
 
-    def is_lasting(self, bundle: IncidentParts) -> bool:
+    def is_lasting(self, bundle: story.IncidentParts) -> bool:
         """Return whether the condition of one of its findings held at the last step."""
-        found = (self.records.findings[i].finding for i in bundle.findings)
-        return any(_condition_key(finding) in self.holding for finding in found)
+        return any(_condition_key(view.finding) in self.holding for view in bundle.findings)
 
-    def gravity(self, bundle: IncidentParts) -> tuple[bool, int, bool, int, int]:
+    def gravity(self, bundle: story.IncidentParts) -> tuple[bool, int, bool, int, int]:
         """Return the sort key: open incidents first, by severity; then those with actions."""
         is_open, severity = self.is_open(bundle), grouping.SEVERITIES.index(self.severity(bundle))
         has_acted = len(bundle.decisions) > 0
         return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
 
-    def story_facts(self, bundle: IncidentParts, evidence: IncidentEvidence) -> story.StoryFacts:
-        """Return the input of its story."""
-        records = self.records
-        return story.StoryFacts(
-            attempt=bundle.attempt,
-            ordinal=bundle.ordinal,
-            onset=bundle.onset,
-            started_unix_ns=bundle.started_unix_ns,
-            cause=bundle.cause,
-            rank=bundle.rank,
-            findings=tuple(records.findings[i] for i in bundle.findings),
-            decisions=tuple(records.decisions[i] for i in bundle.decisions),
-            alerts=tuple(records.alerts[i] for i in bundle.alerts),
-            events=tuple(records.events[i].view for i in sorted(bundle.events)),
-            data=tuple(records.data[i] for i in bundle.data),
-            evidence=evidence,
-        )
-
     def verdict(
-        self, bundle: IncidentParts, first: Precursor | None, *, is_whole: bool
+        self, bundle: story.IncidentParts, first: Precursor | None, *, is_whole: bool
     ) -> views.VerdictView:
         """Return the verdict on it; without ``is_whole``, the cost is counted, not measured."""
-        records, run_id = self.records, self.run.run_id
-        decided = tuple(records.decisions[i] for i in bundle.decisions)
-        found = tuple(records.findings[i] for i in bundle.findings)
-        restarts = tuple(records.restarts[i] for i in bundle.restarts)
+        run_id, found = self.run.run_id, bundle.findings
         lost = lost_work(
             self.moment,
             run_id,
-            decided,
+            bundle.decisions,
             self.price,
-            restarts=restarts,
+            restarts=bundle.restarts,
             waits=[v for v in found if v.finding.kind in ("waiting", "hang")],
             is_timed=is_whole,
         )
@@ -621,6 +549,11 @@ class _Incidents:
         if is_whole:
             late = late_seconds(self.moment.numbers, run_id, found, span)
         step, played = self._capsule(bundle)
+        ends = [
+            event
+            for event in bundle.events
+            if event not in bundle.errors and (event.kind == "RunEnded" or is_about_wait(event))
+        ]
         facts = VerdictFacts(
             run=self.run,
             run_dir=info_of(run_row(self.moment.sql, run_id)).run_dir,
@@ -633,18 +566,12 @@ class _Incidents:
             is_lasting=self.is_lasting(bundle),
             cause=bundle.cause,
             findings=found,
-            decisions=decided,
-            alerts=tuple(records.alerts[i] for i in bundle.alerts),
-            events=tuple(
-                records.events[i].view
-                for i in bundle.events
-                if records.events[i].code
-                or records.events[i].view.kind == "RunEnded"
-                or is_about_wait(records.events[i].view)
-            ),
+            decisions=bundle.decisions,
+            alerts=bundle.alerts,
+            events=[*bundle.errors, *ends],
             lost=lost,
             late_seconds=late,
-            restarts=restarts,
+            restarts=bundle.restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
             capsule_step=step,
@@ -652,13 +579,10 @@ class _Incidents:
         )
         return verdict(facts)
 
-    def _capsule(self, bundle: IncidentParts) -> tuple[int, str]:
+    def _capsule(self, bundle: story.IncidentParts) -> tuple[int, str]:
         """Return its first step with a repro capsule (-1: none), and the result of the repro."""
-        records = self.records
         capsules = sorted(
-            (records.data_steps[i], records.data[i].batch.file)
-            for i in bundle.data
-            if is_capsule(records.data[i].batch.file)
+            (step, data.batch.file) for step, data in bundle.data if is_capsule(data.batch.file)
         )
         if self.run_dir is not None:
             for step, file in capsules:
@@ -666,7 +590,7 @@ class _Incidents:
                     return step, played
         return (capsules[0][0], "") if capsules else (-1, "")
 
-    def _precedent(self, bundle: IncidentParts) -> Precedent:
+    def _precedent(self, bundle: story.IncidentParts) -> Precedent:
         earlier = [
             other.onset
             for other in self.bundles
@@ -680,7 +604,7 @@ class _Incidents:
         return Precedent(steps=earlier, runs=labels, num_asked=num_asked)
 
 
-def _precursor_of(first: Precursor | None, bundle: IncidentParts) -> str | None:
+def _precursor_of(first: Precursor | None, bundle: story.IncidentParts) -> str | None:
     """Return the first change; also None if it is the loss that the cause itself names."""
     if first is None:
         return None
@@ -719,7 +643,7 @@ def _runs_that_had(
 
 
 def _incident_view(
-    of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool
+    of_run: _Incidents, bundle: story.IncidentParts, *, is_whole: bool
 ) -> views.IncidentView:
     """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
@@ -732,13 +656,12 @@ def _incident_view(
             view = with_kept_samples(evidence.view, of_run.run_dir)
             data = tuple(each for each in view.data if each.attempt == bundle.attempt)
             evidence = replace(evidence, view=msgspec.structs.replace(view, data=data))
-    facts = of_run.story_facts(bundle, evidence)
     judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
     return views.IncidentView(
         incident_id=bundle.name,
         run_id=run.run_id,
-        title=story.incident_title(facts),
+        title=story.incident_title(bundle),
         severity=of_run.severity(bundle),
         is_open=is_open,
         onset_step=bundle.onset,
@@ -746,12 +669,12 @@ def _incident_view(
         started_unix_ns=bundle.started_unix_ns,
         ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
         verdict=judgement,
-        story=story.explain_incident(facts),
+        story=story.explain_incident(bundle, evidence),
         cost_steps=judgement.lost.steps,
         cost_seconds=judgement.lost.seconds or 0.0,
-        decisions=tuple(facts.decisions[:MAX_LISTED]),
-        findings=tuple(facts.findings[:MAX_LISTED]),
-        alerts=tuple(facts.alerts[:MAX_LISTED]),
-        events=tuple(facts.events[:MAX_LISTED]),
-        data=tuple(facts.data[:MAX_LISTED]),
+        decisions=tuple(bundle.decisions[:MAX_LISTED]),
+        findings=tuple(bundle.findings[:MAX_LISTED]),
+        alerts=tuple(bundle.alerts[:MAX_LISTED]),
+        events=tuple(bundle.events[:MAX_LISTED]),
+        data=tuple(data for _, data in bundle.data[:MAX_LISTED]),
     )

@@ -38,13 +38,7 @@ class RunProgress:
 
 
 class ProgressReader:
-    """Polls one run; remembers the reported events.
-
-    Args:
-        reader: runs the queries.
-        run_id: id of the run.
-        stopwatch: returns the time in seconds, to measure the queries for alerts.
-    """
+    """Polls one run; remembers the reported events. ``stopwatch`` measures the alert queries."""
 
     def __init__(
         self, reader: Reader, run_id: str, *, stopwatch: Callable[[], float] = time.monotonic

@@ -53,13 +53,7 @@ def query_table(
     when: Liveness,
     reach: frozenset[str] | None = None,
 ) -> TableReply:
-    """Return the rows that match the request's conditions.
-
-    Args:
-        moment: snapshot of the store.
-        request: the table and the conditions.
-        when: criteria for running and lost runs.
-        reach: runs that the query may read; None: all.
+    """Return the rows that match the request's conditions, of runs in ``reach``; None: all.
 
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.

@@ -1,7 +1,6 @@
 """The verdict on an incident: state, cause, action, cost, precedent and the next command.
 
-Pure: made of recorded data, in sentences for an operator on call. ``incidents`` gathers the facts;
-    the dashboard, reports and the command line show the same text.
+Pure. ``incidents`` gathers the facts; the dashboard, reports and the command line show this text.
 """
 
 import math
@@ -13,21 +12,12 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
+from trainvitals import views
 from trainvitals.detect.registry import KINDS
 from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
 from trainvitals.units import humanize, humanize_count, humanize_seconds, name_ranks
-from trainvitals.views import (
-    AlertView,
-    DecisionView,
-    EventView,
-    FindingView,
-    LostWork,
-    RunSummary,
-    TimelineEntry,
-    VerdictView,
-)
 from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
 from vitals_collector.queries.grouping import DEATHS
@@ -81,7 +71,7 @@ class Precedent:
 class VerdictFacts:
     """Input of a verdict."""
 
-    run: RunSummary
+    run: views.RunSummary
     run_dir: str = ""
     """The run's directory, as reported at its start."""
     incident_id: str = ""
@@ -95,11 +85,11 @@ class VerdictFacts:
     """Whether the condition of a finding still held at the last step."""
     cause: str = ""
     """Root cause, which is shown first."""
-    findings: Sequence[FindingView] = ()
-    decisions: Sequence[DecisionView] = ()
-    alerts: Sequence[AlertView] = ()
-    events: Sequence[EventView] = ()
-    lost: LostWork = field(default_factory=LostWork)
+    findings: Sequence[views.FindingView] = ()
+    decisions: Sequence[views.DecisionView] = ()
+    alerts: Sequence[views.AlertView] = ()
+    events: Sequence[views.EventView] = ()
+    lost: views.LostWork = field(default_factory=views.LostWork)
     late_seconds: float = 0.0
     """Time that the other ranks waited for a straggler."""
     restarts: Sequence[Restart] = ()
@@ -120,7 +110,6 @@ class _Hang:
 
     step: int
     ranks: Sequence[int]
-    began_unix_ns: int
     seconds: float
     """Duration, up to the latest row of the run."""
 
@@ -134,28 +123,27 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
     if facts.run.last_step >= step:
         return None
     ranks = sorted({view.finding.rank for view in waits if view.finding.rank >= 0})
-    began = _wait_start_ns(waits)
-    seconds = max(0.0, (facts.run.last_seen_unix_ns - began) / 1e9)
-    return _Hang(step, ranks, began, seconds)
+    seconds = max(0.0, (facts.run.last_seen_unix_ns - _wait_start_ns(waits)) / 1e9)
+    return _Hang(step, ranks, seconds)
 
 
-def _wait_findings(facts: VerdictFacts) -> list[FindingView]:
+def _wait_findings(facts: VerdictFacts) -> list[views.FindingView]:
     return [view for view in facts.findings if view.finding.kind in _WAITS]
 
 
-def _wait_start_ns(waits: Sequence[FindingView]) -> int:
+def _wait_start_ns(waits: Sequence[views.FindingView]) -> int:
     """Return the time of the last progress before the waits."""
     return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
 
 
-def verdict(facts: VerdictFacts) -> VerdictView:
+def verdict(facts: VerdictFacts) -> views.VerdictView:
     """Return the verdict on an incident: state, cause, action, cost, next command."""
     text, commands = _next(facts)
     if facts.capsule_step >= 0:
         play = f"vitals repro {facts.run.run_id} {facts.capsule_step} --entry train.py:build"
         commands = (*commands, play)
     hang = _hang(facts)
-    return VerdictView(
+    return views.VerdictView(
         incident_id=facts.incident_id,
         state=_one_line(verdict_state_line(facts)),
         is_hung=hang is not None,
@@ -171,10 +159,10 @@ def verdict(facts: VerdictFacts) -> VerdictView:
     )
 
 
-def of_healthy(run: RunSummary) -> VerdictView:
+def of_healthy(run: views.RunSummary) -> views.VerdictView:
     """Return the verdict on a run without any incident."""
     commands = (f"vitals tail {run.run_id} --follow",) if run.state == "running" else ()
-    return VerdictView(state=f"{_run_state_text(run)}. No incidents.", commands=commands)
+    return views.VerdictView(state=f"{_run_state_text(run)}. No incidents.", commands=commands)
 
 
 def _one_line(text: str) -> str:
@@ -193,7 +181,7 @@ def verdict_state_line(facts: VerdictFacts) -> str:
     return f"{_run_state_text(facts.run)}. {incident_end_text(facts)}"
 
 
-def _run_state_text(run: RunSummary) -> str:
+def _run_state_text(run: views.RunSummary) -> str:
     if run.state == "running":
         missing = f"; missing: {', '.join(run.missing)}" if run.missing else ""
         return f"Running at step {run.last_step:,}{missing}"
@@ -305,19 +293,19 @@ def _causes(facts: VerdictFacts) -> list[str]:
     return sentences
 
 
-def is_about_wait(event: EventView) -> bool:
+def is_about_wait(event: views.EventView) -> bool:
     """Return whether a wait ended by itself, or its job may not be restarted."""
     return event.text.endswith(("[wait_over]", "[restart_budget]"))
 
 
-def _is_death(event: EventView) -> bool:
+def _is_death(event: views.EventView) -> bool:
     """Return whether an event in an incident is the end of a rank or of the run."""
     if event.kind == "RunEnded":
         return event.text.startswith("failed")
     return event.kind == "Note" and not is_about_wait(event)
 
 
-def _death(event: EventView, world_size: int) -> str:
+def _death(event: views.EventView, world_size: int) -> str:
     """Return the verdict's text on how a run ended, with the failed rank."""
     text = _CODE.sub("", event.text)
     is_of_rank = world_size > 1 and event.kind == "RunEnded" and event.source.startswith("rank:")
@@ -351,15 +339,15 @@ def _trigger_sentence(trigger: _CauseRecords) -> str:
 
 def _nonfinite(trigger: _CauseRecords) -> str:
     """Return NaN or Inf, from the values; otherwise from the reason."""
-    if not any(not math.isfinite(value) for value in trigger.values):
-        reasons = " ".join(trigger.reasons).casefold()
-        named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
-        return {"nan": "NaN", "inf": "infinite"}[named[0]] if len(named) == 1 else "NaN or infinite"
     kinds = {
         "NaN" if math.isnan(value) else "infinite"
         for value in trigger.values
         if not math.isfinite(value)
     }
+    if not kinds:
+        reasons = " ".join(trigger.reasons).casefold()
+        words = {"nan": "NaN", "inf": "infinite"}
+        kinds = {kind for word, kind in words.items() if re.search(rf"\b{word}\b", reasons)}
     return kinds.pop() if len(kinds) == 1 else "NaN or infinite"
 
 
@@ -384,7 +372,9 @@ _OBSERVED: dict[ActionName, str] = {
 }
 
 
-def verdict_action_line(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
+def verdict_action_line(
+    decisions: Sequence[views.DecisionView], restarts: Sequence[Restart] = ()
+) -> str:
     """Return the verdict's line on the actions of Vitals, done or only observed."""
     if restarts:
         decided = verdict_action_line(decisions) if decisions else ""
@@ -477,7 +467,7 @@ def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
-def verdict_cost_line(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
+def verdict_cost_line(lost: views.LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Return the verdict's line on the cost; unmeasured values are left out."""
     ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
@@ -500,10 +490,9 @@ def verdict_cost_line(lost: LostWork, world_size: int, idle_seconds: float = 0.0
         details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
     text = f"Lost work: {humanize_count(lost.steps, 'step')}"
     text += f" ({', '.join(details)})" if details else ""
-    dropped = (
-        f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
-    )
-    return f"{text}{dropped}."
+    if lost.batches:
+        text += f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped"
+    return f"{text}."
 
 
 # -------------------------------------------------------------------------------------- before
@@ -594,7 +583,7 @@ def _open_incident_action(
     return todo or "Nothing to do yet: Vitals keeps watching.", (why, report)
 
 
-def _suspect_machine_text(findings: Sequence[FindingView]) -> str:
+def _suspect_machine_text(findings: Sequence[views.FindingView]) -> str:
     """Return the ranks that a finding about a machine names."""
     ranks = {
         view.finding.rank
@@ -609,9 +598,9 @@ def _suspect_machine_text(findings: Sequence[FindingView]) -> str:
 # ------------------------------------------------------------------------------------ timeline
 
 
-def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
+def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
     """Return the events in a few lines, by time: first finding, actions, pages, the end."""
-    lines: list[TimelineEntry] = []
+    lines: list[views.TimelineEntry] = []
     if waits := _wait_findings(facts):
         lines.append(_timeline_entry(_wait_start_ns(waits), waits[0].finding.step, "Last progress"))
     ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
@@ -621,20 +610,20 @@ def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
         lines.append(_timeline_entry(first.time_unix_ns, first.finding.step, text))
     actions = [view for view in facts.decisions if view.decision.action != "continue"]
     for (name, acted), same in groupby(actions, lambda v: (v.decision.action, v.decision.acted)):
-        views = list(same)
+        group = list(same)
         if acted and name != "skip_step":
             lines += [
                 _timeline_entry(v.time_unix_ns, v.decision.step, _single_action_text(v.decision))
-                for v in views
+                for v in group
             ]
             continue
-        decided = [view.decision for view in views]
+        decided = [view.decision for view in group]
         text = (
             _applied_action_text(name, decided)
             if acted
             else f"Would have {_observed_action_text(name, decided)}."
         )
-        lines.append(_timeline_entry(views[0].time_unix_ns, decided[0].step, text))
+        lines.append(_timeline_entry(group[0].time_unix_ns, decided[0].step, text))
     for alert in facts.alerts:
         if alert.severity == "page":
             text = f"Paged: {alert.title}"
@@ -659,12 +648,12 @@ def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     if more <= 0:
         return tuple(lines)
     middle = lines[MAX_TIMELINE // 2]
-    left_out = TimelineEntry(
+    left_out = views.TimelineEntry(
         time_unix_ns=middle.time_unix_ns, step=-1, text=f"and {more + 1} more lines"
     )
     half = MAX_TIMELINE // 2
     return (*lines[:half], left_out, *lines[-(MAX_TIMELINE - half - 1) :])
 
 
-def _timeline_entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
-    return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))
+def _timeline_entry(time_unix_ns: int, step: int, text: str) -> views.TimelineEntry:
+    return views.TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))
