@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path
 from starlette.requests import Request
@@ -37,13 +37,9 @@ def control_router(
 ) -> APIRouter:
     """Return the routes that change something.
 
-    Args:
-        store: store of commands and notes.
-        inbox: the alerts.
-        clock: current time.
-        keys: the directory of ``control.pub``.
-        folders: run directories that this collector watches, from its own command line: a command
-            for a run there is signed and delivered in place.
+    ``keys`` is the directory of ``control.pub``. ``folders`` are the run directories that this
+    collector watches, from its own command line: a command for a run there is signed and delivered
+    in place.
     """
     router = APIRouter(prefix="/v1")
     _add_command_routes(router, store, clock, keys, tuple(folders))
@@ -53,15 +49,25 @@ def control_router(
     return router
 
 
+def _contract(
+    body: type, view: type, tag: str, scope: TokenScope, of_run: Store | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a route: its body, response and rights, also to the path's run."""
+    reach = () if of_run is None else (Depends(require_run_reach(of_run, scope)),)
+    return {
+        "tags": [tag],
+        "dependencies": [Depends(require(scope)), *reach],
+        "responses": openapi_responses(view),
+        "openapi_extra": openapi_request_body(body),
+    }
+
+
 def _add_command_routes(
     router: APIRouter, store: Store, clock: Clock, keys: FilePath, folders: tuple[FilePath, ...]
 ) -> None:
     @router.post(
         "/runs/{run_id}/commands",
-        tags=["commands"],
-        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=openapi_responses(views.CommandView),
-        openapi_extra=openapi_request_body(Command),
+        **_contract(Command, views.CommandView, "commands", "control", store),
     )
     def send_command(
         run_id: str, body: Annotated[Command, Depends(body_decoder(Command))]
@@ -76,10 +82,7 @@ def _add_command_routes(
 def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/commands/{number}/delivered",
-        tags=["commands"],
-        dependencies=[Depends(require("ingest")), Depends(require_run_reach(store, "ingest"))],
-        responses=openapi_responses(views.CommandView),
-        openapi_extra=openapi_request_body(views.DeliveredRequest),
+        **_contract(views.DeliveredRequest, views.CommandView, "commands", "ingest", store),
     )
     def mark_delivered(
         run_id: str,
@@ -102,10 +105,7 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
 def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
     @router.post(
         "/alerts/{fingerprint}/ack",
-        tags=["alerts"],
-        dependencies=[Depends(require("control"))],
-        responses=openapi_responses(views.AlertView),
-        openapi_extra=openapi_request_body(views.AckRequest),
+        **_contract(views.AckRequest, views.AlertView, "alerts", "control"),
     )
     def acknowledge_alert(
         fingerprint: str,
@@ -117,11 +117,7 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         return json_response(inbox.acknowledge(fingerprint, body, caller=caller_name(request)))
 
     @router.post(
-        "/silences",
-        tags=["alerts"],
-        dependencies=[Depends(require("control"))],
-        responses=openapi_responses(views.SilenceView),
-        openapi_extra=openapi_request_body(views.SilenceRequest),
+        "/silences", **_contract(views.SilenceRequest, views.SilenceView, "alerts", "control")
     )
     def silence_alerts(
         request: Request,
@@ -135,10 +131,7 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
 
     @router.post(
         "/silences/{silence_id}/end",
-        tags=["alerts"],
-        dependencies=[Depends(require("control"))],
-        responses=openapi_responses(views.SilenceView),
-        openapi_extra=openapi_request_body(views.EndSilenceRequest),
+        **_contract(views.EndSilenceRequest, views.SilenceView, "alerts", "control"),
     )
     def end_silence(
         silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
@@ -153,10 +146,7 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
 def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/annotations",
-        tags=["look back"],
-        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=openapi_responses(views.AnnotationView),
-        openapi_extra=openapi_request_body(views.AnnotationRequest),
+        **_contract(views.AnnotationRequest, views.AnnotationView, "look back", "control", store),
     )
     def write_annotation(
         run_id: str,

@@ -108,9 +108,9 @@ class PendingBody:
 class CommitLimits:
     """Limits of the queue and of one transaction."""
 
-    max_bytes: int = 64 << 20
+    max_bytes: int = _MAX_BYTES
     """Size of waiting and running bodies; a single body is always accepted."""
-    max_bodies: int = 4_096
+    max_bodies: int = _MAX_WAITING
     group_batches: int = 8_192
     """Batches in one transaction, about a second's work: after an outage all agents send at once.
     """
@@ -190,11 +190,7 @@ class _WriterLane:
 class CommitQueue:
     """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
-    Args:
-        store: the store.
-        clock: time at which a body was received.
-        on_done: called with the outcomes.
-        limits: the bounds.
+    ``clock`` is the time at which a body is received.
     """
 
     def __init__(
@@ -371,18 +367,12 @@ class IngestApp:
     """``POST /v1/ingest`` as a separate ASGI app after the authentication."""
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        clock: Clock,
-        max_bytes: int = _MAX_BYTES,
-        wait_seconds: float = _WAIT_SECONDS,
-        commit_seconds: float = COMMIT_SECONDS,
+        self, store: Store, *, clock: Clock, commit_seconds: float = COMMIT_SECONDS
     ) -> None:
         self._store = store
-        self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
-        # A body that got memory here always finds space there.
-        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
+        self._room = ByteBudget(_MAX_BYTES, max_waiting=_MAX_WAITING, wait_seconds=_WAIT_SECONDS)
+        # A body that got memory here always finds space there: the limits are the same.
+        limits = CommitLimits(seconds=commit_seconds)
         self.commits = CommitQueue(store, clock=clock, on_done=_deliver_outcomes, limits=limits)
 
     def start(self) -> None:
