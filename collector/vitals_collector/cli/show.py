@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TextIO
 
 import typer
@@ -16,7 +16,7 @@ from trainvitals.units import humanize_count
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
+from vitals_collector.queries.user_alerts import user_alert_episodes
 from vitals_collector.report.run_tables import (
     checkpoint_table,
     decision_table,
@@ -109,9 +109,7 @@ def write_run(
     tables = [
         TableBlock(("attempt", "from step", "to step", "reason"), attempts),
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
-        *_waited(findings),
-        *_trace_table(events),
-        *_user_alert_table(user_alert_episodes(view.finding for view in findings)),
+        *(table for table in _waits_traces_and_alerts(findings, events) if table.rows),
         checkpoint_table(saved),
         event_table(events[-MAX_EVENTS:]),
     ]
@@ -132,35 +130,29 @@ def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
     ]
 
 
-def _waited(findings: Sequence[views.FindingView]) -> list[TableBlock]:
-    """Return the table of waits and hangs in ``vitals show``; empty without any."""
-    waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
-    rows = [
+def _waits_traces_and_alerts(
+    findings: Sequence[views.FindingView], events: Sequence[views.EventView]
+) -> Iterator[TableBlock]:
+    """Yield the tables of waits and hangs, of traces, and of custom alerts; some may be empty."""
+    waits = [
         (
             format_time(v.time_unix_ns),
             v.finding.step,
             "yes" if v.finding.kind == "hang" else "no",
             v.finding.reason,
         )
-        for v in waits[-MAX_EVENTS:]
+        for v in findings
+        if v.finding.kind in ("waiting", "hang")
     ]
-    return [TableBlock(("time", "step", "paged", "blocking rank"), rows)] if rows else []
-
-
-def _trace_table(events: Sequence[views.EventView]) -> list[TableBlock]:
-    """Return the table of traces; empty without any."""
-    rows = [(e.source, e.step, e.profile) for e in events if e.profile]
-    return [TableBlock(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
-
-
-def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
-    """Return the table of custom alerts; empty without any."""
-    header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
-    rows = [
+    yield TableBlock(("time", "step", "paged", "blocking rank"), waits[-MAX_EVENTS:])
+    traces = [(e.source, e.step, e.profile) for e in events if e.profile]
+    yield TableBlock(("profiled", "until step", "trace"), traces[-MAX_EVENTS:])
+    alerts = [
         (a.newest.cause, a.newest.severity, a.first, a.last, a.where, a.newest.reason)
-        for a in alerts
+        for a in user_alert_episodes(view.finding for view in findings)
     ]
-    return [TableBlock(header, rows)] if rows else []
+    header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
+    yield TableBlock(header, alerts)
 
 
 def _curve_plots(
