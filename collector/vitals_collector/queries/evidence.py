@@ -149,10 +149,10 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
     last = float(before[-1]) if len(before) else None
     if not len(late) or float(late[-1]) == last or (last is None and name != "last_xid"):
         return []
-    view = MoverView(
-        row=source, metric=name, before=last, peak=float(late[-1]), peak_step=-1, score=MAX_SCORE
-    )
-    return [view]
+    peak = float(late[-1])
+    return [
+        MoverView(row=source, metric=name, before=last, peak=peak, peak_step=-1, score=MAX_SCORE)
+    ]
 
 
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:

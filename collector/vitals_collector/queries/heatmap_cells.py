@@ -25,10 +25,7 @@ class CellExtremes(NamedTuple):
     def take(self, rows: Sequence[int]) -> "CellExtremes":
         """Return the chosen rows."""
         which = np.array(rows, dtype=np.int64)
-        return CellExtremes(
-            *(self.low[which], self.high[which], self.middle[which]),
-            *(self.is_marked[which], self.is_left[which]),
-        )
+        return CellExtremes._make(part[which] for part in self)
 
     def with_discarded(self, discarded: "CellExtremes") -> "CellExtremes":
         """Return the lineage's cells with the discarded values added.

@@ -107,20 +107,8 @@ class RunRecords:
         return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
-def incidents(
-    moment: ReadSnapshot,
-    run: views.RunSummary,
-    *,
-    price: float = 0.0,
-    reach: frozenset[str] | None = None,
-    run_dir: Path | None = None,
-) -> tuple[views.IncidentView, ...]:
-    """Return the incidents of a run, the latest first.
-
-    Only runs in ``reach`` are named as having had the same cause; None: all. ``run_dir`` is the
-    run's directory, if a directory is read.
-    """
-    of_run = _read_incidents(moment, run, price, reach, run_dir)
+def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
+    """Return the incidents of a run, the latest first."""
     gravest = sorted(
         of_run.bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each))
     )
@@ -130,16 +118,9 @@ def incidents(
     )
 
 
-def run_verdict(
-    moment: ReadSnapshot,
-    run: views.RunSummary,
-    *,
-    price: float = 0.0,
-    reach: frozenset[str] | None = None,
-    run_dir: Path | None = None,
-) -> views.RunVerdict:
+def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
     """Return the verdict on the most severe open incident, otherwise on one with actions."""
-    of_run = _read_incidents(moment, run, price, reach, run_dir)
+    run = of_run.run
     lines = tuple(
         views.IncidentLine(
             incident_id=bundle.name,
@@ -156,19 +137,23 @@ def run_verdict(
     if not lines:
         return views.RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
     bundle = max(of_run.bundles, key=of_run.gravity)
-    first = precursor(moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
+    first = precursor(of_run.moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
     judgement = of_run.verdict(bundle, first, is_whole=True)
     return views.RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
 
 
-def _read_incidents(
+def read_incidents(
     moment: ReadSnapshot,
     run: views.RunSummary,
     price: float,
     reach: frozenset[str] | None,
     run_dir: Path | None,
-) -> "_Incidents":
-    """Return the run's incidents, the latest first."""
+) -> "RunIncidents":
+    """Return the run's incidents, the latest first.
+
+    Only runs in ``reach`` are named as having had the same cause; None: all. ``run_dir`` is the
+    run's directory, if a directory is read.
+    """
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
@@ -186,7 +171,7 @@ def _read_incidents(
         bundle_of |= dict.fromkeys(map(_item_key, members), bundles[-1])
     _attach_alerts(bundle_of, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
-    return _Incidents(
+    return RunIncidents(
         moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir, frozenset(holding)
     )
 
@@ -473,7 +458,7 @@ def _attach_alerts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Incidents:
+class RunIncidents:
     """Incidents of a run, and the data of their texts."""
 
     moment: ReadSnapshot
@@ -643,7 +628,7 @@ def _runs_that_had(
 
 
 def _incident_view(
-    of_run: _Incidents, bundle: story.IncidentParts, *, is_whole: bool
+    of_run: RunIncidents, bundle: story.IncidentParts, *, is_whole: bool
 ) -> views.IncidentView:
     """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run

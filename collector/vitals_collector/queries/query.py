@@ -26,7 +26,6 @@ from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import (
     CurveRequest,
     DownsampledCurve,
-    Points,
     downsample,
     downsample_means,
     smooth,
@@ -37,7 +36,7 @@ from vitals_collector.queries.difference import difference
 from vitals_collector.queries.forecast import forecast
 from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.heatmap import cells
-from vitals_collector.queries.incidents import incidents, run_verdict
+from vitals_collector.queries.incidents import RunIncidents, incidents, read_incidents, run_verdict
 from vitals_collector.queries.top_changes import top_change_views
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
@@ -83,14 +82,9 @@ def _answer_in_run(kind: type[Question[A]], answer: Callable[[ReadSnapshot, Any]
 class Query:
     """Runs queries on a store. Each reads one snapshot of it; none changes it.
 
-    Args:
-        store: the store.
-        clock: the current time, to distinguish a running run from a lost one.
-        lost_after_seconds: time without a row after which a run is lost.
-        up_since_unix_ns: time since which rows could arrive; 0 if none can.
-        volumes: limits of the data kept per run, for display.
-        gpu_hour_price: price of a GPU-hour; 0: not set.
-        goodput: shared cache of the goodput sums.
+    A run without a row for ``lost_after_seconds`` is lost, unless no row could arrive: that is
+    possible since ``up_since_unix_ns``; 0: never. ``volumes`` are the limits of the data kept per
+    run, for display. A ``gpu_hour_price`` of 0 is not set.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -329,17 +323,12 @@ def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
     return _judge_run(query, question.run_id, run_verdict)
 
 
-def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
-    """Call ``judge`` on a snapshot of the run, for its incidents or its verdict."""
+def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
+    """Return the incidents of the run, or its verdict."""
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
-        return judge(
-            moment,
-            run,
-            price=query.gpu_hour_price,
-            reach=query.reach,
-            run_dir=query.run_dir(run_id),
-        )
+        run_dir = query.run_dir(run_id)
+        return judge(read_incidents(moment, run, query.gpu_hour_price, query.reach, run_dir))
 
 
 @answer_to(views.GoodputQuestion)
@@ -378,12 +367,11 @@ def _select_series(
     if not _has_means(request):
         return source, CurveRequest(span, curve.column, request.points)
     if span.from_step is not None and request.smoothing:
-        span = span._replace(
-            from_step=max(0, span.from_step - _smoothing_reach_steps(request.smoothing))
-        )
-    return source, CurveRequest(
-        span, curve.column
-    )  # the mean of the drawn points differs from that of the stored ones
+        # Earlier steps weigh less than 1e-9, even if only one step in ten was measured.
+        reach = 10 * math.ceil(21 / (1 - request.smoothing))
+        span = span._replace(from_step=max(0, span.from_step - reach))
+    # All points: the mean of the drawn ones differs from that of the stored ones.
+    return source, CurveRequest(span, curve.column)
 
 
 def _has_means(request: views.SeriesRequest) -> bool:
@@ -391,25 +379,13 @@ def _has_means(request: views.SeriesRequest) -> bool:
     return request.mean or request.smoothing > 0.0
 
 
-def _smoothing_reach_steps(weight: float) -> int:
-    """Return the number of steps before the first drawn one that smoothing needs.
-
-    Earlier steps weigh less than 1e-9, even if only one step in ten was measured.
-    """
-    return 10 * math.ceil(21 / (1 - weight))
-
-
-def _smooth_points(request: views.SeriesRequest, points: Points) -> Points:
-    points = smooth(points, request.smoothing, request.branch)
-    first = request.from_step
-    return points if first is None else points.take(points.step >= first)
-
-
 def _series_reply(
     run_id: str, request: views.SeriesRequest, source: str, curve: DownsampledCurve
 ) -> views.SeriesReply:
     if request.smoothing:
-        points = _smooth_points(request, curve.points)
+        points = smooth(curve.points, request.smoothing, request.branch)
+        if request.from_step is not None:
+            points = points.take(points.step >= request.from_step)
         curve = DownsampledCurve(points, len(points))
     reduce = downsample_means if _has_means(request) else downsample
     drawn = reduce(curve.points, request.points, request.branch)

@@ -18,7 +18,6 @@ from trainvitals.views import Branch, TableQuestion
 from vitals_collector.numbers.interface import (
     AttemptRow,
     Columns,
-    ColumnValues,
     Ints,
     NumberStoreReader,
     Points,
@@ -233,14 +232,11 @@ def _matching_rows(
         if condition.column == "rank":
             cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
-            cells = _table_column(rows[condition.column].take(which))
+            column = rows[condition.column].take(which)
+            cells = TableColumn(column.values, ~column.is_missing)
         which = which[condition.matching_cells(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
     return MatchingSteps(ranks, step[which], attempt[which]), num_left
-
-
-def _table_column(column: ColumnValues) -> TableColumn:
-    return TableColumn(column.values, ~column.is_missing if column.is_missing.any() else None)
 
 
 def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:

@@ -173,10 +173,9 @@ def _layer_changes(
     named = layer_names(moment.sql, run_id)
     writers, numbers = rows["incarnation"].values.tolist(), rows["layer"].values.tolist()
     pairs = list(zip(writers, map(int, numbers), strict=True))
-    label_of = {pair: named.get(pair, f"layer {pair[1]}") for pair in dict.fromkeys(pairs)}
-    order = {name: i for i, name in enumerate(dict.fromkeys(label_of.values()))}
-    number_of = {pair: order[label] for pair, label in label_of.items()}
-    key = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
+    labels = [named.get(pair) or f"layer {pair[1]}" for pair in pairs]
+    order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    key = np.array([order[label] for label in labels], dtype=np.int64)
     return _judge_rows(rows, key, list(order), columns_of, steps[1], branch)
 
 

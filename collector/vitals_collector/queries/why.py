@@ -139,12 +139,17 @@ def explain_step(
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
     # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
-    parts += [_finding_sentence(entry) for entry in ours if entry.finding.reason not in reasons]
+    for finding in (entry.finding for entry in ours):
+        level_note = " (advisory)" if finding.level == "advisory" else ""
+        if finding.reason not in reasons:
+            parts.append(f"Finding{level_note}: {finding.reason}.")
     own_alerts = [a.text for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
-        parts += [decision_sentence(entry), *_lost_work_sentences(entry)]
+        parts.append(decision_sentence(entry))
+        if entry.decision.acted and entry.decision.cost_steps > 1:
+            parts.append(f"Lost work: {entry.decision.cost_steps} steps.")
     if attempts and not (view.findings or view.decisions or own_alerts):
         parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
@@ -403,12 +408,6 @@ def _limit_text(row: views.StepRow, name: str) -> str:
     return f" (limit {_format_value(row, name)})" if name in row.values else " (no limit yet)"
 
 
-def _finding_sentence(view: views.FindingView) -> str:
-    finding = view.finding
-    level_note = " (advisory)" if finding.level == "advisory" else ""
-    return f"Finding{level_note}: {finding.reason}."
-
-
 def decision_sentence(view: views.DecisionView) -> str:
     """Return the decision, its rule, the reason, and the remaining budget."""
     decision = view.decision
@@ -423,12 +422,6 @@ def decision_sentence(view: views.DecisionView) -> str:
         num = f"{humanize_count(budget_left, 'rollback')} left"
         parts.append(f"{num}." if budget_left else "Rollback budget used up.")
     return " ".join(parts)
-
-
-def _lost_work_sentences(view: views.DecisionView) -> list[str]:
-    decision = view.decision
-    is_costly = decision.acted and decision.cost_steps > 1
-    return [f"Lost work: {decision.cost_steps} steps."] if is_costly else []
 
 
 def _rolled_back(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:

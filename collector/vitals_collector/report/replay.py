@@ -58,7 +58,8 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumberStore, NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.numbers.interface import NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.queries.ledger import iter_rows
 from vitals_collector.queries.series import exclusive_end
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot, Store
@@ -74,10 +75,10 @@ _KINDS = (
     "StateRead",
 )  # fmt: skip
 
+_MEASURED = ("loss", "loss_max", "loss_limit", "grad_norm", "grad_norm_limit", "learning_rate")
 _READ = (
     "step", "attempt", "verdict", "culprit_rank", "skipped", "nonfinite_params", "lr_factor",
-    "learning_rate", "loss", "loss_max", "loss_max_rank", "loss_limit", "grad_norm",
-    "grad_norm_limit",
+    "loss_max_rank", *_MEASURED,
 )  # fmt: skip
 """Columns of rank 0's rows in a record."""
 _ROWS_AT_ONCE = 65_536
@@ -173,7 +174,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
             for start in starts
         ]
         lost = sum(_count_lost_rows(connection, run_id, start) for start in starts)
-        num_thinned, thinned_to_step = _rolled_up_rows(store.numbers, run_id)
+        thinned = [part for part in store.numbers.deleted_rows(run_id) if part.stream == "steps"]
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -190,8 +191,8 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         judgements=tuple(replayer.judgements),
         recorded=tuple(replayer.recorded),
         num_lost_rows=lost,
-        num_thinned_rows=num_thinned,
-        thinned_to_step=thinned_to_step,
+        num_thinned_rows=sum(part.num_rows for part in thinned),
+        thinned_to_step=max((part.to_step for part in thinned), default=-1),
         other_limits=tuple(replayer.other_limits),
     )
 
@@ -451,12 +452,6 @@ def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> i
     return sum(connection.execute(query).scalars())
 
 
-def _rolled_up_rows(numbers: NumberStore, run_id: str) -> tuple[int, int]:
-    """Return the number of rolled-up rows of ranks, and the last such step."""
-    parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
-    return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
-
-
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
     """Return the events of one start of rank 0 that the replay needs."""
     query = (
@@ -492,15 +487,7 @@ def _iter_stream_rows(
         span = RowSpan(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
         columns = moment.numbers.scan(span, [*names, "seq"])
         order = np.argsort(columns.pop("seq").values)
-        cells = [
-            [None if is_missing else value for value, is_missing in zip(*pair, strict=True)]
-            for pair in (
-                (column.values[order].tolist(), column.is_missing[order].tolist())
-                for column in columns.values()
-            )
-        ]
-        for row in zip(*cells, strict=True):
-            yield dict(zip(columns, row, strict=True))
+        yield from iter_rows({name: column.take(order) for name, column in columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,12 +573,8 @@ def step_record(
     return StepRecord(
         step=step,
         attempt=attempt,
-        loss=_float_or_none(row, "loss"),
-        loss_max=_float_or_none(row, "loss_max"),
+        **{name: _float_or_none(row, name) for name in _MEASURED},
         loss_max_rank=_int_or_default(row, "loss_max_rank", -1),
-        grad_norm=_float_or_none(row, "grad_norm"),
-        loss_limit=_float_or_none(row, "loss_limit"),
-        grad_norm_limit=_float_or_none(row, "grad_norm_limit"),
         nonfinite_ranks=ranks.nonfinite,
         failed_ranks=ranks.failed,
         nonfinite_params=_int_or_default(row, "nonfinite_params", 0),
@@ -606,7 +589,6 @@ def step_record(
         withheld=bool(bits & WITHHELD),
         commanded=bool(bits & COMMANDED),
         overflow=bool(bits & OVERFLOW),
-        learning_rate=_float_or_none(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
         rate_declared=bool(bits & RATE_DECLARED),
         clips=bool(bits & CLIPS),

@@ -108,15 +108,10 @@ def _plotted_columns(
     curve: PlottedCurve,
 ) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
     """Return the columns of the lineage, those of each discarded attempt, and their scale."""
-    lineage, discarded = (
-        plot_columns(curve.series, curve.span, WIDTH),
-        curve.discarded_columns(WIDTH),
-    )
-    return (
-        lineage,
-        discarded,
-        ValueScale([column for branch in (lineage, *discarded) for column in branch.values()]),
-    )
+    lineage = plot_columns(curve.series, curve.span, WIDTH)
+    discarded = curve.discarded_columns(WIDTH)
+    columns = [column for branch in (lineage, *discarded) for column in branch.values()]
+    return lineage, discarded, ValueScale(columns)
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:

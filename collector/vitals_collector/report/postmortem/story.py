@@ -1,14 +1,15 @@
 """Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import Block, Fold, Heading, Paragraph, TableBlock
 from trainvitals.document.incident import incident_blocks
-from trainvitals.records import SEVERITY_WORDS
+from trainvitals.records import SEVERITY_WORDS, Finding
 from trainvitals.units import humanize_count
-from trainvitals.views import IncidentView, MoverView
+from trainvitals.views import AlertView, IncidentView, MoverView, StepData
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.cost import total_lost_work
 from vitals_collector.queries.verdict import verdict_cost_line
@@ -31,6 +32,7 @@ _LISTED = 8
 _TITLE = 120
 
 Row = Sequence[object]
+T = TypeVar("T")
 
 
 def report_blocks(facts: ReportData) -> list[Block]:
@@ -39,9 +41,18 @@ def report_blocks(facts: ReportData) -> list[Block]:
     curve_marks = decision_marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
-    gravest = min(facts.incidents, key=_severity_sort_key, default=None)
+    order = list(SEVERITY_WORDS)
+    gravest = min(
+        facts.incidents,
+        key=lambda each: (order.index(each.incident.severity), -each.incident.started_unix_ns),
+        default=None,
+    )
+    title = summary.name or summary.run_id
+    title = title if len(title) <= _TITLE else f"{title[: _TITLE - 3]}..."
+    named = run_facts(facts.detail, facts.ledger)
+    rows = [(name, "not measured" if value is None else value) for name, value in named]
     return [
-        Heading(1, f"Post-mortem of {_truncate_title(summary.name or summary.run_id)}"),
+        Heading(1, f"Post-mortem of {title}"),
         Paragraph(_summary_text(facts)),
         *_incident_list_section(facts),
         *chain.from_iterable(
@@ -49,7 +60,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
             for each in facts.incidents
         ),
         Heading(2, "The run"),
-        TableBlock(("what", "value"), _run_fact_rows(facts)),
+        TableBlock(("what", "value"), [row for row in rows if row[1] != ""]),
         *(CurvePlot(curve, curve_marks, spans) for curve in facts.curves),
         *_folded(_decisions_section(facts)),
         *_folded(_timeline_section(facts)),
@@ -57,12 +68,6 @@ def report_blocks(facts: ReportData) -> list[Block]:
         *_folded(_settings_section(facts)),
         *_closing_section(facts),
     ]
-
-
-def _severity_sort_key(incident_facts: IncidentFacts) -> tuple[int, int]:
-    """Return the sort key of incidents in the post-mortem: the worst first."""
-    incident = incident_facts.incident
-    return list(SEVERITY_WORDS).index(incident.severity), -incident.started_unix_ns
 
 
 def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
@@ -83,10 +88,6 @@ def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
             yield Fold(heading.level, heading.text, section)
 
 
-def _truncate_title(name: str) -> str:
-    return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
-
-
 def _summary_text(facts: ReportData) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
@@ -98,12 +99,6 @@ def _summary_text(facts: ReportData) -> str:
         f", {open_now} still open" if open_now else ", all resolved"
     )
     return f"{text}. {verdict_cost_line(lost, summary.world_size)}"
-
-
-def _run_fact_rows(facts: ReportData) -> list[Row]:
-    rows = run_facts(facts.detail, facts.ledger)
-    named = [(name, "not measured" if value is None else value) for name, value in rows]
-    return [row for row in named if row[1] != ""]
 
 
 def _incident_list_section(facts: ReportData) -> Iterator[Block]:
@@ -180,78 +175,74 @@ def _incident_evidence(
     if incident_facts.movers:
         yield Heading(3, "Largest changes")
         header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
-        yield TableBlock(
-            header,
-            [
-                (m.row, m.metric, m.before, _peak_cell(m.peak), m.peak_step, _score_cell(m))
-                for m in incident_facts.movers[:_MOVERS]
-            ],
-        )
+        yield TableBlock(header, [_mover_row(mover) for mover in incident_facts.movers[:_MOVERS]])
     yield from _folded([*_evidence_section(incident), *_events_section(incident, ordinals)])
 
 
-def _peak_cell(peak: float | None) -> object:
-    return "not finite" if peak is None else peak
+def _mover_row(mover: MoverView) -> Row:
+    is_finite = mover.peak is not None
+    peak, score = (mover.peak, round(mover.score, 1)) if is_finite else ("not finite", None)
+    return (mover.row, mover.metric, mover.before, peak, mover.peak_step, score)
 
 
-def _score_cell(mover: MoverView) -> float | None:
-    return None if mover.peak is None else round(mover.score, 1)
+def _capped_section(
+    heading: Heading, items: Sequence[T], table: Callable[[Sequence[T]], TableBlock], what: str
+) -> Iterator[Block]:
+    """Yield a heading, and a table of the first items; nothing without items."""
+    if items:
+        yield heading
+        yield table(items[:MAX_LINES])
+        yield from _omitted_note(len(items) - MAX_LINES, what)
 
 
 def _evidence_section(incident: IncidentView) -> Iterator[Block]:
-    if incident.decisions:
-        yield Heading(3, "Actions and their evidence")
-        yield decision_table(incident.decisions[:MAX_LINES])
-        yield from _omitted_note(len(incident.decisions) - MAX_LINES, "actions")
-    if incident.findings:
-        yield Heading(3, "Findings")
-        findings = [view.finding for view in incident.findings[:MAX_LINES]]
-        yield TableBlock(
-            ("step", "level", "finding", "rank", "value", "limit", "reason"),
-            [
-                (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
-                for f in findings
-            ],
-        )
-        yield from _omitted_note(len(incident.findings) - MAX_LINES, "findings")
-    if incident.alerts:
-        yield Heading(3, "Alerts")
-        yield TableBlock(
-            ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
-            [
-                (
-                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
-                    format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
-                    a.acknowledged_by, a.summary,
-                )
-                for a in incident.alerts[:MAX_LINES]
-            ],
-        )  # fmt: skip
-        yield from _omitted_note(len(incident.alerts) - MAX_LINES, "alerts")
+    actions = Heading(3, "Actions and their evidence")
+    yield from _capped_section(actions, incident.decisions, decision_table, "actions")
+    findings = [view.finding for view in incident.findings]
+    yield from _capped_section(Heading(3, "Findings"), findings, _finding_table, "findings")
+    yield from _capped_section(Heading(3, "Alerts"), incident.alerts, _alert_table, "alerts")
+
+
+def _finding_table(findings: Sequence[Finding]) -> TableBlock:
+    return TableBlock(
+        ("step", "level", "finding", "rank", "value", "limit", "reason"),
+        [
+            (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
+            for f in findings
+        ],
+    )
+
+
+def _alert_table(alerts: Sequence[AlertView]) -> TableBlock:
+    return TableBlock(
+        ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
+        [
+            (
+                a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
+                format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
+                a.acknowledged_by, a.summary,
+            )
+            for a in alerts
+        ],
+    )  # fmt: skip
 
 
 def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
-    if incident.events:
-        yield Heading(3, "Events")
-        yield event_table(incident.events[:MAX_LINES])
-        yield from _omitted_note(len(incident.events) - MAX_LINES, "events")
-    if incident.data:
-        yield Heading(3, "Batches of the bad steps")
-        yield TableBlock(
+    def batch_table(data: Sequence[StepData]) -> TableBlock:
+        return TableBlock(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
             [
                 (
-                    d.source,
-                    ordinals.get(d.attempt, d.attempt),
-                    d.batch.epoch,
-                    d.batch.first_batch,
-                    describe_samples(d.batch),
-                    d.batch.file,
+                    d.source, ordinals.get(d.attempt, d.attempt), d.batch.epoch,
+                    d.batch.first_batch, describe_samples(d.batch), d.batch.file,
                 )
-                for d in incident.data[:MAX_LINES]
+                for d in data
             ],
-        )
-        yield from _omitted_note(len(incident.data) - MAX_LINES, "batches")
+        )  # fmt: skip
+
+    yield from _capped_section(Heading(3, "Events"), incident.events, event_table, "events")
+    batches = Heading(3, "Batches of the bad steps")
+    yield from _capped_section(batches, incident.data, batch_table, "batches")
 
 
 def _decisions_section(facts: ReportData) -> Iterator[Block]:
