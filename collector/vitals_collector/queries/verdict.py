@@ -279,11 +279,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
             cause_text.add(decision)
     ordered = sorted(
         triggers.values(),
-        key=lambda each: (
-            each.name != facts.cause,
-            not each.is_acted_on,
-            min(each.steps),
-        ),
+        key=lambda each: (each.name != facts.cause, not each.is_acted_on, min(each.steps)),
     )
     sentences = [_trigger_sentence(each) for each in ordered]
     root = ordered[0] if ordered else None
