@@ -17,12 +17,7 @@ from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import user_alert_episodes
-from vitals_collector.report.run_tables import (
-    checkpoint_table,
-    decision_table,
-    event_table,
-    run_facts,
-)
+from vitals_collector.report import run_tables
 
 MAX_EVENTS = 20
 """Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
@@ -93,7 +88,7 @@ def write_run(
         body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
         write_json({**body, "events": events}, to=to)
         return
-    facts = run_facts(detail, ledger, _learning_rates(reader, detail.summary))
+    facts = run_tables.run_facts(detail, ledger, _learning_rates(reader, detail.summary))
     facts += _volume_rows(detail.volume)
     facts.append(
         ("series", ", ".join(detail.metrics) if names else _series_count_text(detail.metrics))
@@ -104,14 +99,14 @@ def write_run(
         return
     to.write("\n" + "".join(f"{line}\n" for line in _curve_plots(reader, detail, ledger, to)))
     attempts = [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts]
-    decided = decision_table(ledger)
+    decided = run_tables.decision_table(ledger)
     width = decided.header.index("reason") + 1  # the last column, which is never cut
     tables = [
         TableBlock(("attempt", "from step", "to step", "reason"), attempts),
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
         *(table for table in _waits_traces_and_alerts(findings, events) if table.rows),
-        checkpoint_table(saved),
-        event_table(events[-MAX_EVENTS:]),
+        run_tables.checkpoint_table(saved),
+        run_tables.event_table(events[-MAX_EVENTS:]),
     ]
     for table in tables:
         to.write("\n")

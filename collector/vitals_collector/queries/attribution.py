@@ -27,16 +27,8 @@ from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected, Finding
 from trainvitals.units import humanize, split_unit
 from trainvitals.views import FindingView
+from vitals_collector.live import step_join
 from vitals_collector.live.live_monitor import watched_onsets
-from vitals_collector.live.step_join import (
-    LAYER_COLUMNS,
-    RANK_COLUMNS,
-    RUN_COLUMNS,
-    LayerPart,
-    RowWriters,
-    WriterRows,
-    merge_steps,
-)
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
@@ -142,8 +134,8 @@ def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
     measured = measured_by_stream(moment.sql, run_id)
-    columns = sorted(measured["steps"] & {*RANK_COLUMNS, *RUN_COLUMNS})
-    layer_columns = ["layer", *sorted(measured["layers"] & {*LAYER_COLUMNS})]
+    columns = sorted(measured["steps"] & {*step_join.RANK_COLUMNS, *step_join.RUN_COLUMNS})
+    layer_columns = ["layer", *sorted(measured["layers"] & {*step_join.LAYER_COLUMNS})]
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
@@ -154,13 +146,13 @@ def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> It
         return
     layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *layer_columns])
     parts = [*_iter_layer_parts(moment.sql, run_id, layers, layer_columns)]
-    yield from merge_steps([_writer_rows(rows, columns)], parts).steps
+    yield from step_join.merge_steps([_writer_rows(rows, columns)], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
-def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
+def _writer_rows(columns: Columns, names: list[str]) -> step_join.WriterRows:
     def whole(name: str) -> np.ndarray:
         return columns[name].values.astype(np.int64)
 
@@ -168,8 +160,8 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
     size = np.full(len(rank), int(rank.max(initial=0)) + 1)
     measured = {name: (columns[name].values, ~columns[name].is_missing) for name in names}
     numbers = {name: c for name, c in measured.items() if c[0].dtype.kind in "fi"}
-    return WriterRows(
-        RowWriters(rank, size, np.zeros_like(rank)),
+    return step_join.WriterRows(
+        step_join.RowWriters(rank, size, np.zeros_like(rank)),
         whole("seq"),
         whole("attempt"),
         whole("step"),
@@ -180,7 +172,7 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
 
 def _iter_layer_parts(
     connection: Connection, run_id: str, columns: Columns, names: list[str]
-) -> Iterator[LayerPart]:
+) -> Iterator[step_join.LayerPart]:
     if not len(columns["step"].values):
         return
     rows = _writer_rows(columns, names)
@@ -190,7 +182,7 @@ def _iter_layer_parts(
         names_of_writer = {
             number: name for (incarnation, number), name in named.items() if incarnation == writer
         }
-        yield LayerPart(names_of_writer, rows.take(writers == writer))
+        yield step_join.LayerPart(names_of_writer, rows.take(writers == writer))
 
 
 # ------------------------------------------------------------------------------------- words

@@ -30,15 +30,7 @@ from vitals_collector.numbers.interface import (
     make_lineage_end_lookup,
     sort_by_time,
 )
-from vitals_collector.queries import heatmap_layers, series
-from vitals_collector.queries.heatmap_cells import (
-    CellExtremes,
-    HeatmapRows,
-    most_deviating_values,
-    nanmedian,
-    of_curves,
-    starts_of,
-)
+from vitals_collector.queries import heatmap_cells, heatmap_layers, series
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
@@ -72,7 +64,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     names, starts, extremes, rolled_back = load(
         moment, curve, attempts, question.branch, question.points
     )
-    value = most_deviating_values(extremes)
+    value = heatmap_cells.most_deviating_values(extremes)
     selected_rows = _most_deviating_rows(
         value, extremes, question.rows, is_alike=stream != "layers"
     )
@@ -130,7 +122,7 @@ def _load_source_rows(
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
-) -> HeatmapRows:
+) -> heatmap_cells.HeatmapRows:
     """Return the rows of ranks, GPUs or nodes."""
     numbers, whole = moment.numbers, curve._replace(num_points=_POINTS_A_COLUMN * points)
     if curve.span.stream == "steps":
@@ -150,13 +142,15 @@ def _load_source_rows(
             names.append(name)
             lineage_points.append(of_lineage)
             discarded_points.append(discarded)
-    starts = starts_of(
+    starts = heatmap_cells.starts_of(
         [drawn for drawn in (*lineage_points, *discarded_points) if len(drawn)], points
     )
-    cells = of_curves(lineage_points, starts).with_discarded(of_curves(discarded_points, starts))
+    cells = heatmap_cells.of_curves(lineage_points, starts).with_discarded(
+        heatmap_cells.of_curves(discarded_points, starts)
+    )
     again = concat_points(discarded_points).step
     rolled_back = (int(again.min()), int(again.max())) if len(again) else None
-    return HeatmapRows(names, starts, cells, rolled_back)
+    return heatmap_cells.HeatmapRows(names, starts, cells, rolled_back)
 
 
 def _by_source(
@@ -183,7 +177,7 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
 
 
 def _most_deviating_rows(
-    value: Floats, extremes: CellExtremes, num: int, *, is_alike: bool
+    value: Floats, extremes: heatmap_cells.CellExtremes, num: int, *, is_alike: bool
 ) -> list[int]:
     """Return the rows that deviate most, in their order.
 
@@ -193,7 +187,11 @@ def _most_deviating_rows(
         return list(range(len(value)))
 
     def middle_of(values: Floats) -> Floats:
-        return nanmedian(values.T)[np.newaxis, :] if is_alike else nanmedian(values)[:, None]
+        return (
+            heatmap_cells.nanmedian(values.T)[np.newaxis, :]
+            if is_alike
+            else heatmap_cells.nanmedian(values)[:, None]
+        )
 
     middle = middle_of(value)
     with np.errstate(over="ignore", invalid="ignore"):

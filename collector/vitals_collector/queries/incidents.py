@@ -8,14 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from sqlalchemy import Connection, Row, select
 
-from trainvitals import views
-from trainvitals.alerting import (
-    Alert,
-    alerts_for_decision,
-    alerts_for_finding,
-    is_answered,
-    point_is_over,
-)
+from trainvitals import alerting, views
 from trainvitals.detect.attribution import find_origin_onset
 from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
@@ -94,12 +87,12 @@ class RunRecords:
     restarts: tuple[Restart, ...] = ()
     """Restarts that lost steps."""
 
-    def alerts_for(self, view: views.FindingView) -> tuple[Alert, ...]:
+    def alerts_for(self, view: views.FindingView) -> tuple[alerting.Alert, ...]:
         """Return the alerts that a finding itself raises: none if a decision covers it."""
         finding = view.finding
-        if is_answered(finding, self.decided.get(finding.step, ())):
+        if alerting.is_answered(finding, self.decided.get(finding.step, ())):
             return ()
-        return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
+        return alerting.alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
 def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
@@ -261,7 +254,7 @@ def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]
     items: list[grouping.IncidentItem] = []
     raised: _Raised = {}
 
-    def add_item(item: grouping.IncidentItem, alerts: Iterable[Alert]) -> None:
+    def add_item(item: grouping.IncidentItem, alerts: Iterable[alerting.Alert]) -> None:
         items.append(item)
         for alert in alerts:
             raised.setdefault(alert.fingerprint, []).append((alert.step, _item_key(item)))
@@ -272,7 +265,7 @@ def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]
     for i, view in enumerate(records.decisions):
         if view.decision.action != "continue":
             item = grouping.item_of_decision(i, view.decision, view.time_unix_ns)
-            add_item(item, alerts_for_decision(view.decision, run_id=view.run_id))
+            add_item(item, alerting.alerts_for_decision(view.decision, run_id=view.run_id))
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
@@ -472,7 +465,7 @@ class RunIncidents:
         for view in bundle.findings:
             severities += [alert.severity for alert in self.records.alerts_for(view)]
         for decided in bundle.decisions:
-            raised = alerts_for_decision(decided.decision, run_id="")
+            raised = alerting.alerts_for_decision(decided.decision, run_id="")
             severities += [alert.severity for alert in raised]
         severities += ["notify"] * (len(bundle.errors) + len(bundle.restarts))
         return max(severities, key=grouping.SEVERITIES.index, default="log")
@@ -493,7 +486,7 @@ class RunIncidents:
             return True
         if not bundle.findings and not decided:
             return run.state in ("lost", "failed") and not bundle.alerts
-        return not point_is_over(
+        return not alerting.point_is_over(
             raised_step=bundle.onset,
             last_step=run.last_step,
             last_unhealthy_step=bundle.last,

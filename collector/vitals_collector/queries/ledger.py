@@ -9,19 +9,11 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, Table, select
 
-from trainvitals import views
+from trainvitals import records, views
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.errors import UNREADABLE, UsageError
 from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
 from trainvitals.identity import Source
-from trainvitals.records import (
-    BatchNoted,
-    ChangeExpected,
-    Decision,
-    Finding,
-    StacksTaken,
-    StateRead,
-)
 from trainvitals.units import humanize_count
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
@@ -41,12 +33,12 @@ _SHOWN_ELSEWHERE = (
     "RanksStill",
 )  # fmt: skip
 
-_decision = msgspec.msgpack.Decoder(Decision).decode
-_finding = msgspec.msgpack.Decoder(Finding).decode
-_batch = msgspec.msgpack.Decoder(BatchNoted).decode
-_stacks = msgspec.msgpack.Decoder(StacksTaken).decode
-_expected = msgspec.msgpack.Decoder(ChangeExpected).decode
-_reading = msgspec.msgpack.Decoder(StateRead).decode
+_decision = msgspec.msgpack.Decoder(records.Decision).decode
+_finding = msgspec.msgpack.Decoder(records.Finding).decode
+_batch = msgspec.msgpack.Decoder(records.BatchNoted).decode
+_stacks = msgspec.msgpack.Decoder(records.StacksTaken).decode
+_expected = msgspec.msgpack.Decoder(records.ChangeExpected).decode
+_reading = msgspec.msgpack.Decoder(records.StateRead).decode
 
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
@@ -270,7 +262,7 @@ def stacks_of(connection: Connection, run_id: str) -> tuple[views.StacksView, ..
     table = schema.events.c
     query = (
         select(table.time_unix_ns, table.step, table.attempt, table.body)
-        .where(table.run_id == run_id, table.kind == StacksTaken.__name__)
+        .where(table.run_id == run_id, table.kind == records.StacksTaken.__name__)
         .order_by(table.time_unix_ns.desc(), table.id.desc())
         .limit(MAX_STACKS)
     )
@@ -312,7 +304,7 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[views.Annotatio
     written = connection.execute(select(*fields).where(table.run_id == run_id))
     entries = [views.AnnotationView(step=s, time_unix_ns=t, text=x, by=b) for s, t, x, b in written]
     columns = schema.events.c
-    of_run = (columns.run_id == run_id, columns.kind == ChangeExpected.__name__)
+    of_run = (columns.run_id == run_id, columns.kind == records.ChangeExpected.__name__)
     query = select(columns.step, columns.time_unix_ns, columns.body).where(*of_run)
     newest = query.order_by(columns.time_unix_ns.desc(), columns.id.desc()).limit(MAX_EVENTS)
     for step, time, body in connection.execute(newest):

@@ -13,16 +13,10 @@ from trainvitals.views import AlertView, IncidentView, MoverView, StepData
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.cost import total_lost_work
 from vitals_collector.queries.verdict import verdict_cost_line
+from vitals_collector.report import run_tables
 from vitals_collector.report.charts import CurvePlot, HeatMap
 from vitals_collector.report.curves import CurveMark, decision_marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
-from vitals_collector.report.run_tables import (
-    checkpoint_table,
-    decision_table,
-    event_table,
-    rank_text,
-    run_facts,
-)
 
 MAX_LINES = 200
 """Maximum number of rows in a table; the number of omitted rows is shown."""
@@ -49,7 +43,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
     )
     title = summary.name or summary.run_id
     title = title if len(title) <= _TITLE else f"{title[: _TITLE - 3]}..."
-    named = run_facts(facts.detail, facts.ledger)
+    named = run_tables.run_facts(facts.detail, facts.ledger)
     rows = [(name, "not measured" if value is None else value) for name, value in named]
     return [
         Heading(1, f"Post-mortem of {title}"),
@@ -197,7 +191,7 @@ def _capped_section(
 
 def _evidence_section(incident: IncidentView) -> Iterator[Block]:
     actions = Heading(3, "Actions and their evidence")
-    yield from _capped_section(actions, incident.decisions, decision_table, "actions")
+    yield from _capped_section(actions, incident.decisions, run_tables.decision_table, "actions")
     findings = [view.finding for view in incident.findings]
     yield from _capped_section(Heading(3, "Findings"), findings, _finding_table, "findings")
     yield from _capped_section(Heading(3, "Alerts"), incident.alerts, _alert_table, "alerts")
@@ -207,7 +201,7 @@ def _finding_table(findings: Sequence[Finding]) -> TableBlock:
     return TableBlock(
         ("step", "level", "finding", "rank", "value", "limit", "reason"),
         [
-            (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
+            (f.step, f.level, f.kind, run_tables.rank_text(f.rank), f.value, f.limit, f.reason)
             for f in findings
         ],
     )
@@ -240,7 +234,9 @@ def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iter
             ],
         )  # fmt: skip
 
-    yield from _capped_section(Heading(3, "Events"), incident.events, event_table, "events")
+    yield from _capped_section(
+        Heading(3, "Events"), incident.events, run_tables.event_table, "events"
+    )
     batches = Heading(3, "Batches of the bad steps")
     yield from _capped_section(batches, incident.data, batch_table, "batches")
 
@@ -250,7 +246,7 @@ def _decisions_section(facts: ReportData) -> Iterator[Block]:
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
         return
-    yield decision_table(facts.ledger[-MAX_LINES:])
+    yield run_tables.decision_table(facts.ledger[-MAX_LINES:])
     yield from _omitted_note(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
@@ -285,7 +281,7 @@ def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Checkpoints")
     yield from _omitted_note(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
-    yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
+    yield run_tables.checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
 def _settings_section(facts: ReportData) -> Iterator[Block]:
