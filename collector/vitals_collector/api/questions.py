@@ -153,8 +153,6 @@ def _route_name(kind: type[Question[Any]]) -> str:
     return "_".join(name_words).lower()
 
 
-# ----------------------------------------------------------------------------- the OpenAPI document
-
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
 _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}

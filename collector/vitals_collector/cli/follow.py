@@ -105,9 +105,6 @@ class RunEndCondition:
         return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
 
 
-# ----------------------------------------------------------------------------- finding the run
-
-
 @contextlib.contextmanager
 def open_followed_run(
     choice: RunChoice, server: CollectorOptions
@@ -188,9 +185,6 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
         time.sleep(POLL_SECONDS)
         result = find()
     return result
-
-
-# -------------------------------------------------------------------------------- display
 
 
 def _build_display(every: int) -> "ProgressLines | LivePanel":

@@ -128,9 +128,6 @@ def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
-# ------------------------------------------------------------------------------- stored rows
-
-
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
     measured = measured_by_stream(moment.sql, run_id)
@@ -183,9 +180,6 @@ def _iter_layer_parts(
             number: name for (incarnation, number), name in named.items() if incarnation == writer
         }
         yield step_join.LayerPart(names_of_writer, rows.take(writers == writer))
-
-
-# ------------------------------------------------------------------------------------- words
 
 
 def onset_sentence(onset: Onset) -> str:

@@ -203,9 +203,6 @@ def _most_deviating_rows(
     return sorted(np.argsort(-score, kind="stable")[:num].tolist())
 
 
-# ------------------------------------------------------------------------------- GPUs and nodes
-
-
 def _load_host_curves(
     numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:

@@ -29,7 +29,6 @@ from vitals_collector.numbers.interface import (
 from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
-# ---------------------------------------------------------------------------------- existing series
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
@@ -195,9 +194,6 @@ def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> U
     return UsageError(f"run {run_id} has no series {metric!r}", hint=hint, code=UNKNOWN)
 
 
-# ------------------------------------------------------------------------------------ drawing
-
-
 def _choose_evenly(which: Ints, num: int) -> Ints:
     """Return at most ``num`` of them, evenly chosen, including the first and the last."""
     if len(which) <= num:
@@ -226,8 +222,6 @@ def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:
         return "nan"
     return "+inf" if value > 0 else "-inf"
 
-
-# ---------------------------------------------------------------------------------- the whole curve
 
 MAX_POINTS = 4_000_000
 """Maximum number of points in a response: 32 bytes each."""

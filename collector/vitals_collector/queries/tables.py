@@ -108,9 +108,6 @@ def _requested_columns(
     return tuple(dict.fromkeys(request.columns)) or default
 
 
-# ---------------------------------------------------------------------------- steps and ranks
-
-
 def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
     columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
@@ -135,9 +132,6 @@ def _json_values(cells: TableColumn) -> tuple[Any, ...]:
         for i in np.flatnonzero(~cells.valid).tolist():
             values[i] = None
     return tuple(values)
-
-
-# ------------------------------------------------------------------------------- records
 
 
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:

@@ -158,9 +158,6 @@ def shades(reply: CellsReply) -> ValueScale:
     return ValueScale([every])
 
 
-# ------------------------------------------------------------------------------------- curves
-
-
 def _y_position(scale: ValueScale, value: float) -> float:
     return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
 
@@ -278,9 +275,6 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
         text = make_element("text", letters, title, x=at, y=-5, text_anchor="middle")
         nodes.append(make_element("g", text, class_=f"mark {min(kinds, key=order.index)}"))
     return nodes
-
-
-# ---------------------------------------------------------------------------------- heat maps
 
 
 def _cell_path(at: int, row: int, wide: float) -> str:
