@@ -29,7 +29,6 @@ from vitals_collector.numbers.interface import (
 from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
-
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
 
@@ -142,7 +141,6 @@ def _curve_of(
 
 
 def _source_filter(source: str) -> tuple[str, ...]:
-    """Return the sources to read for a series: one, or all."""
     return (source,) if source else ()
 
 
