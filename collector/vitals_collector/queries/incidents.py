@@ -26,7 +26,6 @@ from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import (
     Precedent,
     VerdictFacts,
-    is_about_wait,
     of_healthy,
     verdict,
 )
@@ -521,29 +520,15 @@ class RunIncidents:
         if is_whole:
             late = late_seconds(self.moment.numbers, run_id, found, span)
         step, played = self._capsule(bundle)
-        ends = [
-            event
-            for event in bundle.events
-            if event not in bundle.errors and (event.kind == "RunEnded" or is_about_wait(event))
-        ]
         facts = VerdictFacts(
             run=self.run,
+            incident=bundle,
             run_dir=info_of(run_row(self.moment.sql, run_id)).run_dir,
-            incident_id=bundle.name,
-            onset=bundle.onset,
-            last=bundle.last,
             next_onset=_next_onset(bundle, self.bundles),
-            started_unix_ns=bundle.started_unix_ns,
             is_open=self.is_open(bundle),
             is_lasting=self.is_lasting(bundle),
-            cause=bundle.cause,
-            findings=found,
-            decisions=bundle.decisions,
-            alerts=bundle.alerts,
-            events=[*bundle.errors, *ends],
             lost=lost,
             late_seconds=late,
-            restarts=bundle.restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
             capsule_step=step,

@@ -22,6 +22,7 @@ from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
 from vitals_collector.queries.grouping import DEATHS
 from vitals_collector.queries.stacks import capital
+from vitals_collector.queries.story import IncidentParts
 
 MAX_TIMELINE = 8
 """Maximum number of timeline entries; those in the middle are counted."""
@@ -72,28 +73,17 @@ class VerdictFacts:
     """Input of a verdict."""
 
     run: views.RunSummary
+    incident: IncidentParts
     run_dir: str = ""
     """The run's directory, as reported at its start."""
-    incident_id: str = ""
-    onset: int = -1
-    last: int = -1
     next_onset: int = -1
     """Onset of the next incident; -1 for none."""
-    started_unix_ns: int = 0
     is_open: bool = False
     is_lasting: bool = False
     """Whether the condition of a finding still held at the last step."""
-    cause: str = ""
-    """Root cause, which is shown first."""
-    findings: Sequence[views.FindingView] = ()
-    decisions: Sequence[views.DecisionView] = ()
-    alerts: Sequence[views.AlertView] = ()
-    events: Sequence[views.EventView] = ()
     lost: views.LostWork = field(default_factory=views.LostWork)
     late_seconds: float = 0.0
     """Time that the other ranks waited for a straggler."""
-    restarts: Sequence[Restart] = ()
-    """Restarts after it that lost steps."""
     precursor: str | None = None
     """Sentence about the first change; empty: no series left its quiet range; None: not searched,
     or unknown."""
@@ -102,6 +92,13 @@ class VerdictFacts:
     """Its first step with a repro capsule; -1: none."""
     played: str = ""
     """Result of the repro."""
+
+    @property
+    def events(self) -> list[views.EventView]:
+        """Events that start the incident, then other ends of the run and of waits."""
+        errors = self.incident.errors
+        ends = [e for e in self.incident.events if e.kind == "RunEnded" or is_about_wait(e)]
+        return [*errors, *(event for event in ends if event not in errors)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +125,7 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
 
 
 def _wait_findings(facts: VerdictFacts) -> list[views.FindingView]:
-    return [view for view in facts.findings if view.finding.kind in _WAITS]
+    return [view for view in facts.incident.findings if view.finding.kind in _WAITS]
 
 
 def _wait_start_ns(waits: Sequence[views.FindingView]) -> int:
@@ -144,11 +141,11 @@ def verdict(facts: VerdictFacts) -> views.VerdictView:
         commands = (*commands, play)
     hang = _hang(facts)
     return views.VerdictView(
-        incident_id=facts.incident_id,
+        incident_id=facts.incident.name,
         state=_one_line(verdict_state_line(facts)),
         is_hung=hang is not None,
         cause=_one_line(verdict_cause_line(facts)),
-        action=_one_line(verdict_action_line(facts.decisions, facts.restarts)),
+        action=_one_line(verdict_action_line(facts.incident.decisions, facts.incident.restarts)),
         cost=_one_line(_cost_with_waits(facts, hang)),
         before=_one_line(precedent_line(facts.precedent)),
         next=_one_line(text),
@@ -189,24 +186,24 @@ def _run_state_text(run: views.RunSummary) -> str:
 
 def incident_end_text(facts: VerdictFacts) -> str:
     """Return whether the incident is over, and for how many healthy steps."""
-    decided = [view.decision for view in facts.decisions]
+    decided = [view.decision for view in facts.incident.decisions]
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
-        return f"This incident stopped it; last bad step {facts.last:,}."
+        return f"This incident stopped it; last bad step {facts.incident.last:,}."
     if facts.is_open:
         if facts.run.state == "finished":
-            last = min(facts.last, facts.run.last_step)
+            last = min(facts.incident.last, facts.run.last_step)
             return f"Unresolved: no healthy step after step {last:,}."
-        return f"Open: last bad step {facts.last:,}."
+        return f"Open: last bad step {facts.incident.last:,}."
     if facts.next_onset >= 0:
-        healthy = facts.next_onset - facts.last - 1
+        healthy = facts.next_onset - facts.incident.last - 1
         until = f", until the next incident at step {facts.next_onset:,}"
     else:
-        healthy, until = facts.run.last_step - facts.last, ""
+        healthy, until = facts.run.last_step - facts.incident.last, ""
     if healthy < SETTLED_STEPS:
         steps = humanize_count(healthy, "healthy step") if healthy > 0 else "no healthy step"
-        return f"Last bad step {facts.last:,}, with {steps} after it{until}."
+        return f"Last bad step {facts.incident.last:,}, with {steps} after it{until}."
     steps = humanize_count(healthy, "healthy step")
-    return f"Resolved: {steps} since step {facts.last:,}{until}."
+    return f"Resolved: {steps} since step {facts.incident.last:,}{until}."
 
 
 # --------------------------------------------------------------------------------------- cause
@@ -219,9 +216,10 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     # rank that only lost its peer.
     texts = [_death(e, facts.run.world_size) for e in facts.events if _is_death(e)]
     if not sentences:
-        texts += [alert.summary for alert in facts.alerts]
-        texts += [_restart_text(each) for each in facts.restarts] + [e.text for e in facts.events]
-    if not sentences or facts.cause in DEATHS:
+        texts += [alert.summary for alert in facts.incident.alerts]
+        texts += [_restart_text(each) for each in facts.incident.restarts]
+        texts += [event.text for event in facts.events]
+    if not sentences or facts.incident.cause in DEATHS:
         first = [f"{capital(text.rstrip('.'))}." for text in texts[:1]]
         sentences = [*first, *sentences] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
@@ -229,7 +227,7 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     if more > 0:
         parts.append(f"And {humanize_count(more, 'more finding')}.")
     if facts.precursor is not None:
-        parts.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
+        parts.append(facts.precursor or f"No precursor before step {facts.incident.onset:,}.")
     return " ".join(parts)
 
 
@@ -262,14 +260,14 @@ def _causes(facts: VerdictFacts) -> list[str]:
     def trigger(record: Finding | Decision, name: str) -> _CauseRecords:
         return triggers.setdefault(name, _CauseRecords(name, set(), set(), [], [], []))
 
-    for view in facts.findings:
+    for view in facts.incident.findings:
         name = view.finding.cause or view.finding.kind
         if view.finding.kind in _WAITS:  # a wait that pages is recorded twice
             name = f"wait for {view.finding.rank}"
         cause_text = trigger(view.finding, name)
         cause_text.kind = cause_text.kind or view.finding.kind
         cause_text.add(view.finding)
-    for decided in facts.decisions:
+    for decided in facts.incident.decisions:
         decision = decided.decision
         cause_text = trigger(decision, decision.cause or decision.rule)
         cause_text.is_acted_on |= decision.action != "continue"
@@ -278,12 +276,13 @@ def _causes(facts: VerdictFacts) -> list[str]:
             cause_text.add(decision)
     ordered = sorted(
         triggers.values(),
-        key=lambda each: (each.name != facts.cause, not each.is_acted_on, min(each.steps)),
+        key=lambda each: (each.name != facts.incident.cause, not each.is_acted_on, min(each.steps)),
     )
     sentences = [_trigger_sentence(each) for each in ordered]
     root = ordered[0] if ordered else None
-    if root is not None and root.name == "nonfinite_params" == facts.cause and len(ordered) > 1:
-        found_by = f"before step {facts.onset:,}, found by the check {_steps(root.steps)}"
+    incident = facts.incident
+    if root is not None and root.name == "nonfinite_params" == incident.cause and len(ordered) > 1:
+        found_by = f"before step {incident.onset:,}, found by the check {_steps(root.steps)}"
         sentences[0] = sentences[0].replace(_steps(root.steps), found_by)
     return sentences
 
@@ -516,11 +515,11 @@ def precedent_line(precedent: Precedent) -> str:
 def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     """Return the verdict's recommended action and its commands: the next one first."""
     run = facts.run
-    report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
-    why = f"vitals why {run.run_id} {max(facts.onset, 0)}"
-    names = [facts.cause]
-    names += [n for v in facts.findings for n in (v.finding.cause, v.finding.kind)]
-    todo = advice(names, run.run_id, facts.onset)
+    report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident.name)}"
+    why = f"vitals why {run.run_id} {max(facts.incident.onset, 0)}"
+    names = [facts.incident.cause]
+    names += [n for v in facts.incident.findings for n in (v.finding.cause, v.finding.kind)]
+    todo = advice(names, run.run_id, facts.incident.onset)
     if run.state == "halted":
         where = shlex.quote(facts.run_dir) if facts.run_dir else run.run_id
         text = f"{todo or 'Fix the cause.'} Then resume, and restart the job with VITALS_RUN_ID="
@@ -529,12 +528,12 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     if run.state in ("lost", "failed"):
         text = f"Check its nodes and its log, then restart with VITALS_RUN_ID={run.run_id}."
         return text, (f"vitals tail {run.run_id}", report)
-    if any(view.finding.kind == "unguarded" for view in facts.findings):
+    if any(view.finding.kind == "unguarded" for view in facts.incident.findings):
         text = "Fix the error that measuring ended with, or report it. Check the weights before "
         return f"{text}you use them: nothing checked these updates.", (why, report)
     if run.state != "running" and facts.is_open:
         text = "Check the weights before you use them, or use a checkpoint from before step "
-        return f"{text}{max(facts.onset, 0):,}. {todo}".rstrip(), (why, report)
+        return f"{text}{max(facts.incident.onset, 0):,}. {todo}".rstrip(), (why, report)
     if run.state != "running" and facts.is_lasting and todo:
         return todo, (why, report)
     if run.state != "running" or not facts.is_open:
@@ -550,7 +549,8 @@ def _open_incident_action(
     command = f"vitals command {run.run_id}"
     if run.missing:
         return f"Check {', '.join(run.missing)}, then restart the job.", (why, report)
-    decided = [view.decision for view in facts.decisions if view.decision.action != "continue"]
+    decisions = (view.decision for view in facts.incident.decisions)
+    decided = [decision for decision in decisions if decision.action != "continue"]
     newest = max(decided, key=lambda d: d.ledger_seq, default=None)
     waiting = None if newest is None or newest.acted else newest
     if waiting is not None and WAITS_UNTIL in waiting.evidence:
@@ -568,7 +568,7 @@ def _open_incident_action(
     if run.mode == "observe" and newest is not None:
         text = 'Vitals only observes this run: restart it with mode="guard" to have it act.'
         return text, (why, report)
-    machine = _suspect_machine_text(facts.findings)
+    machine = _suspect_machine_text(facts.incident.findings)
     if (hang := _hang(facts)) is not None:
         whose = f"{name_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
@@ -597,12 +597,13 @@ def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
     lines: list[views.TimelineEntry] = []
     if waits := _wait_findings(facts):
         lines.append(_timeline_entry(_wait_start_ns(waits), waits[0].finding.step, "Last progress"))
-    ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
+    findings = facts.incident.findings
+    ours = [view for view in findings if not view.finding.severity] or findings
     if ours:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
         text = f"Detected: {first.finding.reason}"
         lines.append(_timeline_entry(first.time_unix_ns, first.finding.step, text))
-    actions = [view for view in facts.decisions if view.decision.action != "continue"]
+    actions = [view for view in facts.incident.decisions if view.decision.action != "continue"]
     for (name, acted), same in groupby(actions, lambda v: (v.decision.action, v.decision.acted)):
         group = list(same)
         if acted and name != "skip_step":
@@ -618,7 +619,7 @@ def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
             else f"Would have {_observed_action_text(name, decided)}."
         )
         lines.append(_timeline_entry(group[0].time_unix_ns, decided[0].step, text))
-    for alert in facts.alerts:
+    for alert in facts.incident.alerts:
         if alert.severity == "page":
             text = f"Paged: {alert.title}"
             lines.append(_timeline_entry(alert.started_unix_ns, alert.step, text))
@@ -626,7 +627,8 @@ def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_timeline_entry(alert.updated_unix_ns, alert.step, text))
     lines += [
-        _timeline_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts
+        _timeline_entry(each.started_unix_ns, each.step, _resumed(each))
+        for each in facts.incident.restarts
     ]
     notes = [e for e in facts.events if e.text.endswith("[rank_gone]") or is_about_wait(e)]
     lines += [

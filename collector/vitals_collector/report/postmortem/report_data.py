@@ -1,7 +1,7 @@
 """Runs the queries for the post-mortem of a run, on a collector or on a directory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from trainvitals import views
@@ -53,23 +53,6 @@ class ReportData:
     """Queries without a result, and the reasons."""
 
 
-@dataclass(slots=True)
-class _ReportQueries:
-    """Records failed queries, so that the report lists them."""
-
-    missing: list[str] = field(default_factory=list)
-
-    def or_none(self, name: str, ask: Callable[[], Answer]) -> Answer | None:
-        """Return the result; None if the run has no such data."""
-        try:
-            return ask()
-        except UsageError as error:
-            text = f"{name}: {error.text}"
-            if text not in self.missing:
-                self.missing.append(text)
-            return None
-
-
 def gather_report_data(
     reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = ""
 ) -> ReportData:
@@ -78,7 +61,7 @@ def gather_report_data(
     Raises:
         UsageError: no such run, or no incident of that id.
     """
-    queries = _ReportQueries()
+    missing: list[str] = []
     detail = reader.ask(views.RunQuestion(run_id=run_id))
     everything = reader.ask(views.IncidentsQuestion(run_id=run_id))
     detailed_incidents = _detailed_incidents(everything, incident_id)
@@ -92,10 +75,10 @@ def gather_report_data(
         annotations=reader.ask(views.AnnotationsQuestion(run_id=run_id)),
         all_incidents=everything,
         incidents=tuple(
-            _query_incident_facts(reader, detail, incident, queries)
+            _query_incident_facts(reader, detail, incident, missing)
             for incident in detailed_incidents
         ),
-        missing=tuple(queries.missing),
+        missing=tuple(missing),
     )
 
 
@@ -120,12 +103,13 @@ def _detailed_incidents(
 
 
 def _query_incident_facts(
-    reader: Reader, detail: views.RunDetail, incident: views.IncidentView, queries: _ReportQueries
+    reader: Reader, detail: views.RunDetail, incident: views.IncidentView, missing: list[str]
 ) -> IncidentFacts:
     run_id = detail.summary.run_id
     first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
     replies = [
-        queries.or_none(
+        _ask_or_note(
+            missing,
             name,
             lambda metric=metric: reader.ask(  # type: ignore[misc]
                 views.CellsQuestion(
@@ -141,8 +125,10 @@ def _query_incident_facts(
         for metric, name in HEAT_MAPS.items()
         if _is_known(metric, detail.metrics)
     ]
-    moved = queries.or_none(
-        "Movers", lambda: reader.ask(views.MoversQuestion(run_id=run_id, step=incident.onset_step))
+    moved = _ask_or_note(
+        missing,
+        "Movers",
+        lambda: reader.ask(views.MoversQuestion(run_id=run_id, step=incident.onset_step)),
     )
     return IncidentFacts(
         incident=incident,
@@ -150,6 +136,17 @@ def _query_incident_facts(
         heat_maps=tuple(reply for reply in replies if reply is not None and reply.rows),
         movers=moved or (),
     )
+
+
+def _ask_or_note(missing: list[str], name: str, ask: Callable[[], Answer]) -> Answer | None:
+    """Return the result; without such data, return None and list the query as missing."""
+    try:
+        return ask()
+    except UsageError as error:
+        text = f"{name}: {error.text}"
+        if text not in missing:
+            missing.append(text)
+        return None
 
 
 def _is_known(metric: str, metrics: Sequence[str]) -> bool:
