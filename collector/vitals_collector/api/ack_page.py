@@ -62,6 +62,7 @@ def _error_response(error: UsageError) -> Response:
 
 
 def _html_response(body: str, status: int) -> Response:
+    """Return an HTML page of a link to acknowledge an alert."""
     head = (
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )

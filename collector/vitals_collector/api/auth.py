@@ -463,6 +463,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 def _body_too_large(limit: int) -> Refused:
+    """Return the refusal of a request whose body is too large."""
     return Refused(413, UsageError(f"the body is larger than {limit} bytes"))
 
 

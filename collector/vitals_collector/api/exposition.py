@@ -250,6 +250,7 @@ def _exposed_runs(every: Iterable[RunSummary], now_unix_ns: int) -> list[RunSumm
 
 
 def _run_families(moment: ReadSnapshot, shown: list[RunSummary]) -> dict[str, Samples]:
+    """Return the metric families about runs in ``/metrics``."""
     connection = moment.sql
     ids = [run.run_id for run in shown]
     families: dict[str, Samples] = {metric.name: {} for metric in _OF_RUN}
@@ -335,6 +336,7 @@ def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> S
 
 
 def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
+    """Return the number of non-finite findings of each run in ``/metrics``."""
     query = (
         select(findings.c.run_id, func.count())
         .where(findings.c.run_id.in_(ids), findings.c.kind == "nonfinite")
@@ -347,6 +349,7 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
 
 
 def _collector_families(store: Store) -> dict[str, Samples]:
+    """Return the metric families about the collector itself in ``/metrics``."""
     counters = store.counters
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},

@@ -484,6 +484,7 @@ def _set_outcomes(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> N
 
 
 def _busy_error() -> StorageError:
+    """Return the error for a full ingest queue: clients retry later."""
     return StorageError(
         "the collector receives more than it can store",
         hint="try again later; agents keep their spools and retry by themselves",

@@ -103,6 +103,7 @@ def lock_data_dir(data: Path) -> Iterator[str]:
 
 
 def _lock_identity(lock: int) -> str:
+    """Return the identity of the collector's lock: boot, disk and file."""
     try:
         boot = _BOOT_ID.read_text()
     except OSError:  # not Linux

@@ -267,6 +267,7 @@ def _check_open(run: views.RunSummary) -> None:
 
 
 def _check_rank(rank: int, world_size: int) -> None:
+    """Refuse ``vitals command`` for a rank that the run does not have."""
     if rank >= world_size:
         raise UsageError(f"--rank is {rank}; the run has ranks 0 to {world_size - 1}")
 

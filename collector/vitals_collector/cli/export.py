@@ -148,6 +148,7 @@ def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -
 
 
 def _num_rows(columns: Columns) -> int:
+    """Return the number of rows in exported columns."""
     return len(next(iter(columns.values()), ()))
 
 
@@ -160,6 +161,7 @@ def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
 
 
 def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
+    """Return the Arrow type of a column in ``vitals export``."""
     if name in _WHOLE:
         return arrow.int64()
     return arrow.string() if any(isinstance(v, str) for v in values) else arrow.float64()

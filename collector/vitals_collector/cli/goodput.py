@@ -159,6 +159,7 @@ def _write_goodput(view: GoodputView, form: Format) -> None:
 
 
 def _wall_time_ns(view: GoodputView) -> int:
+    """Return the wall time of a run in the output of ``vitals goodput``."""
     return view.end_unix_ns - view.begin_unix_ns
 
 

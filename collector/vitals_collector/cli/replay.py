@@ -263,6 +263,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
 
 
 def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
+    """Return the last line of ``vitals replay``: counts of findings and decisions."""
     findings = Counter(f.level for judged in judged_steps for f in judged.judgement.findings)
     counts = Counter(
         judged.judgement.decision.action
@@ -332,6 +333,7 @@ def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[objec
 
 
 def _reading_cells(read: "StateRead") -> tuple[str, str]:
+    """Return the table cells of a probe or evaluation in ``vitals replay``."""
     from trainvitals.judged_log import describe_query
     from trainvitals.policy.evidence import describe_reading
 

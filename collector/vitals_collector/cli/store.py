@@ -278,6 +278,7 @@ def data_dir(data: Path | None) -> Path:
 
 
 def _run_names(store: "Store") -> dict[str, str]:
+    """Return the names of all stored runs by id, for ``vitals store``."""
     from sqlalchemy import select
 
     from vitals_collector.storage.schema import runs

@@ -94,6 +94,7 @@ def precursor(
 def _load_announced_changes(
     connection: Connection, run_id: str, attempt: int
 ) -> list[tuple[int, int]]:
+    """Return the changes that the training announced, each with its steps."""
     table = events.c
     query = select(table.step, table.body).where(
         table.run_id == run_id, table.attempt == attempt, table.kind == ChangeExpected.__name__
@@ -250,6 +251,7 @@ def _onset_text(onset: Onset) -> str:
 
 
 def _location_text(where: str) -> str:
+    """Return the rank or layer at which a problem started, as text."""
     if not where:
         return ""
     return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
@@ -270,6 +272,7 @@ def _onset_values_text(onset: Onset) -> str:
 
 
 def _effect_text(effect: Next) -> str:
+    """Return a sentence about what followed the first change of an incident."""
     as_onset = Onset(
         attempt=0,
         step=effect.step,

@@ -134,6 +134,7 @@ def _parse_value(
 
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
+    """Return a mask of the values in a column that satisfy a condition."""
     if op == "~":
         substring = str(value).casefold()
         return np.fromiter((substring in str(v).casefold() for v in values), bool, len(values))
@@ -158,4 +159,5 @@ def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str 
 
 
 def _shortened_repr(text: str) -> str:
+    """Return a quoted part of a table query for an error message."""
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")

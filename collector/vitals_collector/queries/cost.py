@@ -218,6 +218,7 @@ def _measure_lost_steps(
 
 
 def _num_gpus(connection: Connection, run_id: str) -> int:
+    """Return the number of GPUs that the run's ranks reported."""
     table = sources.c
     query = select(func.count(table.gpu_uuid.distinct()))
     return connection.execute(

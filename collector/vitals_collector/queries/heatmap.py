@@ -88,6 +88,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
 
 
 def _check_map_size(points: int, rows: int) -> None:
+    """Reject a heat map with too many columns, rows or cells."""
     if not 1 <= points <= MAX_MAP_COLUMNS:
         raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
     if not 1 <= rows <= MAX_MAP_ROWS:
@@ -97,6 +98,7 @@ def _check_map_size(points: int, rows: int) -> None:
 
 
 def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
+    """Return the stream and column of the metric."""
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
     measured = series.measured_by_stream(moment.sql, run_id)
     metric_names = sorted(f"{s}.{name}" for s in STREAMS for name in measured[s] - plain)

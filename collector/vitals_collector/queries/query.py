@@ -324,6 +324,7 @@ def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
 
 
 def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
+    """Return the incidents of the run, or its verdict."""
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
         run_dir = query.run_dir(run_id)
@@ -374,6 +375,7 @@ def _select_series(
 
 
 def _has_means(request: views.SeriesRequest) -> bool:
+    """Return whether a query of a series wants means or smoothed values."""
     return request.mean or request.smoothing > 0.0
 
 

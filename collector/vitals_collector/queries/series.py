@@ -141,6 +141,7 @@ def _curve_of(
 
 
 def _source_filter(source: str) -> tuple[str, ...]:
+    """Return the sources to read for a series: one, or all."""
     return (source,) if source else ()
 
 

@@ -181,6 +181,7 @@ def _bounds(request: TableQuestion, conditions: Sequence[TableCondition]) -> _Bo
 
 
 def _as_int64(value: int) -> int:
+    """Return a step of a table query, limited to 64 bits."""
     return max(min(value, 2**63 - 1), -(2**63))
 
 

@@ -219,6 +219,7 @@ def _change_text(mover: TopChange) -> str:
 
 
 def _is_run_or_rank(row: str) -> bool:
+    """Return whether a change in the story belongs to the run or to a rank."""
     return row == RUN or row.startswith("rank:")
 
 

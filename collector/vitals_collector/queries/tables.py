@@ -123,6 +123,7 @@ def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
 
 
 def _json_values(cells: TableColumn) -> tuple[Any, ...]:
+    """Return a column of a table reply as JSON values."""
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
         for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
@@ -134,6 +135,7 @@ def _json_values(cells: TableColumn) -> tuple[Any, ...]:
 
 
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
+    """Return the columns of a record type for table queries."""
     columns: dict[str, Kind] = {}
     for name, of in typing.get_type_hints(kind).items():
         if name in but:

@@ -163,6 +163,7 @@ def of_healthy(run: views.RunSummary) -> views.VerdictView:
 
 
 def _one_line(text: str) -> str:
+    """Return the text of a verdict as one printable line."""
     return printable(" ".join(text.split()))
 
 
@@ -579,6 +580,7 @@ def _open_incident_action(
 
 
 def _suspect_machine_text(findings: Sequence[views.FindingView]) -> str:
+    """Return the ranks that a finding about a machine names."""
     ranks = {
         view.finding.rank
         for view in findings

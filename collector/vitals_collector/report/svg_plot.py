@@ -278,6 +278,7 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
 
 
 def _cell_path(at: int, row: int, wide: float) -> str:
+    """Return the outline of a heat-map cell in SVG."""
     x = round(at * wide, 1)
     across = round((at + 1) * wide - x, 1)
     return f"M{x},{row * _CELL}h{across}v{_CELL - 1}h-{across}z"
