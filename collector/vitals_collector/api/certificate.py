@@ -58,7 +58,9 @@ def _self_signed() -> bytes:
         .sign(key, hashes.SHA256())
     )
     return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     ) + certificate.public_bytes(serialization.Encoding.PEM)
 
 

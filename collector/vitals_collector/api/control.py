@@ -28,7 +28,12 @@ from vitals_collector.storage.store import Store
 
 
 def control_router(
-    store: Store, inbox: Inbox, *, clock: Clock, keys: FilePath, folders: Sequence[FilePath] = ()
+    store: Store,
+    inbox: Inbox,
+    *,
+    clock: Clock,
+    keys: FilePath,
+    folders: Sequence[FilePath] = (),
 ) -> APIRouter:
     """Return the routes that change something.
 
@@ -87,7 +92,12 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
     ) -> Response:
         """Record that a command is in the run's mailbox; called by the agent that holds the run."""
         view = commands.mark_delivered(
-            store, run_id, number, by=who, incarnation=body.incarnation, now_unix_ns=clock.time_ns()
+            store,
+            run_id,
+            number,
+            by=who,
+            incarnation=body.incarnation,
+            now_unix_ns=clock.time_ns(),
         )
         return json_response(view)
 

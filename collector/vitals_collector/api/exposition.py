@@ -33,7 +33,13 @@ from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, RowSpan
 from vitals_collector.queries.goodput import GoodputReader
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
-from vitals_collector.storage.store import LOCKED, PARTS, REMOVAL_REASONS, ReadSnapshot, Store
+from vitals_collector.storage.store import (
+    LOCKED,
+    PARTS,
+    REMOVAL_REASONS,
+    ReadSnapshot,
+    Store,
+)
 from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
@@ -310,7 +316,11 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
     query = (
         select(streams.c.run_id, func.sum(streams.c.num_rows + streams.c.num_lost))
         .join(sources, _SAME_WRITER)
-        .where(streams.c.run_id.in_(ids), streams.c.stream == "steps", sources.c.source == "rank:0")
+        .where(
+            streams.c.run_id.in_(ids),
+            streams.c.stream == "steps",
+            sources.c.source == "rank:0",
+        )
         .group_by(streams.c.run_id)
     )
     return _counts_by_run(connection, ids, query)

@@ -29,7 +29,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
-from trainvitals.errors import FormatError, StorageError, UnauthorizedError, UsageError, VitalsError
+from trainvitals.errors import (
+    FormatError,
+    StorageError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
 from trainvitals.wire import ASK_HEADER, WRITER_KEY_HEADER, IngestReply, is_of_events, split_batches
 from vitals_collector.api import auth
 from vitals_collector.ingest.ingest import BatchResult, reply_to_body, store_bodies
@@ -188,7 +194,12 @@ class CommitQueue:
     """
 
     def __init__(
-        self, store: Store, *, clock: Clock, on_done: OnDone, limits: CommitLimits | None = None
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        on_done: OnDone,
+        limits: CommitLimits | None = None,
     ) -> None:
         self._store = store
         self._arrivals = SteadyClock(clock)

@@ -108,7 +108,9 @@ def _body_type(route: Route) -> type[Any]:
             field.name,
             field.type,
             msgspec.field(  # type: ignore[call-overload]
-                name=field.encode_name, default=field.default, default_factory=field.default_factory
+                name=field.encode_name,
+                default=field.default,
+                default_factory=field.default_factory,
             ),
         )
         for field in route.others

@@ -53,7 +53,8 @@ AllowRemote = Annotated[bool, typer.Option("--allow-remote", help="Listen beyond
 AllowPlain = Annotated[
     bool,
     typer.Option(
-        "--allow-plain", help="Plain HTTP at --listen: only where a proxy in front terminates TLS."
+        "--allow-plain",
+        help="Plain HTTP at --listen: only where a proxy in front terminates TLS.",
     ),
 ]
 TlsCert = Annotated[
@@ -97,10 +98,12 @@ Receivers = Annotated[
     ),
 ]
 GoneOptions = Annotated[
-    list[str] | None, typer.Option("--webhook", "--alertmanager", "--remote-write", hidden=True)
+    list[str] | None,
+    typer.Option("--webhook", "--alertmanager", "--remote-write", hidden=True),
 ]
 KeepHours = Annotated[
-    float, typer.Option(help="Hours before the rows of ranks and hosts are rolled up.", min=0.0)
+    float,
+    typer.Option(help="Hours before the rows of ranks and hosts are rolled up.", min=0.0),
 ]
 KeepDays = Annotated[
     float,
@@ -120,8 +123,14 @@ COMMANDS: Commands = {
     "show": (show, "vitals show my-run --metric steps.loss --format csv"),
     "goodput": (show_goodput, "vitals goodput my-run"),
     "forecast": (show_forecast, "vitals forecast my-run --total-steps 100000"),
-    "query": (query, 'vitals query steps my-run --where "loss > 3" --columns step,attempt,loss'),
-    "export": (export, "vitals export my-run --stream ranks --format csv --output ranks.csv"),
+    "query": (
+        query,
+        'vitals query steps my-run --where "loss > 3" --columns step,attempt,loss',
+    ),
+    "export": (
+        export,
+        "vitals export my-run --stream ranks --format csv --output ranks.csv",
+    ),
     "postmortem": (postmortem, "vitals postmortem my-run --html incident.html"),
     "runs": (list_runs, "vitals runs --format csv"),
     "why": (why, "vitals why my-run 31219"),

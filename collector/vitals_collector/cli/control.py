@@ -58,7 +58,10 @@ def register(app: typer.Typer) -> None:
     commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
-        "silence": (silence, 'vitals alerts silence "reward hacked" --hours 2 --reason "known"'),
+        "silence": (
+            silence,
+            'vitals alerts silence "reward hacked" --hours 2 --reason "known"',
+        ),
         "silences": (list_silences, "vitals alerts silences"),
         "unsilence": (unsilence, "vitals alerts unsilence 3"),
         "test": (send_test_messages, "vitals alerts test --receivers receivers.toml"),
@@ -90,7 +93,8 @@ def command(
     ] = "",
     steps: Annotated[int, typer.Option(help="For profile: number of steps, at most 100.")] = 10,
     rank: Annotated[
-        int, typer.Option(help="For profile: the rank [default: the slowest and a typical one].")
+        int,
+        typer.Option(help="For profile: the rank [default: the slowest and a typical one]."),
     ] = -1,
     ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
     wait: Annotated[
@@ -240,7 +244,10 @@ def _write_signed_command(
     """Sign the command with the run's key and write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
-    from vitals_collector.alerts.commands import check_accepted_step, check_checkpoint
+    from vitals_collector.alerts.commands import (
+        check_accepted_step,
+        check_checkpoint,
+    )
 
     with open_reader(folder) as opened:
         summary = choose_run(opened, run)
@@ -343,7 +350,8 @@ def ack(
 def silence(
     *,
     alert: Annotated[
-        str, typer.Argument(metavar="[ALERT]", help="Its fingerprint or name; or give --match.")
+        str,
+        typer.Argument(metavar="[ALERT]", help="Its fingerprint or name; or give --match."),
     ] = "",
     reason: Annotated[str, typer.Option(help="Reason.")] = "",
     hours: Annotated[float, typer.Option(help="For how long.", min=0.01)] = 1.0,

@@ -87,7 +87,12 @@ def register(app: typer.Typer) -> None:
     add_group(app, "store", commands, about=about, example="vitals store size")
 
 
-def size(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0, form: Form = Format.TABLE) -> None:
+def size(
+    *,
+    choice: StoreChoice,
+    cap_gb: CapGigabytes = 5.0,
+    form: Form = Format.TABLE,
+) -> None:
     """Show the size of every run, what was rolled up, and which runs are above the cap."""
     from vitals_collector.retention.checkup import store_size
     from vitals_collector.retention.settings import VolumeSettings

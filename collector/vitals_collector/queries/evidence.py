@@ -57,7 +57,12 @@ class IncidentEvidence:
 
 
 def gather_evidence(
-    moment: ReadSnapshot, run: RunSummary, attempt: int, onset: int, last: int, cause: str
+    moment: ReadSnapshot,
+    run: RunSummary,
+    attempt: int,
+    onset: int,
+    last: int,
+    cause: str,
 ) -> IncidentEvidence:
     """Return the measurements around an incident."""
     first = precursor(moment, run.run_id, attempt, onset, cause)

@@ -71,7 +71,11 @@ def _finish_fields(
     if timed is None:
         return {"no_finish": "no step has ended yet"}
     predicted = forecast_finish(
-        timed.step, timed.time_unix_ns, timed.attempt, total_steps=total, now_unix_ns=now_unix_ns
+        timed.step,
+        timed.time_unix_ns,
+        timed.attempt,
+        total_steps=total,
+        now_unix_ns=now_unix_ns,
     )
     if isinstance(predicted, str):
         return {"no_finish": predicted}

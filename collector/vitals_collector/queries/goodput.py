@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, Row, select
 
-from trainvitals.goodput import Ended, EndedSteps, Floats, Goodput, Ints, Launch, TimeSpan, goodput
+from trainvitals.goodput import (
+    Ended,
+    EndedSteps,
+    Floats,
+    Goodput,
+    Ints,
+    Launch,
+    TimeSpan,
+    goodput,
+)
 from trainvitals.records import Finding, RankStarted, TrainingPaused
 from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
 from vitals_collector.numbers.interface import (
@@ -281,7 +290,9 @@ def _hangs(
     )
     columns = events.c
     ends = select(columns.time_unix_ns).where(
-        columns.run_id == run_id, columns.kind == "Note", columns.summary.endswith("[wait_over]")
+        columns.run_id == run_id,
+        columns.kind == "Note",
+        columns.summary.endswith("[wait_over]"),
     )
     over = list(connection.execute(ends.order_by(columns.time_unix_ns)).scalars())
     spans = []
@@ -360,7 +371,11 @@ def _goodput_notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps)
 
 
 def _goodput_view(
-    run: RunSummary, sums: Goodput, price: float, energy: float | None, notes: tuple[str, ...]
+    run: RunSummary,
+    sums: Goodput,
+    price: float,
+    energy: float | None,
+    notes: tuple[str, ...],
 ) -> GoodputView:
     hours, money = hours_and_money(sums.gpu_nanoseconds / 1e9, price)
     return GoodputView(

@@ -17,7 +17,13 @@ import numpy as np
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from trainvitals.views import MAX_MAP_COLUMNS, MAX_MAP_ROWS, Branch, CellsQuestion, CellsReply
+from trainvitals.views import (
+    MAX_MAP_COLUMNS,
+    MAX_MAP_ROWS,
+    Branch,
+    CellsQuestion,
+    CellsReply,
+)
 from vitals_collector.numbers.interface import (
     AttemptRow,
     CurveRequest,

@@ -21,7 +21,12 @@ from vitals_collector.queries import grouping, story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import IncidentEvidence, gather_evidence
-from vitals_collector.queries.ledger import alerts_of, decisions_of, event_view, run_row
+from vitals_collector.queries.ledger import (
+    alerts_of,
+    decisions_of,
+    event_view,
+    run_row,
+)
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import (
     Precedent,
@@ -186,7 +191,8 @@ def _extend_by_changes(
         if mover is not None:
             is_start = mover.is_cause and mover.step >= first.onset - grouping.FOLLOWING_STEPS
             first = first._replace(
-                onset=mover.step if is_start else first.onset, last=max(first.last, mover.last_step)
+                onset=mover.step if is_start else first.onset,
+                last=max(first.last, mover.last_step),
             )
         moved.append([first, *members[1:]])
     return moved

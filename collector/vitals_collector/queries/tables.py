@@ -95,7 +95,8 @@ def _check_request(request: TableQuestion) -> None:
         )
     if request.table in _OF_STEPS and not request.run_id:
         raise UsageError(
-            f"run_id is empty; {request.table} need one run", hint="the table runs has the ids"
+            f"run_id is empty; {request.table} need one run",
+            hint="the table runs has the ids",
         )
 
 

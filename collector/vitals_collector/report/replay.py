@@ -479,7 +479,9 @@ def _iter_stream_rows(
     """Yield some columns of a writer's rows in the order they were written."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
-        streams.c.run_id == run_id, streams.c.incarnation == incarnation, streams.c.stream == stream
+        streams.c.run_id == run_id,
+        streams.c.incarnation == incarnation,
+        streams.c.stream == stream,
     )
     for low in range(0, (moment.sql.execute(query).scalar() or 0) + 1, _ROWS_AT_ONCE):
         span = RowSpan(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
@@ -515,7 +517,9 @@ def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -
     others are judged alike, in any order.
     """
     query = select(names.c.id, names.c.name).where(
-        names.c.run_id == run_id, names.c.incarnation == incarnation, names.c.stream == "scalars"
+        names.c.run_id == run_id,
+        names.c.incarnation == incarnation,
+        names.c.stream == "scalars",
     )
     of_turns = {
         key: (metric, turn)
