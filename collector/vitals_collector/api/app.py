@@ -128,13 +128,17 @@ def _build_app(
     clock: Clock,
     host_port: str,
 ) -> FastAPI:
+    """Return the app over an open store, with its parts not started."""
+    folder = FolderIngest(store, settings.folders)
     links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
     acting = _build_alert_engine(store, settings, clock, links, host_port)
     lease = Lease(store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port)
     ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
     query = _build_query(store, settings, clock)
     reader = GoodputReader(store, query.goodput)
-    export = partial(StoreCollector, store, acting=acting, liveness=query.liveness, goodput=reader)
+    make_exporter = partial(
+        StoreCollector, store, acting=acting, liveness=query.liveness, goodput=reader
+    )
     owners = _run_owner_managers(store, settings, clock, host_port)
     known_tokens = KnownTokens(store, clock=clock)
     # Active parts stop while the runs are still owned, so that their pending work is stored.
@@ -143,7 +147,7 @@ def _build_app(
     if settings.notifiers.remote_write:
         writer = load_plugin("remote-write")(
             settings.notifiers.remote_write,
-            export(),
+            make_exporter(),
             store.counters,
             clock=clock,
             leads=lambda: acting.lease.epoch() is not None,
@@ -154,16 +158,17 @@ def _build_app(
         version=__version__,
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
-        lifespan=_lifespan(store, FolderIngest(store, settings.folders), parts, settings),
+        lifespan=_lifespan(store, folder, parts, settings),
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
-    keys, folders = settings.data, settings.folders
     _add_routers(
         app,
         question_router(),
-        control_router(store, acting.inbox, clock=clock, keys=keys, folders=folders),
-        metrics_router(export()),
+        control_router(
+            store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
+        ),
+        metrics_router(make_exporter()),
         discovery_router(store, liveness=query.liveness),
         _ingest_router(store, ingest_app),
         _otlp_router(store, ingest_app, clock),
@@ -241,6 +246,7 @@ def _is_shared(store: Store) -> bool:
 
 
 def _build_query(store: Store, settings: CollectorSettings, clock: Clock) -> Query:
+    """Build the ``Query`` of the HTTP API; rows can arrive from now on."""
     return Query(
         store,
         clock=clock,

@@ -384,10 +384,10 @@ def require_unlimited_token(request: Request) -> None:
     """A FastAPI dependency: refuse a token that is limited to a project or run."""
     principal = principal_of(request)
     if principal.is_limited:
-        of_project = f"project {principal.project}" if principal.project else ""
+        of_project = f"project {principal.project}"
+        limit = of_project if principal.project else f"run {principal.run_id}"
         raise UnauthorizedError(
-            f"the token is limited to {of_project or f'run {principal.run_id}'}; this is about all "
-            "runs",
+            f"the token is limited to {limit}; this is about all runs",
             hint="name a run of it (silences take the matcher run=RUN_ID), or use a token without "
             "--project and --run",
             code=LIMITED,

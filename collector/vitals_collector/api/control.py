@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
 from starlette.requests import Request
@@ -49,25 +49,15 @@ def control_router(
     return router
 
 
-def _contract(
-    body: type, view: type, tag: str, scope: TokenScope, of_run: Store | None = None
-) -> dict[str, Any]:
-    """Return the arguments of a route: its body, response and rights, also to the path's run."""
-    reach = () if of_run is None else (Depends(require_run_reach(of_run, scope)),)
-    return {
-        "tags": [tag],
-        "dependencies": [Depends(require(scope)), *reach],
-        "responses": openapi_responses(view),
-        "openapi_extra": openapi_request_body(body),
-    }
-
-
 def _add_command_routes(
     router: APIRouter, store: Store, clock: Clock, keys: FilePath, folders: tuple[FilePath, ...]
 ) -> None:
     @router.post(
         "/runs/{run_id}/commands",
-        **_contract(Command, views.CommandView, "commands", "control", store),
+        tags=["commands"],
+        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
+        responses=openapi_responses(views.CommandView),
+        openapi_extra=openapi_request_body(Command),
     )
     def send_command(
         run_id: str, body: Annotated[Command, Depends(body_decoder(Command))]
@@ -82,7 +72,10 @@ def _add_command_routes(
 def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/commands/{number}/delivered",
-        **_contract(views.DeliveredRequest, views.CommandView, "commands", "ingest", store),
+        tags=["commands"],
+        dependencies=[Depends(require("ingest")), Depends(require_run_reach(store, "ingest"))],
+        responses=openapi_responses(views.CommandView),
+        openapi_extra=openapi_request_body(views.DeliveredRequest),
     )
     def mark_delivered(
         run_id: str,
@@ -105,7 +98,10 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
 def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
     @router.post(
         "/alerts/{fingerprint}/ack",
-        **_contract(views.AckRequest, views.AlertView, "alerts", "control"),
+        tags=["alerts"],
+        dependencies=[Depends(require("control"))],
+        responses=openapi_responses(views.AlertView),
+        openapi_extra=openapi_request_body(views.AckRequest),
     )
     def acknowledge_alert(
         fingerprint: str,
@@ -117,7 +113,11 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         return json_response(inbox.acknowledge(fingerprint, body, caller=caller_name(request)))
 
     @router.post(
-        "/silences", **_contract(views.SilenceRequest, views.SilenceView, "alerts", "control")
+        "/silences",
+        tags=["alerts"],
+        dependencies=[Depends(require("control"))],
+        responses=openapi_responses(views.SilenceView),
+        openapi_extra=openapi_request_body(views.SilenceRequest),
     )
     def silence_alerts(
         request: Request,
@@ -131,7 +131,10 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
 
     @router.post(
         "/silences/{silence_id}/end",
-        **_contract(views.EndSilenceRequest, views.SilenceView, "alerts", "control"),
+        tags=["alerts"],
+        dependencies=[Depends(require("control"))],
+        responses=openapi_responses(views.SilenceView),
+        openapi_extra=openapi_request_body(views.EndSilenceRequest),
     )
     def end_silence(
         silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
@@ -146,7 +149,10 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
 def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/annotations",
-        **_contract(views.AnnotationRequest, views.AnnotationView, "look back", "control", store),
+        tags=["look back"],
+        dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
+        responses=openapi_responses(views.AnnotationView),
+        openapi_extra=openapi_request_body(views.AnnotationRequest),
     )
     def write_annotation(
         run_id: str,

@@ -190,7 +190,7 @@ class _WriterLane:
 class CommitQueue:
     """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
-    ``clock`` is the time at which a body is received.
+    ``clock`` gives the time at which a body is received; ``on_done`` is called with the outcomes.
     """
 
     def __init__(
