@@ -63,17 +63,15 @@ def show_goodput(
         )
         _show_all(folder, server, form)
         return
-    path = Path(run)
-    is_path = bool(run) and folder is None
-    if is_path and (path.is_file() or (path.is_dir() and not holds_runs(path))):
+    if run and folder is None and _is_log(Path(run)):
         importers = load_plugin("importers")
         choice = importers.ColumnChoice(
             step=step, time=time, step_seconds=step_seconds, data_seconds=data_seconds
         )
-        history = importers.read_history(path, choice)
+        history = importers.read_history(Path(run), choice)
         _write_goodput(_log_goodput_view(history.source, importers.log_goodput(history)), form)
         return
-    if is_path and path.name != run and not path.exists():
+    if run and folder is None and Path(run).name != run and not Path(run).exists():
         raise UsageError(
             f"there is no file or folder {run}", hint="give a log's file or folder, or a run's id"
         )
@@ -91,6 +89,11 @@ def _reject_options(
         raise UsageError(
             f"{', '.join(named)}: {why}", hint="leave them out, or give a log's file or folder"
         )
+
+
+def _is_log(path: Path) -> bool:
+    """Return whether this is a file, or a directory without Vitals runs."""
+    return path.is_file() or (path.is_dir() and not holds_runs(path))
 
 
 def _log_goodput_view(source: str, sums: Goodput) -> GoodputView:
