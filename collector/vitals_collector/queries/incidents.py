@@ -31,6 +31,7 @@ from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import (
     Precedent,
     VerdictFacts,
+    is_about_wait,
     of_healthy,
     verdict,
 )
@@ -402,6 +403,8 @@ def _build_bundle(
     members_of = {item.which for item in members if item.kind == "event"}
     near = _near_events(bundle, members, records)
     bundle.events = [records.events[i].view for i in sorted(members_of | near)]
+    others = [records.events[i].view for i in sorted(near)]
+    bundle.ends = [e for e in others if e.kind == "RunEnded" or is_about_wait(e)]
     steps = {(item.attempt, step) for item in members for step in (item.onset, item.last)}
     bundle.data = [(step, data) for step, data in records.data if (data.attempt, step) in steps]
     return bundle

@@ -82,9 +82,9 @@ def _answer_in_run(kind: type[Question[A]], answer: Callable[[ReadSnapshot, Any]
 class Query:
     """Runs queries on a store. Each reads one snapshot of it; none changes it.
 
-    A run without a row for ``lost_after_seconds`` is lost, unless no row could arrive: that is
-    possible since ``up_since_unix_ns``; 0: never. ``volumes`` are the limits of the data kept per
-    run, for display. A ``gpu_hour_price`` of 0 is not set.
+    A run without a row for ``lost_after_seconds`` is lost, but silence before ``up_since_unix_ns``
+    does not count: no row could arrive. ``volumes`` are the limits of the data kept per run, for
+    display. A ``gpu_hour_price`` of 0 is not set. ``goodput`` is a shared cache of the sums.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"

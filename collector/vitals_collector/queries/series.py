@@ -62,9 +62,9 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
     return tuple(sorted(series_names))
 
 
-def measured_by_stream(connection: Connection, run_id: str) -> dict[str, set[str]]:
-    """Return the columns with at least one value in the run, by stream."""
-    columns: dict[str, set[str]] = defaultdict(set)
+def measured_by_stream(connection: Connection, run_id: str) -> defaultdict[str, set[str]]:
+    """Return the columns with at least one value in the run, by stream; none for other streams."""
+    columns: defaultdict[str, set[str]] = defaultdict(set)
     table = measured_columns.c
     query = select(table.stream, table.name).where(table.run_id == run_id)
     for stream, name in connection.execute(query):

@@ -47,6 +47,7 @@ class IncidentParts:
     started_unix_ns: int
     ended_unix_ns: int
     cause: str
+    """Root cause, which is shown first."""
     rank: int
     findings: list[views.FindingView]
     decisions: list[views.DecisionView]
@@ -54,8 +55,11 @@ class IncidentParts:
     errors: list[views.EventView]
     """Events that start an incident themselves, the root first."""
     restarts: list[Restart]
+    """Restarts after it that lost steps."""
     events: list[views.EventView] = field(default_factory=list)
     """The errors, and the events near them, by time."""
+    ends: list[views.EventView] = field(default_factory=list)
+    """Those near them about the end of the run or of a wait, by time."""
     data: list[tuple[int, views.StepData]] = field(default_factory=list)
     """Samples of its steps, with the step."""
 

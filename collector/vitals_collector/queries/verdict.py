@@ -96,9 +96,7 @@ class VerdictFacts:
     @property
     def events(self) -> list[views.EventView]:
         """Events that start the incident, then other ends of the run and of waits."""
-        errors = self.incident.errors
-        ends = [e for e in self.incident.events if e.kind == "RunEnded" or is_about_wait(e)]
-        return [*errors, *(event for event in ends if event not in errors)]
+        return [*self.incident.errors, *self.incident.ends]
 
 
 @dataclass(frozen=True, slots=True)

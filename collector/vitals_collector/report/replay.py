@@ -75,10 +75,10 @@ _KINDS = (
     "StateRead",
 )  # fmt: skip
 
-_MEASURED = ("loss", "loss_max", "loss_limit", "grad_norm", "grad_norm_limit", "learning_rate")
 _READ = (
     "step", "attempt", "verdict", "culprit_rank", "skipped", "nonfinite_params", "lr_factor",
-    "loss_max_rank", *_MEASURED,
+    "learning_rate", "loss", "loss_max", "loss_max_rank", "loss_limit", "grad_norm",
+    "grad_norm_limit",
 )  # fmt: skip
 """Columns of rank 0's rows in a record."""
 _ROWS_AT_ONCE = 65_536
@@ -573,8 +573,12 @@ def step_record(
     return StepRecord(
         step=step,
         attempt=attempt,
-        **{name: _float_or_none(row, name) for name in _MEASURED},
+        loss=_float_or_none(row, "loss"),
+        loss_max=_float_or_none(row, "loss_max"),
         loss_max_rank=_int_or_default(row, "loss_max_rank", -1),
+        grad_norm=_float_or_none(row, "grad_norm"),
+        loss_limit=_float_or_none(row, "loss_limit"),
+        grad_norm_limit=_float_or_none(row, "grad_norm_limit"),
         nonfinite_ranks=ranks.nonfinite,
         failed_ranks=ranks.failed,
         nonfinite_params=_int_or_default(row, "nonfinite_params", 0),
@@ -589,6 +593,7 @@ def step_record(
         withheld=bool(bits & WITHHELD),
         commanded=bool(bits & COMMANDED),
         overflow=bool(bits & OVERFLOW),
+        learning_rate=_float_or_none(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
         rate_declared=bool(bits & RATE_DECLARED),
         clips=bool(bits & CLIPS),

@@ -35,18 +35,9 @@ def report_blocks(facts: ReportData) -> list[Block]:
     curve_marks = decision_marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
     ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
-    order = list(SEVERITY_WORDS)
-    gravest = min(
-        facts.incidents,
-        key=lambda each: (order.index(each.incident.severity), -each.incident.started_unix_ns),
-        default=None,
-    )
-    title = summary.name or summary.run_id
-    title = title if len(title) <= _TITLE else f"{title[: _TITLE - 3]}..."
-    named = run_tables.run_facts(facts.detail, facts.ledger)
-    rows = [(name, "not measured" if value is None else value) for name, value in named]
+    gravest = min(facts.incidents, key=_severity_sort_key, default=None)
     return [
-        Heading(1, f"Post-mortem of {title}"),
+        Heading(1, f"Post-mortem of {_truncate_title(summary.name or summary.run_id)}"),
         Paragraph(_summary_text(facts)),
         *_incident_list_section(facts),
         *chain.from_iterable(
@@ -54,7 +45,7 @@ def report_blocks(facts: ReportData) -> list[Block]:
             for each in facts.incidents
         ),
         Heading(2, "The run"),
-        TableBlock(("what", "value"), [row for row in rows if row[1] != ""]),
+        TableBlock(("what", "value"), _run_fact_rows(facts)),
         *(CurvePlot(curve, curve_marks, spans) for curve in facts.curves),
         *_folded(_decisions_section(facts)),
         *_folded(_timeline_section(facts)),
@@ -62,6 +53,12 @@ def report_blocks(facts: ReportData) -> list[Block]:
         *_folded(_settings_section(facts)),
         *_closing_section(facts),
     ]
+
+
+def _severity_sort_key(incident_facts: IncidentFacts) -> tuple[int, int]:
+    """Return the sort key of incidents in the post-mortem: the worst first."""
+    incident = incident_facts.incident
+    return list(SEVERITY_WORDS).index(incident.severity), -incident.started_unix_ns
 
 
 def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
@@ -82,6 +79,10 @@ def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
             yield Fold(heading.level, heading.text, section)
 
 
+def _truncate_title(name: str) -> str:
+    return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
+
+
 def _summary_text(facts: ReportData) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
@@ -93,6 +94,12 @@ def _summary_text(facts: ReportData) -> str:
         f", {open_now} still open" if open_now else ", all resolved"
     )
     return f"{text}. {verdict_cost_line(lost, summary.world_size)}"
+
+
+def _run_fact_rows(facts: ReportData) -> list[Row]:
+    rows = run_tables.run_facts(facts.detail, facts.ledger)
+    named = [(name, "not measured" if value is None else value) for name, value in rows]
+    return [row for row in named if row[1] != ""]
 
 
 def _incident_list_section(facts: ReportData) -> Iterator[Block]:
@@ -174,9 +181,10 @@ def _incident_evidence(
 
 
 def _mover_row(mover: MoverView) -> Row:
-    is_finite = mover.peak is not None
-    peak, score = (mover.peak, round(mover.score, 1)) if is_finite else ("not finite", None)
-    return (mover.row, mover.metric, mover.before, peak, mover.peak_step, score)
+    if mover.peak is None:
+        return (mover.row, mover.metric, mover.before, "not finite", mover.peak_step, None)
+    score = round(mover.score, 1)
+    return (mover.row, mover.metric, mover.before, mover.peak, mover.peak_step, score)
 
 
 def _capped_section(
