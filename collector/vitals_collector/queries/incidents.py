@@ -249,6 +249,7 @@ _Raised = dict[str, list[tuple[int, _ItemKey]]]
 
 
 def _item_key(item: grouping.IncidentItem) -> _ItemKey:
+    """Return the key of an item, which stays when its steps are extended."""
     return item.kind, item.which
 
 

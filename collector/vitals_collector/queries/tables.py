@@ -191,7 +191,10 @@ class _RecordTable(NamedTuple):
     """None for a damaged record."""
 
 
-def _decoded(row: Row[Any], decode: Callable[[bytes], msgspec.Struct]) -> dict[str, Any] | None:
+def _decode_record(
+    row: Row[Any], decode: Callable[[bytes], msgspec.Struct]
+) -> dict[str, Any] | None:
+    """Return the columns of a record, its run and its time; None for a damaged one."""
     if not row.body:
         return None
     return _row_dict(decode(row.body), run_id=row.run_id, time_unix_ns=row.time_unix_ns)
@@ -199,10 +202,14 @@ def _decoded(row: Row[Any], decode: Callable[[bytes], msgspec.Struct]) -> dict[s
 
 _RECORDS = {
     "decisions": _RecordTable(
-        decisions, ("time_unix_ns", "run_id", "ledger_seq"), lambda row: _decoded(row, _decision)
+        decisions,
+        ("time_unix_ns", "run_id", "ledger_seq"),
+        lambda row: _decode_record(row, _decision),
     ),
     "findings": _RecordTable(
-        findings, ("time_unix_ns", "run_id", "step", "seq"), lambda row: _decoded(row, _finding)
+        findings,
+        ("time_unix_ns", "run_id", "step", "seq"),
+        lambda row: _decode_record(row, _finding),
     ),
     "alerts": _RecordTable(
         alerts, ("started_unix_ns", "fingerprint"), lambda row: _row_dict(alert_from_row(row).view)
