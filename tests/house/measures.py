@@ -171,9 +171,9 @@ def restatable(tree: ast.AST) -> Restatable:
     for node in nodes:
         if isinstance(node, ast.ClassDef):
             named.add(node.name)
-        elif isinstance(node, ast.Name):
+        elif isinstance(node, ast.Name | ast.Attribute):
             if id(node) not in elsewhere:
-                named.add(node.id)
+                named.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = frozenset(a.arg for a in [*node.args.args, *node.args.kwonlyargs])
             answer = "" if node.returns is None else ast.unparse(node.returns).strip("'")

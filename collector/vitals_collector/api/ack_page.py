@@ -67,6 +67,3 @@ def _html_response(body: str, status: int) -> Response:
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )
     return HTMLResponse(f"{head}<title>Vitals</title>{body}", status, _HEADERS)
-
-
-__all__ = ["ack_router"]

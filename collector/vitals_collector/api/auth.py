@@ -16,7 +16,6 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -157,40 +156,6 @@ def _read_tokens(path: Path) -> ServerTokens:
     return tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessConfig:
-    """Accepted tokens, hosts and origins."""
-
-    tokens: ServerTokens
-    """The secrets of this collector."""
-    find: Callable[[str], Principal] = field(default=lambda _secret: Principal())
-    """Returns the identity of any other secret."""
-    hosts: frozenset[str] = _LOOPBACK_NAMES
-    """Names in ``Host`` that are this server; ports do not matter (SSH forwards change them)."""
-    origins: frozenset[str] = field(default_factory=frozenset)
-    """Foreign origins that may send requests, such as ``https://vitals.example.org``."""
-
-
-def access_config(
-    tokens: ServerTokens,
-    *,
-    find: Callable[[str], Principal] = lambda _secret: Principal(),
-    bound: str = "127.0.0.1",
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
-) -> AccessConfig:
-    """Return the gate's settings for a server bound to ``bound`` and also known as ``hosts``."""
-    # A wildcard address is only for listening: no client uses it as a host name.
-    bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
-    names = {_bare(name) for name in (*bound_hosts, *hosts)}
-    return AccessConfig(
-        tokens=tokens,
-        find=find,
-        hosts=_LOOPBACK_NAMES | names,
-        origins=frozenset(origin.rstrip("/").lower() for origin in origins),
-    )
-
-
 def is_loopback(host: str) -> bool:
     """Return whether an address to listen on can be reached from this machine only."""
     try:
@@ -236,7 +201,12 @@ class AuthMiddleware:
         app: the next ASGI app; it gets each body in one piece.
         ingest: handles agents' posts before ``app``, whose routing and parsing cost more than
             storing them; it reads and limits the bodies itself.
-        config: accepted tokens, hosts and origins.
+        tokens: the secrets of this collector.
+        find: returns the identity of any other secret.
+        bound: address that the server listens on.
+        hosts: further names in ``Host`` that are this server; ports do not matter (SSH forwards
+            change them).
+        origins: foreign origins that may send requests, such as ``https://vitals.example.org``.
         count: called with the code of each refusal for missing rights.
     """
 
@@ -245,12 +215,21 @@ class AuthMiddleware:
         app: ASGIApp,
         *,
         ingest: ASGIApp,
-        config: AccessConfig,
+        tokens: ServerTokens,
+        find: Callable[[str], Principal] = lambda _secret: Principal(),
+        bound: str = "127.0.0.1",
+        hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
         count: Callable[[str], object] = lambda _code: None,
     ) -> None:
         self._app = app
         self._ingest = ingest
-        self._config = config
+        self._tokens = tokens
+        self._find = find
+        # A wildcard address is only for listening: no client uses it as a host name.
+        bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
+        self._hosts = _LOOPBACK_NAMES | {_bare(name) for name in (*bound_hosts, *hosts)}
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -297,7 +276,7 @@ class AuthMiddleware:
         _check_content_type(scope, headers)
 
     def _check_host(self, values: list[str]) -> None:
-        if len(values) != 1 or _bare(values[0]) not in self._config.hosts:
+        if len(values) != 1 or _bare(values[0]) not in self._hosts:
             raise Refused(
                 403,
                 UnauthorizedError(
@@ -311,7 +290,7 @@ class AuthMiddleware:
         host = headers["host"].lower()
         for origin in headers.getlist("origin"):
             is_same_origin = origin.lower() in (f"http://{host}", f"https://{host}")
-            if not is_same_origin and origin.lower() not in self._config.origins:
+            if not is_same_origin and origin.lower() not in self._origins:
                 raise Refused(
                     403,
                     UnauthorizedError(
@@ -326,11 +305,11 @@ class AuthMiddleware:
         scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
             return Principal()
-        granted, name = self._config.tokens.grants(token.strip())
+        granted, name = self._tokens.grants(token.strip())
         if granted:
             return Principal(granted, name)
         try:
-            return self._config.find(token.strip())
+            return self._find(token.strip())
         except UnauthorizedError as error:
             raise Refused(401, error) from None
 
@@ -405,18 +384,14 @@ def require_unlimited_token(request: Request) -> None:
     """A FastAPI dependency: refuse a token that is limited to a project or run."""
     principal = principal_of(request)
     if principal.is_limited:
+        of_project = f"project {principal.project}"
+        limit = of_project if principal.project else f"run {principal.run_id}"
         raise UnauthorizedError(
-            f"the token is limited to {_describe_token_limit(principal)}; this is about all runs",
+            f"the token is limited to {limit}; this is about all runs",
             hint="name a run of it (silences take the matcher run=RUN_ID), or use a token without "
             "--project and --run",
             code=LIMITED,
         )
-
-
-def _describe_token_limit(principal: Principal) -> str:
-    """Return the project or run that a request's token is limited to."""
-    of_project = f"project {principal.project}"
-    return of_project if principal.project else f"run {principal.run_id}"
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error

@@ -119,6 +119,3 @@ def _read_certificate(path: Path, *, whole: bool = False) -> str:
     if not pem:
         raise ConfigError(f"{path} holds no certificate; it must be PEM")
     return pem
-
-
-__all__ = ["SYSTEM_CA", "load_or_create_certificate", "write_client_trust"]

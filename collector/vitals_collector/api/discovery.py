@@ -59,19 +59,14 @@ class TargetGroup(msgspec.Struct, frozen=True):
 
 
 def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRouter:
-    """Return the route of Prometheus' service discovery.
-
-    Args:
-        store: source of the agents and their addresses.
-        liveness: distinguishes a running run from a lost one.
-    """
+    """Return the route of Prometheus' service discovery."""
     permitted = [Depends(require("read")), Depends(require_unlimited_token)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/v1/sd/agents", responses=openapi_responses(tuple[TargetGroup, ...]))
     def agents(request: Request) -> Response:
         """Return the agents of running runs, for Prometheus' ``http_sd_configs``."""
-        here = _this_node() if _is_local_request(request) else ""
+        here = safe_node_id(socket.gethostname()) if _is_local_request(request) else ""
         with store.read_transaction() as connection:
             heard = scrapable(connection, liveness())
         return json_response(target_groups(heard, this_node=here))
@@ -185,10 +180,3 @@ def _is_loopback(host: str) -> bool:
     except ValueError:
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def _this_node() -> str:
-    return safe_node_id(socket.gethostname())
-
-
-__all__ = ["AgentAddress", "TargetGroup", "discovery_router", "scrapable", "target_groups"]

@@ -18,9 +18,8 @@ class HealthCheck:
     serve requests all wait for it.
     """
 
-    def __init__(self, store: Store, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._timeout_seconds = timeout_seconds
         self._running: asyncio.Future[str] | None = None
 
     async def status(self) -> str:
@@ -34,10 +33,10 @@ class HealthCheck:
                 target=self._run, args=arguments, name="vitals-health", daemon=True
             ).start()
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await asyncio.shield(self._running)
         except TimeoutError:
-            return f"the database has not responded for {self._timeout_seconds:g} s"
+            return f"the database has not responded for {TIMEOUT_SECONDS:g} s"
 
     def _run(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[str]") -> None:
         """Check the store on a thread; hand the status to the event loop."""

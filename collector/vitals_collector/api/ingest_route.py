@@ -37,16 +37,7 @@ from trainvitals.errors import (
     VitalsError,
 )
 from trainvitals.wire import ASK_HEADER, WRITER_KEY_HEADER, IngestReply, is_of_events, split_batches
-from vitals_collector.api.auth import (
-    MAX_INGEST_BYTES,
-    Refused,
-    add_security_headers,
-    announced_bytes,
-    check_scopes,
-    problem_response,
-    read_body,
-    unexpected_error_response,
-)
+from vitals_collector.api import auth
 from vitals_collector.ingest.ingest import BatchResult, reply_to_body, store_bodies
 from vitals_collector.storage.store import SteadyClock, Store
 from vitals_collector.storage.tokens import OWN, Principal
@@ -117,9 +108,9 @@ class PendingBody:
 class CommitLimits:
     """Limits of the queue and of one transaction."""
 
-    max_bytes: int = 64 << 20
+    max_bytes: int = _MAX_BYTES
     """Size of waiting and running bodies; a single body is always accepted."""
-    max_bodies: int = 4_096
+    max_bodies: int = _MAX_WAITING
     group_batches: int = 8_192
     """Batches in one transaction, about a second's work: after an outage all agents send at once.
     """
@@ -199,11 +190,7 @@ class _WriterLane:
 class CommitQueue:
     """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
-    Args:
-        store: the store.
-        clock: time at which a body was received.
-        on_done: called with the outcomes.
-        limits: the bounds.
+    ``clock`` gives the time at which a body is received; ``on_done`` is called with the outcomes.
     """
 
     def __init__(
@@ -380,18 +367,12 @@ class IngestApp:
     """``POST /v1/ingest`` as a separate ASGI app after the authentication."""
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        clock: Clock,
-        max_bytes: int = _MAX_BYTES,
-        wait_seconds: float = _WAIT_SECONDS,
-        commit_seconds: float = COMMIT_SECONDS,
+        self, store: Store, *, clock: Clock, commit_seconds: float = COMMIT_SECONDS
     ) -> None:
         self._store = store
-        self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
-        # A body that got memory here always finds space there.
-        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
+        self._room = ByteBudget(_MAX_BYTES, max_waiting=_MAX_WAITING, wait_seconds=_WAIT_SECONDS)
+        # A body that got memory here always finds space there: the limits are the same.
+        limits = CommitLimits(seconds=commit_seconds)
         self.commits = CommitQueue(store, clock=clock, on_done=_deliver_outcomes, limits=limits)
 
     def start(self) -> None:
@@ -405,18 +386,18 @@ class IngestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one authenticated request."""
         try:
-            check_scopes(scope["state"]["scopes"], ("ingest",))
+            auth.check_scopes(scope["state"]["scopes"], ("ingest",))
             response = await self._serve(scope, receive)
         except UnauthorizedError as error:
             self._store.counters.refuse(error.code)
-            response = problem_response(error)
+            response = auth.problem_response(error)
         except VitalsError as error:
-            response = problem_response(error)
-        except (Refused, ClientDisconnect):
+            response = auth.problem_response(error)
+        except (auth.Refused, ClientDisconnect):
             raise  # the authentication handles it
         except Exception as error:  # noqa: BLE001 - nothing stands before us that would answer
-            response = unexpected_error_response(scope["path"], error)
-        await response(scope, receive, add_security_headers(send))
+            response = auth.unexpected_error_response(scope["path"], error)
+        await response(scope, receive, auth.add_security_headers(send))
 
     async def ingest_body(
         self, body: bytes, principal: Principal, *, accepts_resend: bool = False
@@ -472,14 +453,14 @@ class IngestApp:
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
         """Handle one ``POST /v1/ingest``: reserve memory, read the body, store it."""
         self._check_plain(scope)
-        num_bytes = announced_bytes(scope, MAX_INGEST_BYTES)
+        num_bytes = auth.announced_bytes(scope, auth.MAX_INGEST_BYTES)
         try:
             await self._room.acquire(num_bytes)
         except StorageError:
             self._store.counters.defer()
             raise
         try:
-            body = await read_body(receive, MAX_INGEST_BYTES)
+            body = await auth.read_body(receive, auth.MAX_INGEST_BYTES)
             accepts_resend = (_ASKS, b"ask") in scope["headers"]
             principal: Principal = scope["state"]["principal"]
             for name, value in scope["headers"]:
@@ -497,7 +478,7 @@ class IngestApp:
             text = f"Content-Encoding is {coding[:32]!r}; batches are taken as they are"
             error = UsageError(text, hint="send the body without compression")
             self._store.counters.reject(error.code)
-            raise Refused(415, error)
+            raise auth.Refused(415, error)
 
 
 def _deliver_outcomes(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
@@ -520,14 +501,3 @@ def _busy_error() -> StorageError:
         hint="try again later; agents keep their spools and retry by themselves",
         code=BUSY,
     )
-
-
-__all__ = [
-    "BUSY",
-    "ByteBudget",
-    "CommitLimits",
-    "CommitQueue",
-    "IngestApp",
-    "Outcome",
-    "PendingBody",
-]

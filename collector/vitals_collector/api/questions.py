@@ -155,8 +155,6 @@ def _route_name(kind: type[Question[Any]]) -> str:
     return "_".join(name_words).lower()
 
 
-# ----------------------------------------------------------------------------- the OpenAPI document
-
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
 _WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
@@ -226,12 +224,3 @@ def _schema_ref(body: Any) -> dict[str, Any]:
     _TYPES[str(body)] = body
     (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
     return schema
-
-
-__all__ = [
-    "add_openapi_document",
-    "body_decoder",
-    "openapi_request_body",
-    "openapi_responses",
-    "question_router",
-]

@@ -139,12 +139,9 @@ def bind(listen: ListenSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: bool = False) -> str:
-    """Return the address that programs use.
+    """Return the URL that programs use.
 
-    Args:
-        bound: the socket.
-        listen: address of the server.
-        of_this_machine: if it listens everywhere, name the machine, for programs on others.
+    If it listens everywhere, ``of_this_machine`` names the machine, for programs on others.
     """
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     host = everywhere.get(listen.host, listen.host)

@@ -10,15 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from trainvitals import views
 from trainvitals.cli.output import Format, write_rows
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.views import (
-    MAX_POINTS,
-    RunQuestion,
-    RunSummary,
-    SeriesQuestion,
-    TableQuestion,
-)
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import parquet_file, replace_atomically, write_parquet
 from vitals_collector.queries.open import Reader
@@ -68,25 +62,25 @@ def export(
 
 
 def _iter_column_chunks(
-    reader: Reader, summary: RunSummary, stream: ExportStream
+    reader: Reader, summary: views.RunSummary, stream: ExportStream
 ) -> Iterator[Columns]:
     if stream == "steps" or stream == "ranks":
         yield from _iter_table_chunks(reader, summary, stream)
         return
-    metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
+    metrics = reader.ask(views.RunQuestion(run_id=summary.run_id)).metrics
     for metric in metrics:
         if metric.startswith(f"{stream}."):
             yield from _iter_series_chunks(reader, summary, metric)
 
 
 def _iter_table_chunks(
-    reader: Reader, summary: RunSummary, table: Literal["steps", "ranks"]
+    reader: Reader, summary: views.RunSummary, table: Literal["steps", "ranks"]
 ) -> Iterator[Columns]:
     names: tuple[str, ...] = ()
 
     def ask(first: int, last: int) -> Columns | None:
         nonlocal names
-        question = TableQuestion(
+        question = views.TableQuestion(
             table=table,
             run_id=summary.run_id,
             columns=names,
@@ -102,16 +96,18 @@ def _iter_table_chunks(
     yield from _query_in_parts(ask, summary.last_step)
 
 
-def _iter_series_chunks(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
+def _iter_series_chunks(
+    reader: Reader, summary: views.RunSummary, metric: str
+) -> Iterator[Columns]:
     stream, _, name = metric.partition(".")
 
     def ask(first: int, last: int) -> Columns | None:
         reply = reader.ask(
-            SeriesQuestion(
+            views.SeriesQuestion(
                 run_id=summary.run_id,
                 metric=metric,
                 branch="all",
-                points=MAX_POINTS,
+                points=views.MAX_POINTS,
                 from_step=first,
                 to_step=last,
             )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -36,25 +36,10 @@ RESTART_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class ProgressDisplay(Protocol):
-    """Output for a run's progress."""
-
-    def show(self, progress: RunProgress) -> None:
-        """Show the current progress."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Write a permanent line."""
-        ...
-
-
 def follow(choice: RunChoice, server: CollectorOptions, *, every: int) -> None:
-    """Show the run until it ends, or until Ctrl-C.
+    """Show the run, which may not exist yet, until it ends, or until Ctrl-C.
 
-    Args:
-        choice: the run, which may not exist yet.
-        server: the collector to query, unless the run is in a directory.
-        every: steps between two lines if stdout is not a terminal.
+    If stdout is not a terminal, ``every`` is the number of steps between two lines.
     """
     display = _build_display(every)
     with (
@@ -67,7 +52,7 @@ def follow(choice: RunChoice, server: CollectorOptions, *, every: int) -> None:
 def _follow_run(
     reader: ProgressReader,
     refresh: Callable[[], object],
-    display: ProgressDisplay,
+    display: "ProgressLines | LivePanel",
     *,
     sleep: Callable[[float], None] = time.sleep,
     time_ns: Callable[[], int] = time.time_ns,
@@ -118,9 +103,6 @@ class RunEndCondition:
             self.down_since_ns, self.is_new = now_ns, True
         down_since_ns = min(self.down_since_ns, summary.last_seen_unix_ns)
         return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
-
-
-# ----------------------------------------------------------------------------- finding the run
 
 
 @contextlib.contextmanager
@@ -205,10 +187,7 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
     return result
 
 
-# -------------------------------------------------------------------------------- display
-
-
-def _build_display(every: int) -> ProgressDisplay:
+def _build_display(every: int) -> "ProgressLines | LivePanel":
     if not sys.stdout.isatty():
         return ProgressLines(every)
     from rich.console import Console

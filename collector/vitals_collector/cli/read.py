@@ -100,7 +100,7 @@ def why(
                 row.source,
                 row.attempt,
                 *(row.values.get(name) for name in names),
-                *_nonfinite_cell(row),
+                " ".join(row.nonfinite),
             )
             for row in view.rows
         ]
@@ -153,8 +153,3 @@ def tail(
             time.sleep(1.0)
             opened.refresh()
             summary = shown.write_new_steps()
-
-
-def _nonfinite_cell(row: object) -> tuple[str]:
-    """Return the non-finite values of a step as one table cell."""
-    return (" ".join(getattr(row, "nonfinite", ())),)

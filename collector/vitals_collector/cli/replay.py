@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from vitals_collector.cli.writing import write_file
 if TYPE_CHECKING:
     from trainvitals.judged_log import JudgedStep
     from trainvitals.policy import JudgeConfig
-    from trainvitals.records import Decision, StateRead
+    from trainvitals.records import StateRead
 
 _EPISODE_ROWS = 20
 """Findings of one kind within this number of rows are one line of the table."""
@@ -214,11 +213,12 @@ def _replay_run(
     _write_judged_steps(judged_steps, done.document(), form)
     differences = done.differences()
     for line in (*differences, *done.missing()):
-        _print_to_stderr(line)
-    _print_to_stderr(
+        typer.echo(line, err=True)
+    typer.echo(
         f"{name}: {humanize_count(len(done.records), 'step')}, "
         f"{humanize_count(len(done.decisions), 'decision')}: "
-        + ("not as recorded" if differences else "all as recorded")
+        + ("not as recorded" if differences else "all as recorded"),
+        err=True,
     )
     if differences:
         raise typer.Exit(1)
@@ -239,7 +239,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
     for line in (importers.about(history), *assumptions, *history.notes):
-        _print_to_stderr(printable(line))
+        typer.echo(printable(line), err=True)
     every = list(
         judge_history(
             history.steps,
@@ -259,7 +259,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         or judged.judgement.decision is not None
     ]
     _write_judged_steps(judged_steps, export_judged_steps(judged_steps), form)
-    _print_to_stderr(_counts_line(judged_steps))
+    typer.echo(_counts_line(judged_steps), err=True)
 
 
 def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
@@ -271,17 +271,13 @@ def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
         if judged.judgement.decision is not None
     )
     actions = ", ".join(f"{times} {action}" for action, times in counts.items())
+    num = sum(len(judged.judgement.readings) for judged in judged_steps)
+    probes = f"; the probe would run {humanize_count(num, 'time')}" if num else ""
     return (
         f"{humanize_count(findings['actionable'], 'actionable finding')}, "
         f"{findings['advisory']} advisory; {humanize_count(counts.total(), 'decision')}"
-        f"{': ' if actions else ''}{actions}{_probes_text(judged_steps)}"
+        f"{': ' if actions else ''}{actions}{probes}"
     )
-
-
-def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
-    """Return the number of probes in a replayed log as text; empty for none."""
-    num = sum(len(judged.judgement.readings) for judged in judged_steps)
-    return f"; the probe would run {humanize_count(num, 'time')}" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -300,6 +296,8 @@ def _write_judged_steps(
 
 def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     """Return the table's lines: repeated entries are one line with their count."""
+    from trainvitals.judged_log import is_prevented_by_healthy_probe
+
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
     for judged in judged_steps:
@@ -314,7 +312,9 @@ def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[objec
                 (
                     f"decision {decision.action}",
                     decision.step,
-                    _probe_cell(decision),
+                    "could rule it out"
+                    if is_prevented_by_healthy_probe(decision)
+                    else "not needed",
                     decision.reason,
                 )
             )
@@ -345,19 +345,9 @@ def _reading_cells(read: "StateRead") -> tuple[str, str]:
     )
 
 
-def _probe_cell(decision: "Decision") -> str:
-    from trainvitals.judged_log import is_prevented_by_healthy_probe
-
-    return "could rule it out" if is_prevented_by_healthy_probe(decision) else "not needed"
-
-
 def _draw_plot(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
     from vitals_collector.report.curves import judged_curves, judged_marks
     from vitals_collector.report.svg_plot import curves_file
 
     drawn = curves_file(title, judged_curves(judged_steps), judged_marks(judged_steps))
     write_file(plot, drawn.encode(), force=True)
-
-
-def _print_to_stderr(text: str) -> None:
-    sys.stderr.write(text + "\n")

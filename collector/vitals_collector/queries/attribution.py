@@ -27,22 +27,14 @@ from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected, Finding
 from trainvitals.units import humanize, split_unit
 from trainvitals.views import FindingView
+from vitals_collector.live import step_join
 from vitals_collector.live.live_monitor import watched_onsets
-from vitals_collector.live.step_join import (
-    LAYER_COLUMNS,
-    RANK_COLUMNS,
-    RUN_COLUMNS,
-    LayerPart,
-    RowWriters,
-    WriterRows,
-    merge_steps,
-)
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
-from vitals_collector.queries.series import exclusive_end
+from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import events, measured_columns
+from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -72,14 +64,9 @@ class Precursor:
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
 ) -> Precursor | None:
-    """Return the first change before a problem at a step; None if it is unknown.
+    """Return the first change before a problem of the attempt at a step; None if it is unknown.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        attempt: attempt with the problem.
-        step: step at which the problem was found.
-        cause: cause of the problem: slowness and wrong numbers have different origins.
+    The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
     live = watched_onsets(moment.sql, run_id)
     if (
@@ -97,10 +84,11 @@ def precursor(
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
     planned = _load_announced_changes(moment.sql, run_id, attempt)
-    first = find_origin_onset(
-        onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+    return Precursor(
+        find_origin_onset(
+            onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+        )
     )
-    return Precursor(first)
 
 
 def _load_announced_changes(
@@ -140,44 +128,28 @@ def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
-# ------------------------------------------------------------------------------- stored rows
-
-
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
     """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
-    columns = _load_measured_columns(moment.sql, run_id)
+    measured = measured_by_stream(moment.sql, run_id)
+    columns = sorted(measured["steps"] & {*step_join.RANK_COLUMNS, *step_join.RUN_COLUMNS})
+    layer_columns = ["layer", *sorted(measured["layers"] & {*step_join.LAYER_COLUMNS})]
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
         first = last - int((last - first) * _MOST_ROWS / num)
         span = span._replace(from_step=max(first, 0))
-    rows = moment.numbers.scan(span, [*_KEYS, *columns["steps"]])
+    rows = moment.numbers.scan(span, [*_KEYS, *columns])
     if not len(rows["step"].values):
         return
-    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
-    parts = [*_iter_layer_parts(moment.sql, run_id, layers, columns)]
-    yield from merge_steps([_writer_rows(rows, columns["steps"])], parts).steps
+    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *layer_columns])
+    parts = [*_iter_layer_parts(moment.sql, run_id, layers, layer_columns)]
+    yield from step_join.merge_steps([_writer_rows(rows, columns)], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
-def _load_measured_columns(connection: Connection, run_id: str) -> dict[str, list[str]]:
-    """Return the run's columns that fleet detectors use, by stream."""
-    looked_at = {
-        "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
-        "layers": {*LAYER_COLUMNS},
-    }
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
-    there: dict[str, list[str]] = {"steps": [], "layers": ["layer"]}
-    for stream, name in connection.execute(query):
-        if name in looked_at.get(stream, ()):
-            there[stream].append(name)
-    return there
-
-
-def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
+def _writer_rows(columns: Columns, names: list[str]) -> step_join.WriterRows:
     def whole(name: str) -> np.ndarray:
         return columns[name].values.astype(np.int64)
 
@@ -185,8 +157,8 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
     size = np.full(len(rank), int(rank.max(initial=0)) + 1)
     measured = {name: (columns[name].values, ~columns[name].is_missing) for name in names}
     numbers = {name: c for name, c in measured.items() if c[0].dtype.kind in "fi"}
-    return WriterRows(
-        RowWriters(rank, size, np.zeros_like(rank)),
+    return step_join.WriterRows(
+        step_join.RowWriters(rank, size, np.zeros_like(rank)),
         whole("seq"),
         whole("attempt"),
         whole("step"),
@@ -196,21 +168,18 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
 
 
 def _iter_layer_parts(
-    connection: Connection, run_id: str, columns: Columns, names: dict[str, list[str]]
-) -> Iterator[LayerPart]:
+    connection: Connection, run_id: str, columns: Columns, names: list[str]
+) -> Iterator[step_join.LayerPart]:
     if not len(columns["step"].values):
         return
-    rows = _writer_rows(columns, names["layers"])
+    rows = _writer_rows(columns, names)
     writers = np.array(columns["incarnation"].values.tolist())
     named = layer_names(connection, run_id)
     for writer in dict.fromkeys(writers.tolist()):
         names_of_writer = {
             number: name for (incarnation, number), name in named.items() if incarnation == writer
         }
-        yield LayerPart(names_of_writer, rows.take(writers == writer))
-
-
-# ------------------------------------------------------------------------------------- words
+        yield step_join.LayerPart(names_of_writer, rows.take(writers == writer))
 
 
 def onset_sentence(onset: Onset) -> str:
@@ -315,6 +284,3 @@ def _effect_text(effect: Next) -> str:
         sigmas=1.0,
     )
     return _onset_text(as_onset)
-
-
-__all__ = ["Precursor", "onset_sentence", "precursor", "stored_steps"]

@@ -61,10 +61,6 @@ class TableCondition(NamedTuple):
 def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[TableCondition, ...]:
     """Parse the conditions of a table query.
 
-    Args:
-        texts: conditions as entered.
-        columns: the existing columns.
-
     Raises:
         UsageError: a condition is invalid; the message lists the existing columns or operators.
     """
@@ -165,6 +161,3 @@ def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str 
 def _shortened_repr(text: str) -> str:
     """Return a quoted part of a table query for an error message."""
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
-
-
-__all__ = ["OPERATORS", "Kind", "TableColumn", "TableCondition", "parse", "unknown_column"]

@@ -59,14 +59,8 @@ def lost_work(
 ) -> LostWork:
     """Return the steps, batches and time that an incident's decisions, restarts and hangs cost.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        decided: decisions about the incident.
-        price: price of a GPU-hour; 0 if not set.
-        restarts: restarts that lost steps.
-        waits: findings about steps that did not end.
-        is_timed: whether to compute times, for which rows are read.
+    A ``price`` of a GPU-hour of 0 is not set. ``waits`` are findings about steps that did not end.
+    Without ``is_timed`` no rows are read, and times are unknown.
     """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
@@ -230,11 +224,3 @@ def _num_gpus(connection: Connection, run_id: str) -> int:
     return connection.execute(
         query.where(table.run_id == run_id, table.gpu_uuid != "")
     ).scalar_one()
-
-
-__all__ = [
-    *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
-    "price_in",
-    "price_of_environment",
-    "total_lost_work",
-]

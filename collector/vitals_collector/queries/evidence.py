@@ -149,10 +149,10 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
     last = float(before[-1]) if len(before) else None
     if not len(late) or float(late[-1]) == last or (last is None and name != "last_xid"):
         return []
-    view = MoverView(
-        row=source, metric=name, before=last, peak=float(late[-1]), peak_step=-1, score=MAX_SCORE
-    )
-    return [view]
+    peak = float(late[-1])
+    return [
+        MoverView(row=source, metric=name, before=last, peak=peak, peak_step=-1, score=MAX_SCORE)
+    ]
 
 
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
@@ -187,6 +187,3 @@ def _times(
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
     return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
-
-
-__all__ = ["THROTTLED", "IncidentEvidence", "gather_evidence"]

@@ -71,6 +71,3 @@ class FolderQuery(Query):
         # This pass leaves new alerts firing, and its steps may be older than they are; the next
         # pass resolves those that are over.
         self._engine.poll()
-
-
-__all__ = ["FolderQuery"]

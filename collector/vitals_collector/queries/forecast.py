@@ -10,10 +10,11 @@ from trainvitals.views import Along, ForecastQuestion, ForecastView, RunSummary
 from vitals_collector.live.overview import info_of
 from vitals_collector.numbers.interface import Floats, Points
 from vitals_collector.queries import series
+from vitals_collector.queries.difference import TOKENS, tokens_at_steps
 from vitals_collector.queries.ledger import run_row
 from vitals_collector.storage.store import ReadSnapshot
 
-LOSS, TOKENS = "steps.loss", "steps.tokens_seen"
+LOSS = "steps.loss"
 _TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
 """Metrics with the end time of each step; the first that a run has is read."""
 
@@ -153,12 +154,6 @@ class _LineageCurves:
     def losses(self, along: Along) -> tuple[Floats, Floats]:
         """Return the position of each loss, in tokens or in steps, and the losses."""
         points = self.curve(LOSS)
-        at = points.step.astype(np.float64) + 1.0
-        if along == "tokens":
-            counted = self.curve(TOKENS)
-            places = counted.step.astype(np.float64) + 1.0
-            at = np.interp(at, places, counted.value, left=np.nan, right=np.nan)
+        steps = points.step.astype(np.float64)
+        at = tokens_at_steps(self.curve, steps) if along == "tokens" else steps + 1.0
         return at, points.value
-
-
-__all__ = ["forecast"]

@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from trainvitals.records import Finding, RankStarted, TrainingPaused
 from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
 from vitals_collector.numbers.interface import (
     RANKS,
+    Columns,
     NumberStoreReader,
     is_of_lineage,
     make_lineage_end_lookup,
@@ -48,16 +49,11 @@ _decode_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) -> GoodputView:
-    """Return the use of the run's time.
-
-    Args:
-        moment: snapshot of the store.
-        run: the run.
-        price: price of a GPU-hour; 0 if not set.
-    """
+    """Return the use of the run's time. A ``price`` of a GPU-hour of 0 is not set."""
     starts = _load_starts(moment.sql, run)
     if not starts:
-        return _goodput_view(run, None, price, None, ("No process of the run has reported.",))
+        notes = ("No process of the run has reported.",)
+        return GoodputView(run_id=run.run_id, name=run.name, state=run.state, notes=notes)
     steps = _load_ended_steps(moment, run.run_id, starts)
     launches = [start.launch for start in starts]
     hangs = _hangs(moment.sql, run.run_id, launches, steps)
@@ -94,9 +90,8 @@ def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
         # Ranks of one launch start within a moment, and rank 0 opens its journal no earlier than
         # the process before it ended.
         other_ranks = [
-            row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS
+            row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS < until
         ]
-        other_ranks = [row for row in other_ranks if row.started_unix_ns + _MOMENT_NS < until]
         is_last = k + 1 == len(heads)
         launch = Launch(
             process_ns=begun.get(head.incarnation) or head.started_unix_ns,
@@ -118,8 +113,7 @@ def _launch_end(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool)
     """Return how a launch ended. A launcher that loses one rank interrupts the others."""
     if not head.ended_state:
         return "running" if is_running else "lost"
-    is_cut = head.ended_state == "interrupted"
-    if is_cut and any(
+    if head.ended_state == "interrupted" and any(
         row.ended_state == "failed" or (row.alive == 0 and not row.ended_state) for row in others
     ):
         return "failed"
@@ -166,11 +160,7 @@ def _launch_columns(
     names = ("step", "attempt", "time_unix_ns", "step_duration_seconds", "skipped")
     launch_rows = numbers.scan(span, [*names, *_PARTS, *_WAITS])
     order = np.argsort(launch_rows["time_unix_ns"].values, kind="stable")
-    of: dict[str, Floats] = {}
-    for name in ("step_duration_seconds", "skipped", *_PARTS, *_WAITS):
-        values = launch_rows[name].values.astype(np.float64)
-        values[launch_rows[name].is_missing] = np.nan
-        of[name] = values[order]
+    of = _float_columns(launch_rows, ("step_duration_seconds", "skipped", *_PARTS, *_WAITS), order)
     step, attempt, time_ns = (
         launch_rows[name].values.astype(np.int64)[order]
         for name in ("step", "attempt", "time_unix_ns")
@@ -200,6 +190,16 @@ def _keys(attempt: Ints, step: Ints) -> Ints:
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
 
 
+def _float_columns(
+    rows: Columns, names: Iterable[str], which: np.ndarray[Any, Any]
+) -> dict[str, Floats]:
+    """Return the chosen rows of columns; NaN for missing values."""
+    return {
+        name: np.where(rows[name].is_missing, np.nan, rows[name].values.astype(np.float64))[which]
+        for name in names
+    }
+
+
 class _RankMeans:
     """Sums the ranks' parts of each step of rank 0."""
 
@@ -214,8 +214,9 @@ class _RankMeans:
         self._num_waits = np.isfinite(wait).astype(np.float64)
         self._least = wait.copy()
 
-    def _rows_of(self, keys: Ints) -> tuple[Ints, np.ndarray[Any, Any]]:
+    def _rows_of(self, rows: Columns) -> tuple[Ints, np.ndarray[Any, Any]]:
         """Return rank 0's rows for the steps of other ranks, and which have one."""
+        keys = _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
         if not len(self._sorted):
             return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
         at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
@@ -228,14 +229,8 @@ class _RankMeans:
         """Add rows of other ranks."""
         span = Rows(run_id, "steps", seqs=dict.fromkeys(incarnations, _ALL_ROWS))
         rows = numbers.scan(span, ["step", "attempt", *_PARTS, *_WAITS])
-        at, has_row = self._rows_of(
-            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
-        )
-        columns = {}
-        for name in (*_PARTS, *_WAITS):
-            values = rows[name].values.astype(np.float64)
-            values[rows[name].is_missing] = np.nan
-            columns[name] = values[has_row]
+        at, has_row = self._rows_of(rows)
+        columns = _float_columns(rows, (*_PARTS, *_WAITS), has_row)
         for name in _PARTS:
             np.add.at(self._sums[name], at, np.nan_to_num(columns[name]))
         np.add.at(self._num, at, 1.0)
@@ -246,19 +241,12 @@ class _RankMeans:
 
     def add_rolled_up(self, numbers: NumberStoreReader, run_id: str) -> None:
         """Add the statistics over the other ranks for steps whose rows were rolled up."""
-        kinds = numbers.kinds(run_id, RANKS)
-        if not kinds:
+        if not numbers.kinds(run_id, RANKS):
             return
         names = [f"{name}:{what}" for name in (*_PARTS, *_WAITS) for what in ("mean", "min")]
         rows = numbers.scan(Rows(run_id, RANKS), ["step", "attempt", "num_ranks", *names])
-        at, has_row = self._rows_of(
-            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
-        )
-        over = {}
-        for name in ("num_ranks", *names):
-            values = rows[name].values.astype(np.float64)
-            values[rows[name].is_missing] = np.nan
-            over[name] = values[has_row]
+        at, has_row = self._rows_of(rows)
+        over = _float_columns(rows, ("num_ranks", *names), has_row)
         num = np.nan_to_num(over["num_ranks"])
         for name in _PARTS:
             self._sums[name][at] = (
@@ -300,7 +288,13 @@ def _hangs(
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "hang"
     )
-    over = _note_times(connection, run_id, "wait_over")
+    columns = events.c
+    ends = select(columns.time_unix_ns).where(
+        columns.run_id == run_id,
+        columns.kind == "Note",
+        columns.summary.endswith("[wait_over]"),
+    )
+    over = list(connection.execute(ends.order_by(columns.time_unix_ns)).scalars())
     spans = []
     for told_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
         waited = (_decode_finding(body).value or 0.0) if body else 0.0
@@ -312,15 +306,6 @@ def _hangs(
         stops += [at for at in over if at >= told_ns][:1]
         spans.append(TimeSpan(begin, max(told_ns, min(stops, default=told_ns))))
     return spans
-
-
-def _note_times(connection: Connection, run_id: str, code: str) -> list[int]:
-    """Return the times of a run's notes with a code, for its goodput."""
-    table = events.c
-    query = select(table.time_unix_ns).where(
-        table.run_id == run_id, table.kind == "Note", table.summary.endswith(f"[{code}]")
-    )
-    return list(connection.execute(query.order_by(table.time_unix_ns)).scalars())
 
 
 def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[TimeSpan]:
@@ -387,13 +372,11 @@ def _goodput_notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps)
 
 def _goodput_view(
     run: RunSummary,
-    sums: Goodput | None,
+    sums: Goodput,
     price: float,
     energy: float | None,
     notes: tuple[str, ...],
 ) -> GoodputView:
-    if sums is None:
-        return GoodputView(run_id=run.run_id, name=run.name, state=run.state, notes=notes)
     hours, money = hours_and_money(sums.gpu_nanoseconds / 1e9, price)
     return GoodputView(
         run_id=run.run_id,
@@ -442,9 +425,7 @@ class _CachedGoodput:
 class GoodputCache:
     """Caches the sums of runs. For active runs their age depends on the cost of reading.
 
-    Args:
-        price: price of a GPU-hour; 0 if not set.
-        stopwatch: returns the seconds that a read took.
+    A ``price`` of a GPU-hour of 0 is not set. ``stopwatch`` returns seconds, to measure reads.
     """
 
     def __init__(
@@ -534,6 +515,3 @@ class GoodputReader:
             if self._stop.is_set():
                 return
             self.read_queried_runs()
-
-
-__all__ = ["GoodputCache", "GoodputReader", "run_goodput"]

@@ -27,10 +27,13 @@ between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
+ItemKind = Literal["finding", "decision", "alert", "event", "restart"]
+
+
 class IncidentItem(NamedTuple):
     """Grouping data of one item."""
 
-    kind: Literal["finding", "decision", "alert", "event", "restart"]
+    kind: ItemKind
     which: int
     """Index among the items of its kind."""
     attempt: int
@@ -242,9 +245,7 @@ def incident_ids(
 ) -> list[str]:
     """Return a name for each group: the attempt and step of its onset, and its first cause.
 
-    Args:
-        groups: the incidents.
-        ordinals: ordinal of each attempt in the run; an attempt without one keeps its id.
+    ``ordinals`` are those of the attempts in the run; an attempt without one keeps its id.
     """
     names: dict[str, None] = {}
     for items in groups:
@@ -255,19 +256,3 @@ def incident_ids(
             name += "_"
         names[name] = None
     return list(names)
-
-
-__all__ = [
-    *(
-        "DEATHS",
-        "FOLLOWING_STEPS",
-        "NEAR_STEPS",
-        "SAME_CAUSE_STEPS",
-        "SEVERITIES",
-        "IncidentItem",
-        "domain_of",
-        "group_incidents",
-        "incident_ids",
-    ),
-    *("item_of_decision", "item_of_finding"),
-]

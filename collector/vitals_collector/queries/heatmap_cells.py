@@ -25,10 +25,7 @@ class CellExtremes(NamedTuple):
     def take(self, rows: Sequence[int]) -> "CellExtremes":
         """Return the chosen rows."""
         which = np.array(rows, dtype=np.int64)
-        return CellExtremes(
-            *(self.low[which], self.high[which], self.middle[which]),
-            *(self.is_marked[which], self.is_left[which]),
-        )
+        return CellExtremes._make(part[which] for part in self)
 
     def with_discarded(self, discarded: "CellExtremes") -> "CellExtremes":
         """Return the lineage's cells with the discarded values added.
@@ -204,15 +201,3 @@ def nanmedian(values: Floats) -> Floats:
     low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)
     pick = np.take_along_axis
     return (pick(ordered, low, axis=-1) / 2 + pick(ordered, high, axis=-1) / 2)[..., 0]
-
-
-__all__ = [
-    "CellExtremes",
-    "HeatmapGrid",
-    "HeatmapRows",
-    "even_starts",
-    "most_deviating_values",
-    "nanmedian",
-    "of_curves",
-    "starts_of",
-]

@@ -334,6 +334,3 @@ def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], st
         table.run_id == run_id, table.stream == "layers"
     )
     return {(incarnation, number): name for incarnation, number, name in connection.execute(query)}
-
-
-__all__ = ["RATIO", "layer_names", "load_layer_rows", "metric_values"]

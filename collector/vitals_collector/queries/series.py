@@ -6,6 +6,7 @@ values stay as marks. Programs get the whole curve, as stored in memory.
 
 import difflib
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Literal
 
@@ -28,8 +29,6 @@ from vitals_collector.numbers.interface import (
 from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
-# ---------------------------------------------------------------------------------- existing series
-
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
 
@@ -38,29 +37,39 @@ _OF_LAYERS = tuple(m.column for m in catalog.LAYER_METRICS if m.column != "grad_
 
 _UNITS = {f"{m.stream}.{m.column}": m.unit for m in catalog.CATALOG}
 
+NO_ROWS_YET = "the run has no rows yet"
+
 _KEYS = {column.name for column in catalog.ROW_COLUMNS} | {"rank", "pid"}
 
 
 def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
     """Return the run's series with at least one value: ``stream.column`` or ``stream.NAME``."""
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
+    measured = measured_by_stream(connection, run_id)
     series_names = {
         f"{stream}.{name}"
-        for stream, name in connection.execute(query)
-        if stream != "events" and stream not in NAMED and name not in _KEYS
+        for stream, columns in measured.items()
+        for name in columns - _KEYS
+        if stream != "events" and stream not in NAMED
     }
-    of_layers = select(table.name).where(table.run_id == run_id, table.stream == "layers")
-    measured = set(connection.execute(of_layers).scalars())
     query = select(names.c.stream, names.c.name).where(names.c.run_id == run_id)
     for stream, name in connection.execute(query):
         if stream in NAMED:
             series_names.add(f"{stream}.{name}")
         if stream == "layers":
             series_names |= {
-                f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured
+                f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured["layers"]
             }
     return tuple(sorted(series_names))
+
+
+def measured_by_stream(connection: Connection, run_id: str) -> defaultdict[str, set[str]]:
+    """Return the columns with at least one value in the run, by stream; none for other streams."""
+    columns: defaultdict[str, set[str]] = defaultdict(set)
+    table = measured_columns.c
+    query = select(table.stream, table.name).where(table.run_id == run_id)
+    for stream, name in connection.execute(query):
+        columns[stream].add(name)
+    return columns
 
 
 def unit_of(metric: str) -> str:
@@ -117,7 +126,8 @@ def _curve_of(
     chosen_source = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
         return _find_named_curve(moment.sql, run_id, metric, source)
-    if not _is_measured(moment.sql, run_id, stream, name):
+    is_known = f"{stream}.{name}" in _UNITS
+    if not is_known and name not in measured_by_stream(moment.sql, run_id)[stream]:
         raise _unknown_series_error(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; a column names the rank.
@@ -174,31 +184,13 @@ def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
     return next(iter(moment.numbers.sources(run_id, stream)), "")
 
 
-def _is_measured(connection: Connection, run_id: str, stream: str, name: str) -> bool:
-    if f"{stream}.{name}" in _UNITS:
-        return True
-    table = measured_columns.c
-    query = select(table.name).where(
-        table.run_id == run_id, table.stream == stream, table.name == name
-    )
-    return connection.execute(query).first() is not None
-
-
 def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> UsageError:
     series_names = names_of(connection, run_id)
     close = difflib.get_close_matches(metric, series_names, n=3)
+    hint = f"the run has {', '.join(series_names[:12])}" if series_names else NO_ROWS_YET
     if close:
         hint = f"did you mean {' or '.join(close)}?"
-    else:
-        hint = (
-            f"the run has {', '.join(series_names[:12])}"
-            if series_names
-            else "the run has no rows yet"
-        )
     return UsageError(f"run {run_id} has no series {metric!r}", hint=hint, code=UNKNOWN)
-
-
-# ------------------------------------------------------------------------------------ drawing
 
 
 def _choose_evenly(which: Ints, num: int) -> Ints:
@@ -229,8 +221,6 @@ def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:
         return "nan"
     return "+inf" if value > 0 else "-inf"
 
-
-# ---------------------------------------------------------------------------------- the whole curve
 
 MAX_POINTS = 4_000_000
 """Maximum number of points in a response: 32 bytes each."""

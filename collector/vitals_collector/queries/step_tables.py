@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
@@ -18,7 +18,6 @@ from trainvitals.views import Branch, TableQuestion
 from vitals_collector.numbers.interface import (
     AttemptRow,
     Columns,
-    ColumnValues,
     Ints,
     NumberStoreReader,
     Points,
@@ -27,8 +26,7 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.conditions import Kind, TableColumn, TableCondition
-from vitals_collector.queries.series import attempt_rows, exclusive_end
-from vitals_collector.storage.schema import measured_columns
+from vitals_collector.queries.series import attempt_rows, exclusive_end, measured_by_stream
 from vitals_collector.storage.store import ReadSnapshot
 
 MAX_SCANNED_ROWS = 200_000_000
@@ -65,10 +63,7 @@ class StepTableResult(NamedTuple):
 
 def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:
     """Return the columns of the table, those without any value in this run last."""
-    measured = select(measured_columns.c.name).where(
-        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
-    )
-    there = set(connection.execute(measured).scalars()) - {*_PLAIN, "monotonic_ns"}
+    there = measured_by_stream(connection, run_id)["steps"] - {*_PLAIN, "monotonic_ns"}
     scope_of = {m.column: m.scope for m in STEP_METRICS}
     if table == "ranks":  # values that are equal on all ranks are columns of the steps
         there = {name for name in there if scope_of.get(name) == "rank"}
@@ -85,10 +80,7 @@ def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[st
 
 def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kind]) -> list[str]:
     """Return the columns that have a value in this run."""
-    measured = select(measured_columns.c.name).where(
-        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
-    )
-    there = {*connection.execute(measured).scalars(), *_PLAIN, "rank"}
+    there = measured_by_stream(connection, run_id)["steps"] | {*_PLAIN, "rank"}
     return [name for name in columns if name in there]
 
 
@@ -240,14 +232,11 @@ def _matching_rows(
         if condition.column == "rank":
             cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
-            cells = _table_column(rows[condition.column].take(which))
+            column = rows[condition.column].take(which)
+            cells = TableColumn(column.values, ~column.is_missing)
         which = which[condition.matching_cells(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
     return MatchingSteps(ranks, step[which], attempt[which]), num_left
-
-
-def _table_column(column: ColumnValues) -> TableColumn:
-    return TableColumn(column.values, ~column.is_missing if column.is_missing.any() else None)
 
 
 def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:
@@ -264,13 +253,3 @@ def _first_rows(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
     return rows.take(order[: request.limit])
-
-
-__all__ = [
-    "MatchingSteps",
-    "StepTableResult",
-    "columns_of_steps",
-    "find_steps",
-    "read_steps",
-    "shown_columns",
-]

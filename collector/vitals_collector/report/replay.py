@@ -58,7 +58,8 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumberStore, NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.numbers.interface import NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.queries.ledger import iter_rows
 from vitals_collector.queries.series import exclusive_end
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot, Store
@@ -173,7 +174,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
             for start in starts
         ]
         lost = sum(_count_lost_rows(connection, run_id, start) for start in starts)
-        num_thinned, thinned_to_step = _rolled_up_rows(store.numbers, run_id)
+        thinned = [part for part in store.numbers.deleted_rows(run_id) if part.stream == "steps"]
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -190,8 +191,8 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         judgements=tuple(replayer.judgements),
         recorded=tuple(replayer.recorded),
         num_lost_rows=lost,
-        num_thinned_rows=num_thinned,
-        thinned_to_step=thinned_to_step,
+        num_thinned_rows=sum(part.num_rows for part in thinned),
+        thinned_to_step=max((part.to_step for part in thinned), default=-1),
         other_limits=tuple(replayer.other_limits),
     )
 
@@ -451,12 +452,6 @@ def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> i
     return sum(connection.execute(query).scalars())
 
 
-def _rolled_up_rows(numbers: NumberStore, run_id: str) -> tuple[int, int]:
-    """Return the number of rolled-up rows of ranks, and the last such step."""
-    parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
-    return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
-
-
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
     """Return the events of one start of rank 0 that the replay needs."""
     query = (
@@ -492,15 +487,7 @@ def _iter_stream_rows(
         span = RowSpan(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
         columns = moment.numbers.scan(span, [*names, "seq"])
         order = np.argsort(columns.pop("seq").values)
-        cells = [
-            [None if is_missing else value for value, is_missing in zip(*pair, strict=True)]
-            for pair in (
-                (column.values[order].tolist(), column.is_missing[order].tolist())
-                for column in columns.values()
-            )
-        ]
-        for row in zip(*cells, strict=True):
-            yield dict(zip(columns, row, strict=True))
+        yield from iter_rows({name: column.take(order) for name, column in columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,6 +627,3 @@ def _float_or_none(row: dict[str, Value], name: str) -> float | None:
 def _int_or_default(row: dict[str, Value], name: str, default: int) -> int:
     value = row.get(name)
     return int(value) if isinstance(value, int) else default
-
-
-__all__ = ["COMPARED", "Replay", "replay", "step_record"]

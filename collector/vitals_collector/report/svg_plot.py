@@ -108,15 +108,10 @@ def _plotted_columns(
     curve: PlottedCurve,
 ) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
     """Return the columns of the lineage, those of each discarded attempt, and their scale."""
-    lineage, discarded = (
-        plot_columns(curve.series, curve.span, WIDTH),
-        curve.discarded_columns(WIDTH),
-    )
-    return (
-        lineage,
-        discarded,
-        ValueScale([column for branch in (lineage, *discarded) for column in branch.values()]),
-    )
+    lineage = plot_columns(curve.series, curve.span, WIDTH)
+    discarded = curve.discarded_columns(WIDTH)
+    columns = [column for branch in (lineage, *discarded) for column in branch.values()]
+    return lineage, discarded, ValueScale(columns)
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:
@@ -161,9 +156,6 @@ def shades(reply: CellsReply) -> ValueScale:
             if value is not None:
                 every.add(value)
     return ValueScale([every])
-
-
-# ------------------------------------------------------------------------------------- curves
 
 
 def _y_position(scale: ValueScale, value: float) -> float:
@@ -283,9 +275,6 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
         text = make_element("text", letters, title, x=at, y=-5, text_anchor="middle")
         nodes.append(make_element("g", text, class_=f"mark {min(kinds, key=order.index)}"))
     return nodes
-
-
-# ---------------------------------------------------------------------------------- heat maps
 
 
 def _cell_path(at: int, row: int, wide: float) -> str:

@@ -1,27 +1,22 @@
 """Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import Block, Fold, Heading, Paragraph, TableBlock
 from trainvitals.document.incident import incident_blocks
-from trainvitals.records import SEVERITY_WORDS
+from trainvitals.records import SEVERITY_WORDS, Finding
 from trainvitals.units import humanize_count
-from trainvitals.views import IncidentView, MoverView
+from trainvitals.views import AlertView, IncidentView, MoverView, StepData
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.cost import total_lost_work
 from vitals_collector.queries.verdict import verdict_cost_line
+from vitals_collector.report import run_tables
 from vitals_collector.report.charts import CurvePlot, HeatMap
 from vitals_collector.report.curves import CurveMark, decision_marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
-from vitals_collector.report.run_tables import (
-    checkpoint_table,
-    decision_table,
-    event_table,
-    rank_text,
-    run_facts,
-)
 
 MAX_LINES = 200
 """Maximum number of rows in a table; the number of omitted rows is shown."""
@@ -31,6 +26,7 @@ _LISTED = 8
 _TITLE = 120
 
 Row = Sequence[object]
+T = TypeVar("T")
 
 
 def report_blocks(facts: ReportData) -> list[Block]:
@@ -101,7 +97,7 @@ def _summary_text(facts: ReportData) -> str:
 
 
 def _run_fact_rows(facts: ReportData) -> list[Row]:
-    rows = run_facts(facts.detail, facts.ledger)
+    rows = run_tables.run_facts(facts.detail, facts.ledger)
     named = [(name, "not measured" if value is None else value) for name, value in rows]
     return [row for row in named if row[1] != ""]
 
@@ -180,78 +176,77 @@ def _incident_evidence(
     if incident_facts.movers:
         yield Heading(3, "Largest changes")
         header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
-        yield TableBlock(
-            header,
-            [
-                (m.row, m.metric, m.before, _peak_cell(m.peak), m.peak_step, _score_cell(m))
-                for m in incident_facts.movers[:_MOVERS]
-            ],
-        )
+        yield TableBlock(header, [_mover_row(mover) for mover in incident_facts.movers[:_MOVERS]])
     yield from _folded([*_evidence_section(incident), *_events_section(incident, ordinals)])
 
 
-def _peak_cell(peak: float | None) -> object:
-    return "not finite" if peak is None else peak
+def _mover_row(mover: MoverView) -> Row:
+    if mover.peak is None:
+        return (mover.row, mover.metric, mover.before, "not finite", mover.peak_step, None)
+    score = round(mover.score, 1)
+    return (mover.row, mover.metric, mover.before, mover.peak, mover.peak_step, score)
 
 
-def _score_cell(mover: MoverView) -> float | None:
-    return None if mover.peak is None else round(mover.score, 1)
+def _capped_section(
+    heading: Heading, items: Sequence[T], table: Callable[[Sequence[T]], TableBlock], what: str
+) -> Iterator[Block]:
+    """Yield a heading, and a table of the first items; nothing without items."""
+    if items:
+        yield heading
+        yield table(items[:MAX_LINES])
+        yield from _omitted_note(len(items) - MAX_LINES, what)
 
 
 def _evidence_section(incident: IncidentView) -> Iterator[Block]:
-    if incident.decisions:
-        yield Heading(3, "Actions and their evidence")
-        yield decision_table(incident.decisions[:MAX_LINES])
-        yield from _omitted_note(len(incident.decisions) - MAX_LINES, "actions")
-    if incident.findings:
-        yield Heading(3, "Findings")
-        findings = [view.finding for view in incident.findings[:MAX_LINES]]
-        yield TableBlock(
-            ("step", "level", "finding", "rank", "value", "limit", "reason"),
-            [
-                (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
-                for f in findings
-            ],
-        )
-        yield from _omitted_note(len(incident.findings) - MAX_LINES, "findings")
-    if incident.alerts:
-        yield Heading(3, "Alerts")
-        yield TableBlock(
-            ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
-            [
-                (
-                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
-                    format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
-                    a.acknowledged_by, a.summary,
-                )
-                for a in incident.alerts[:MAX_LINES]
-            ],
-        )  # fmt: skip
-        yield from _omitted_note(len(incident.alerts) - MAX_LINES, "alerts")
+    actions = Heading(3, "Actions and their evidence")
+    yield from _capped_section(actions, incident.decisions, run_tables.decision_table, "actions")
+    findings = [view.finding for view in incident.findings]
+    yield from _capped_section(Heading(3, "Findings"), findings, _finding_table, "findings")
+    yield from _capped_section(Heading(3, "Alerts"), incident.alerts, _alert_table, "alerts")
+
+
+def _finding_table(findings: Sequence[Finding]) -> TableBlock:
+    return TableBlock(
+        ("step", "level", "finding", "rank", "value", "limit", "reason"),
+        [
+            (f.step, f.level, f.kind, run_tables.rank_text(f.rank), f.value, f.limit, f.reason)
+            for f in findings
+        ],
+    )
+
+
+def _alert_table(alerts: Sequence[AlertView]) -> TableBlock:
+    return TableBlock(
+        ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
+        [
+            (
+                a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
+                format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
+                a.acknowledged_by, a.summary,
+            )
+            for a in alerts
+        ],
+    )  # fmt: skip
 
 
 def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
-    if incident.events:
-        yield Heading(3, "Events")
-        yield event_table(incident.events[:MAX_LINES])
-        yield from _omitted_note(len(incident.events) - MAX_LINES, "events")
-    if incident.data:
-        yield Heading(3, "Batches of the bad steps")
-        yield TableBlock(
+    def batch_table(data: Sequence[StepData]) -> TableBlock:
+        return TableBlock(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
             [
                 (
-                    d.source,
-                    ordinals.get(d.attempt, d.attempt),
-                    d.batch.epoch,
-                    d.batch.first_batch,
-                    describe_samples(d.batch),
-                    d.batch.file,
+                    d.source, ordinals.get(d.attempt, d.attempt), d.batch.epoch,
+                    d.batch.first_batch, describe_samples(d.batch), d.batch.file,
                 )
-                for d in incident.data[:MAX_LINES]
+                for d in data
             ],
-        )
-        yield from _omitted_note(len(incident.data) - MAX_LINES, "batches")
+        )  # fmt: skip
+
+    yield from _capped_section(
+        Heading(3, "Events"), incident.events, run_tables.event_table, "events"
+    )
+    batches = Heading(3, "Batches of the bad steps")
+    yield from _capped_section(batches, incident.data, batch_table, "batches")
 
 
 def _decisions_section(facts: ReportData) -> Iterator[Block]:
@@ -259,7 +254,7 @@ def _decisions_section(facts: ReportData) -> Iterator[Block]:
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
         return
-    yield decision_table(facts.ledger[-MAX_LINES:])
+    yield run_tables.decision_table(facts.ledger[-MAX_LINES:])
     yield from _omitted_note(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
@@ -294,7 +289,7 @@ def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
         return
     yield Heading(2, "Checkpoints")
     yield from _omitted_note(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
-    yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
+    yield run_tables.checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
 def _settings_section(facts: ReportData) -> Iterator[Block]:
