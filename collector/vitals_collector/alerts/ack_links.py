@@ -89,6 +89,3 @@ class AckLinks:
                 connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
                 self._key_bytes = bytes(connection.execute(query).scalar_one())
         return self._key_bytes
-
-
-__all__ = ["PATH", "AckLinks"]

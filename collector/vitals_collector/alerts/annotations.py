@@ -72,6 +72,3 @@ def _clean_note_text(name: str, text: str, most: int) -> str:
     if len(text) > most:
         raise UsageError(f"{name} has {len(text)} characters; it may have {most}")
     return text
-
-
-__all__ = ["annotate"]

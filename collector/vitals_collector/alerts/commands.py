@@ -347,14 +347,3 @@ def _insert_audit_row(
             detail=detail,
         )
     )
-
-
-__all__ = [
-    "check_accepted_step",
-    "check_checkpoint",
-    "count_commands",
-    "expire_commands",
-    "issue",
-    "list_commands",
-    "mark_delivered",
-]

@@ -79,6 +79,3 @@ class SqlDeliveryLedger:
         return frozenset(
             r.receiver for r in rows if r.delivery_id == delivery_id(alert, r.receiver)
         )
-
-
-__all__ = ["SqlDeliveryLedger"]

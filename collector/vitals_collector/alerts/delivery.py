@@ -531,6 +531,3 @@ def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
 def resolve_alert(alert: AlertView, now: int) -> AlertView:
     """Return the alert as it is once it is over."""
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
-
-
-__all__ = ["DeliveryCheck", "DeliveryLedger", "DispatchConfig", "Dispatcher", "resolve_alert"]

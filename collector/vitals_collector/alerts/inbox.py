@@ -51,7 +51,7 @@ MAX_SILENCE_SECONDS = 30 * 86_400.0
 Tell = Callable[[AlertView], None]
 
 
-class WithdrawCallback(Protocol):
+class _WithdrawCallback(Protocol):
     """Called when an alert was silenced or acknowledged: reposts may continue."""
 
     def __call__(self, fingerprint: str, *, keep_posting: bool = False) -> None: ...
@@ -196,7 +196,7 @@ class Inbox:
         *,
         clock: Clock,
         tell: Tell | None = None,
-        hush: WithdrawCallback | None = None,
+        hush: _WithdrawCallback | None = None,
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
@@ -694,20 +694,3 @@ def _write_audit(
         "detail": f"{length}{request.reason}",
     }
     connection.execute(audit.insert().values(values))
-
-
-__all__ = [
-    "AlertOccurrence",
-    "CurrentRunState",
-    "Inbox",
-    "InboxAlert",
-    "InboxConfig",
-    "NewestBy",
-    "StoredAlertState",
-    "alert_from_row",
-    "check_alert",
-    "check_silence",
-    "list_alerts",
-    "list_silences",
-    "settle_alert",
-]

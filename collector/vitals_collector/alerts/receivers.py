@@ -228,6 +228,3 @@ def _check_apprise(receiver: ReceiverSettings) -> None:
             f"receiver {name!r}: apprise cannot read its address {redacted(receiver.url)}",
             hint='`kind = "webhook"` is for an address of your own',
         )
-
-
-__all__ = ["NotifierSettings", "ReceiverSettings", "load_notifier_settings", "notifier_settings"]

@@ -341,21 +341,3 @@ def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -
 def _lease_expiry() -> ColumnElement[int]:
     """Return the SQL expression of when a lease that starts now expires."""
     return NOW + int(LEASE_SECONDS * 1e9)
-
-
-__all__ = [
-    "NOW",
-    "PAGER",
-    "RUN",
-    "UPKEEP",
-    "Lease",
-    "acquire_leases",
-    "fence_runs",
-    "holders_of",
-    "install_lake_fence",
-    "load_expired_leases",
-    "lock_held_leases",
-    "lock_lease",
-    "release_leases",
-    "renew_leases",
-]

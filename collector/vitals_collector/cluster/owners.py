@@ -256,6 +256,3 @@ def _not_owner_error(run_id: str, url: str) -> NotOwnerError:
         hint="name all collectors: --collector URL,URL; the agent finds the one of its run",
         owner=url if is_url else "",
     )
-
-
-__all__ = ["RunOwners"]

@@ -48,6 +48,3 @@ def delete_reports(connection: Connection, run_ids: Iterable[str]) -> None:
     """Delete the reports of runs."""
     names = [_REPORT + run_id for run_id in run_ids]
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
-
-
-__all__ = ["delete_reports", "load_runs_elsewhere", "write_reports"]

@@ -1149,23 +1149,3 @@ _STEP = _HEAR.values({name: bindparam(f"new_{name}") for name in LAST})
 _HEARD_NAMES = ("of_run", "of_writer", "seen", "received")
 _HEARD = PreparedStatement(_HEAR, _HEARD_NAMES)
 _STEPPED = PreparedStatement(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
-
-__all__ = [
-    "Answer",
-    "BatchResult",
-    "announce",
-    "check_batches",
-    "check_bodies",
-    "drop_stored_rows",
-    "ingest",
-    "ingest_all",
-    "ingest_bodies",
-    "is_being_removed",
-    "is_of_removed_run",
-    "key_of",
-    "lock_runs",
-    "reply_to_body",
-    "runs_in",
-    "store_batches",
-    "store_bodies",
-]

@@ -384,14 +384,3 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     CheckpointChanged: _checkpoint_changed,
     RunEnded: _run_ended,
 }
-
-__all__ = [
-    "apply_events",
-    "describe_event",
-    "describe_samples",
-    "loss_kind_of",
-    "note_processes",
-    "remove_nul",
-    "stored_info",
-    "task_of",
-]

@@ -170,6 +170,3 @@ def _count_lost_rows(
         return None if connection.execute(removed).first() is None else {}
     lost = {key: seq - highest_seqs.get(key, -1) for key, seq in promised.items()}
     return {key: num for key, num in lost.items() if num > 0}
-
-
-__all__ = ["LostRowCounter", "num_lost_rows"]

@@ -870,6 +870,3 @@ def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None
         for row in connection.execute(select(name, engine_state.c.body).where(where))
     ]
     return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
-
-
-__all__ = ["AlertEngine", "AlertService", "EngineConfig", "build_alert_service"]

@@ -1038,23 +1038,3 @@ def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, objec
         "detector": remove_nul(finding.detector),
         "body": msgspec.msgpack.encode(finding),
     }
-
-
-__all__ = [
-    "COLLECTOR",
-    "FollowedRun",
-    "LiveMonitor",
-    "LiveMonitorConfig",
-    "PollResult",
-    "RunWatchState",
-    "TimedFinding",
-    "delete_watch_progress",
-    "load_suspended_runs",
-    "load_watch_progress",
-    "open_run",
-    "resume_watching",
-    "suspend_watching",
-    "unread_runs",
-    "watch_state_name",
-    "watched_onsets",
-]

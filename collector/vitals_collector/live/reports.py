@@ -108,6 +108,3 @@ def report_of(run: OwnedElsewhere) -> RunReport | None:
         _LOG.warning("report_not_read run=%s: %s", run.run_id, error)
         return None
     return report if report.epoch == run.epoch else None
-
-
-__all__ = ["RunReport", "RunReporter", "report_of"]

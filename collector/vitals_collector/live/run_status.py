@@ -826,18 +826,3 @@ def _load_last_decisions(connection: Connection, run_id: str) -> _LastDecisions:
         return _LastDecisions(last_trouble, _decision(halt.body), halt.time_unix_ns)
     except UNREADABLE:  # of a later version; its ranks report their end themselves
         return _LastDecisions(last_trouble)
-
-
-__all__ = [
-    "AbsentParts",
-    "Liveness",
-    "RunStatus",
-    "RunStatusCache",
-    "SourceState",
-    "find_absent_parts",
-    "find_ranks_behind",
-    "hang_of",
-    "health",
-    "last_seen",
-    "run_state",
-]

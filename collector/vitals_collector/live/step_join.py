@@ -722,27 +722,3 @@ def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
         HostRow(seqs[i], at[i], when[i], {name: values[i] for name, values in columns})
         for i in range(len(rows))
     ]
-
-
-__all__ = [
-    "BEFORE_ALL",
-    "GPU_COLUMNS",
-    "LAYER_COLUMNS",
-    "MOST_RANKS",
-    "RANK_COLUMNS",
-    "HostRow",
-    "Key",
-    "LayerPart",
-    "MergeConfig",
-    "MergeResult",
-    "NodeMerger",
-    "NodeSamples",
-    "RowWriters",
-    "StepMerger",
-    "Writer",
-    "WriterRows",
-    "decode_rank_rows",
-    "host_rows",
-    "merge_steps",
-    "step_columns",
-]

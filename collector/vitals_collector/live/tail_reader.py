@@ -469,15 +469,3 @@ def _last_position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     if schema.stream in HOSTS:
         return last("monotonic_ns"), 0
     return last("attempt"), last("step")
-
-
-__all__ = [
-    "HOSTS",
-    "STEPS",
-    "WATCHED",
-    "CommittedRows",
-    "RecentRows",
-    "RowBlock",
-    "StreamProgress",
-    "TailReader",
-]

@@ -276,10 +276,3 @@ def _backup_error(target: Path, error_text: str) -> StorageError:
         hint="free space there, or give another place" if is_out_of_room else "check both places",
         code=FULL if is_out_of_room else "V300",
     )
-
-
-__all__ = [
-    "EXISTS",
-    "BackupResult",
-    "backup",
-]

@@ -58,6 +58,3 @@ def _load_incident_times(connection: Connection, run_id: str) -> tuple[set[int],
     query = select(forks.fork_step).where(forks.run_id == run_id, forks.parent.is_not(None))
     steps |= set(connection.execute(query).scalars())
     return steps, times
-
-
-__all__ = ["load_run_history"]

@@ -299,6 +299,3 @@ class LakeMaintenance:
 
 def _deleted_row_counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
     return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
-
-
-__all__ = ["INTERVAL_SECONDS", "OVER_CAP", "VOLUMES", "LakeMaintenance"]

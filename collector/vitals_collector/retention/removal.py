@@ -183,6 +183,3 @@ def _delete_run_rows(store: Store, run_id: str) -> None:
             connection.execute(delete(runs).where(runs.c.run_id == run_id))
         is_of_run = forgotten.c.run_id == run_id
         connection.execute(update(forgotten).where(is_of_run).values(is_gone=True))
-
-
-__all__ = ["KEEP_TAG", "DeletedRun", "delete_old", "delete_run", "finish_removals", "pin"]

@@ -182,13 +182,3 @@ def _is_near_incident(window: StepWindow, near: Sequence[int], margin: int) -> b
     """Return whether one of the ascending steps is in the window or within ``margin`` of it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin
-
-
-__all__ = [
-    "CurrentStep",
-    "DeletionPass",
-    "RunHistory",
-    "downsample_run",
-    "roll_up_run",
-    "window_size",
-]

@@ -60,6 +60,3 @@ def measure_runs(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]
             now = store.numbers.num_bytes(row.run_id)
             volumes[row.run_id] = msgspec.structs.replace(volume, num_bytes=now)
     return volumes
-
-
-__all__ = ["measure_runs", "remaining_rows_text", "volume_of"]

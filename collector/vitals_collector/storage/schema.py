@@ -450,9 +450,3 @@ leases = Table(
 )
 """Leases of several collectors, and their end by the database's clock. ``epoch`` rises with each
 change of holder. Empty on SQLite, which has one collector."""
-
-__all__ = [
-    "ChecksummedRecord",
-    "DamageCounter",
-    "is_record_whole",
-]

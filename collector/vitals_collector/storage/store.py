@@ -797,20 +797,3 @@ class PreparedStatement:
         compiled = statement.compile(dialect=_positional_dialect(dialect), column_keys=keys)
         places = [self._names.index(name) for name in compiled.positiontup or ()]
         return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
-
-
-__all__ = [
-    "LOCKED",
-    "UNKNOWN",
-    "OwnedElsewhere",
-    "PreparedStatement",
-    "ReadSnapshot",
-    "RunClaims",
-    "SoleCollectorClaims",
-    "Store",
-    "ensure_data_dir",
-    "open_data_store",
-    "open_store",
-    "remove_nul",
-    "unknown_run",
-]

@@ -326,15 +326,3 @@ def _insert_audit_row(
         "detail": detail,
     }
     connection.execute(insert(audit).values(values))
-
-
-__all__ = [
-    "OWN",
-    "KnownTokens",
-    "Principal",
-    "create",
-    "list_tokens",
-    "revoke",
-    "rotate",
-    "state_of",
-]
