@@ -684,44 +684,6 @@ class NumberStore(NumberStoreReader, Protocol):
         later.
         """
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
-        """Return the oldest steps that are not rolled up yet.
-
-        None if the attempt has no such rows of ranks other than 0. Rows that arrive after their
-        steps were rolled up stay unchanged.
-
-        Args:
-            run_id: the run.
-            attempt: the attempt.
-            size: steps of a window, a multiple of ``chunk_stats.CHUNK_STEPS``.
-        """
-
-    def roll_up(
-        self,
-        run_id: str,
-        window: StepWindow,
-        num_worst: int,
-        *,
-        is_whole: bool = False,
-        reason: Reason = "age",
-    ) -> RollUpResult:
-        """Replace most ranks' rows of some steps by statistics over the ranks, all or none.
-
-        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
-        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
-        ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
-
-        Args:
-            run_id: the run.
-            window: from ``next_window``.
-            num_worst: number of worst ranks whose rows stay.
-            is_whole: keep all rows in addition to the statistics.
-            reason: reason that ``deleted_rows`` reports.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
-        """
-
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return the numbers of deleted rows of the run, by stream and reason."""
 

@@ -278,7 +278,12 @@ class Lake(OpenLake):
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> DueWindow | None:
-        """Return the oldest steps from which nothing was deleted; for hosts, nanoseconds."""
+        """Return the oldest steps that are not rolled up yet; for hosts, nanoseconds.
+
+        None if there are none; for steps, only rows of ranks other than 0 count. Rows that arrive
+        after their steps were rolled up stay unchanged. ``size`` is the steps of a window, a
+        multiple of ``chunk_stats.CHUNK_STEPS``.
+        """
         return lake_rollup.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
     def roll_up(
@@ -290,7 +295,18 @@ class Lake(OpenLake):
         is_whole: bool = False,
         reason: Reason = "age",
     ) -> RollUpResult:
-        """Replace most ranks' rows by statistics over the ranks, in one commit.
+        """Replace most ranks' rows of some steps by statistics over the ranks, in one commit.
+
+        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
+        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
+        ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
+
+        Args:
+            run_id: the run.
+            window: from ``next_window``.
+            num_worst: number of worst ranks whose rows stay.
+            is_whole: keep all rows in addition to the statistics.
+            reason: reason that ``deleted_rows`` reports.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitals_collector.numbers.chunk_stats import CHUNK_STEPS
-from vitals_collector.numbers.interface import (
-    HOST_STREAMS,
-    DueWindow,
-    NumberStore,
-    Reason,
-    StepWindow,
-)
+from vitals_collector.numbers.interface import HOST_STREAMS, DueWindow, Reason, StepWindow
 from vitals_collector.retention.settings import VolumeSettings
 
 if TYPE_CHECKING:
@@ -75,9 +69,7 @@ class DeletionPass(NamedTuple):
     """Called after each window with the seconds that it took, so that writers can continue."""
 
 
-def roll_up_run(
-    numbers: NumberStore, run: RunHistory, settings: VolumeSettings, when: DeletionPass
-) -> int:
+def roll_up_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass) -> int:
     """Roll up the run's old steps, oldest first; return the number of deleted rows.
 
     Raises:
@@ -88,12 +80,12 @@ def roll_up_run(
     num = 0
     for attempt in sorted(run.attempts):
         while not when.is_enough():
-            due = numbers.next_window(run.run_id, attempt, window_size(settings))
+            due = lake.next_window(run.run_id, attempt, window_size(settings))
             if due is None or not _is_window_due(due, "steps", run, settings, when):
                 break
             began = time.monotonic()
             is_whole = _is_near_incident(due.window, run.near, settings.margin_steps)
-            num += numbers.roll_up(
+            num += lake.roll_up(
                 run.run_id,
                 due.window,
                 settings.num_worst_ranks,
