@@ -30,7 +30,7 @@ from vitals_collector.cluster.leases import (
 )
 from vitals_collector.cluster.reports import load_runs_elsewhere
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.store import OwnedElsewhere, Store
+from vitals_collector.storage.store import OwnedElsewhere, RunClaims, Store
 
 _RENEW_SECONDS = 2.0
 _IDLE_SECONDS = 600.0
@@ -50,7 +50,7 @@ class _OwnedRun:
         self.epoch, self.until_ns, self.used_ns = epoch, until_ns, used_ns
 
 
-class RunOwners:
+class RunOwners(RunClaims):
     """The runs that this collector owns. Thread-safe; ``start`` renews its leases in a thread.
 
     Args:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import duckdb
@@ -51,51 +51,6 @@ SELECT d.path FROM {META}_{{kind}}_file d JOIN {META}_table t USING (table_id)
 WHERE t.table_name = '{{table}}'
 """
 Ask = Callable[..., pa.Table]
-
-
-class FileStore(Protocol):
-    """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
-
-    root: str
-    """Location in DuckLake's format."""
-    extensions: tuple[str, ...]
-    """Those of DuckDB that it needs."""
-
-    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection access to the files."""
-
-    def prepare(self) -> None:
-        """Create what is missing, and list the files."""
-
-    def on_transaction_start(self) -> None:
-        """Prepare for a transaction."""
-
-    def check_place(self) -> None:
-        """Raise StorageError if rows that were stored there cannot be read."""
-
-    def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files that came since ``on_transaction_start``, durably stored.
-
-        These statements wrote them, or other ones.
-        """
-
-    def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing or unreadable."""
-
-    def state(self, table: str) -> int | None:
-        """Return a number that changes when the table's files change; None: no files."""
-
-    def paths(self, table: str) -> set[str]:
-        """Return the table's files, including those to be deleted or not committed yet."""
-
-    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store checksums in separate files next to the data files."""
-
-    def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums that were set aside."""
-
-    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these checksums."""
 
 
 _RESTORE = "stop the collector, restore the directory or a backup, and start it again"
@@ -152,7 +107,7 @@ class LocalFileStore:
         """Do nothing: existing files are known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the new files, synced; those of another collector may be among them."""
+        """Return the files since ``on_transaction_start``, synced; another collector's too."""
         paths = []
         for folder in self._tables.iterdir():
             names = {entry.name for entry in os.scandir(folder)}
@@ -178,14 +133,14 @@ class LocalFileStore:
         return crc
 
     def state(self, table: str) -> int | None:
-        """Return the change time of the table's directory."""
+        """Return a number that changes with the table's files: a time; None without files."""
         try:
             return (self._tables / table).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def paths(self, table: str) -> set[str]:
-        """Return the files in the table's directory."""
+        """Return the table's files, including those to be deleted or not committed yet."""
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
@@ -332,6 +287,10 @@ class S3FileStore:
 
     def _checksum_path(self, path: str) -> str:
         return f"{self._url}/checksums/{path.replace('/', _SLASH)}"
+
+
+FileStore = LocalFileStore | S3FileStore
+"""Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
 
 
 def _first_column_texts(answer: pa.Table) -> list[str]:

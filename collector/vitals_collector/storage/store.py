@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
@@ -234,8 +234,8 @@ class OwnedElsewhere(NamedTuple):
     """The last report of this or an earlier owner; empty without one."""
 
 
-class RunClaims(Protocol):
-    """Runs whose rows may be stored here, and other owners."""
+class RunClaims:
+    """Runs whose rows may be stored here, and other owners; here of a store's only collector."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Acquire the runs without an owner; return the owners of the others.
@@ -243,33 +243,18 @@ class RunClaims(Protocol):
         Raises:
             StorageError: the store refused; call again.
         """
+        return {}
 
     def owned(self) -> dict[str, int] | None:
         """Return the owned runs, each with the epoch of its lease; None: all."""
+        return None
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
         """Return which of the runs are owned here, and stay so until the transaction ends."""
-
-    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return the runs that other collectors own now."""
-
-
-class SoleCollectorClaims:
-    """The claims of a store's only collector."""
-
-    def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Return nothing: no other collector has any."""
-        return {}
-
-    def owned(self) -> None:
-        """Return nothing: all runs are."""
-
-    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
-        """Return all of them."""
         return set(run_ids)
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return nothing: there are no others."""
+        """Return the runs that other collectors own now."""
         return []
 
 
@@ -291,7 +276,7 @@ class Store:
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
-        self.claims: RunClaims = SoleCollectorClaims()
+        self.claims = RunClaims()
         """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """Offsets of streams written by this process; ingest compares them with the database before
