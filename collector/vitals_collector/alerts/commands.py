@@ -22,8 +22,8 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.redaction import redact_text
 from trainvitals.views import CommandRequest, CommandView
-from vitals_collector.storage.schema import audit, checkpoints, commands, runs, sources
-from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
+from vitals_collector.storage.schema import checkpoints, commands, runs, sources
+from vitals_collector.storage.store import UNKNOWN, Store, unknown_run, write_audit
 
 CONFLICT = "V102"
 """Error code: the command exists, in a state that does not allow this."""
@@ -75,9 +75,8 @@ def issue(
         who = f"{command.issued_by} (control key)"
         # Signed by then: only the copy for the audit can be redacted. Ours are before they are.
         reason = redact_text(command.reason)
-        _insert_audit_row(
-            connection, now_unix_ns, who, f"command {command.action}", command, reason
-        )
+        action = f"command {command.action}"
+        write_audit(connection, now_unix_ns, who, action, _subject(command), reason)
     view = CommandView(command=command, status="pending")
     if _deliver_to_run_dir(command, folders):
         return mark_delivered(
@@ -163,7 +162,7 @@ def mark_delivered(
             return view
         values = {"status": "delivered", "updated_unix_ns": now_unix_ns}
         connection.execute(update(commands).where(*conditions).values(values))
-        _insert_audit_row(connection, now_unix_ns, by, "delivered", view.command, "")
+        write_audit(connection, now_unix_ns, by, "delivered", _subject(view.command), "")
     return msgspec.structs.replace(view, status="delivered")
 
 
@@ -182,7 +181,8 @@ def expire_commands(store: Store, now_unix_ns: int) -> int:
             .values(values | {"detail": "it expired before the run took it"})
         )
         for body in rows:
-            _insert_audit_row(connection, now_unix_ns, "collector", "expired", _decode(body), "")
+            subject = _subject(_decode(body))
+            write_audit(connection, now_unix_ns, "collector", "expired", subject, "")
     return len(rows)
 
 
@@ -334,16 +334,6 @@ def _deliver_to_run_dir(command: Command, folders: Iterable[Path]) -> bool:
     return False
 
 
-def _insert_audit_row(
-    connection: Connection, now_unix_ns: int, actor: str, action: str, command: Command, detail: str
-) -> None:
-    """Record a manual command in the audit log."""
-    connection.execute(
-        insert(audit).values(
-            time_unix_ns=now_unix_ns,
-            actor=actor,
-            action=action,
-            subject=f"{command.run_id}/{command.number}",
-            detail=detail,
-        )
-    )
+def _subject(command: Command) -> str:
+    """Return the name of a command in the audit log."""
+    return f"{command.run_id}/{command.number}"

@@ -11,7 +11,7 @@ from trainvitals.views import AlertView
 from vitals_collector.alerts.notifiers import delivery_id
 from vitals_collector.alerts.silences import load_active_silences
 from vitals_collector.storage.schema import alerts, deliveries
-from vitals_collector.storage.store import Store, insert
+from vitals_collector.storage.store import Store, upsert
 
 
 class DeliveryCheck(NamedTuple):
@@ -73,10 +73,7 @@ class SqlDeliveryLedger:
                     "delivery_id": delivery_id(view, receiver),
                     "delivered_unix_ns": now,
                 }
-                statement = insert(connection, deliveries).values(key | values)
-                connection.execute(
-                    statement.on_conflict_do_update(index_elements=list(key), set_=values)
-                )
+                upsert(connection, deliveries, key, values)
 
     def heard_by(self, alert: AlertView) -> frozenset[str]:
         """Return the receivers that have had the alert's state."""

@@ -2,9 +2,9 @@
 
 An alert's state waits for a receiver until it was delivered, acknowledged, silenced, or replaced by
 a later state; a refusal (4xx) is retried too, at growing intervals. Its delivery id is the same for
-every try, also after a restart. Deliveries are recorded (``deliveries.SqlDeliveryLedger``), so another
-collector can continue: after a kill between a delivery and its record, the delivery is repeated
-with the same id, and none is lost.
+every try, also after a restart. Deliveries are recorded (``deliveries``), so another collector can
+continue: after a kill between a delivery and its record, the delivery is repeated with the same id,
+and none is lost.
 """
 
 import logging

@@ -40,8 +40,15 @@ from vitals_collector.alerts.silences import (
     parse_matchers,
     unknown_silence,
 )
-from vitals_collector.storage.schema import alerts, audit, engine_state
-from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, insert, remove_nul
+from vitals_collector.storage.schema import alerts, engine_state
+from vitals_collector.storage.store import (
+    UNKNOWN,
+    SteadyClock,
+    Store,
+    remove_nul,
+    upsert,
+    write_audit,
+)
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
@@ -227,7 +234,8 @@ class Inbox:
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
                     newly_firing[fingerprint] = raised.view
             for name, seq in cursors.items():
-                _move_cursor(connection, name, seq, now_unix_ns=now)
+                values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now}
+                upsert(connection, engine_state, {"name": name}, values)
         self._submit_alerts(newly_firing.values())
         return frozenset(newly_firing)
 
@@ -584,24 +592,15 @@ def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool
 
 
 _LIFE = msgspec.msgpack.Decoder(StoredAlertState)
+_VIEW_COLUMNS = tuple(name for name in AlertView.__struct_fields__ if name in alerts.c)
+"""Columns with the value of the field of that name; silences are in another table."""
 
 
 def alert_from_row(row: Row[Any]) -> InboxAlert:
     """Return the alert of a row of ``alerts``."""
-    view = AlertView(
-        fingerprint=row.fingerprint,
-        name=row.name,
-        run_id=row.run_id or "",
-        severity=row.severity,
-        state=row.state,
-        summary=row.summary,
-        labels=msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {},
-        step=row.step,
-        started_unix_ns=row.started_unix_ns,
-        updated_unix_ns=row.updated_unix_ns,
-        ended_unix_ns=row.ended_unix_ns,
-        acknowledged_by=row.acknowledged_by,
-    )
+    labels = msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {}
+    values = {name: getattr(row, name) for name in _VIEW_COLUMNS}
+    view = AlertView(**values | {"run_id": row.run_id or "", "labels": labels})
     return InboxAlert(view, _LIFE.decode(row.body))
 
 
@@ -632,31 +631,13 @@ def _open_views(connection: Connection) -> list[AlertView]:
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
     """Write an alert over its row in the table of alerts."""
     view = entry.view
-    key = {"fingerprint": view.fingerprint}
-    values = {
+    values = {name: getattr(view, name) for name in _VIEW_COLUMNS if name != "fingerprint"} | {
         "run_id": view.run_id or None,
-        "name": view.name,
-        "severity": view.severity,
-        "state": view.state,
-        "summary": view.summary,
         "labels": msgspec.json.encode(view.labels).decode(),
-        "step": view.step,
-        "started_unix_ns": view.started_unix_ns,
-        "updated_unix_ns": view.updated_unix_ns,
-        "ended_unix_ns": view.ended_unix_ns,
-        "acknowledged_by": view.acknowledged_by,
         "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
         "body": msgspec.msgpack.encode(entry.life),
     }
-    statement = insert(connection, alerts).values(key | values)
-    connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
-
-
-def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
-    """Store up to which event of a writer the inbox has raised alerts."""
-    values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
-    statement = insert(connection, engine_state).values(name=name, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
+    upsert(connection, alerts, {"fingerprint": view.fingerprint}, values)
 
 
 def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
@@ -677,20 +658,9 @@ def unknown_alert(fingerprint: str) -> UsageError:
 
 
 def _write_audit(
-    connection: Connection,
-    action: str,
-    subject: str,
-    request: AckRequest,
-    now: int,
-    caller: str,
+    connection: Connection, action: str, subject: str, request: AckRequest, now: int, caller: str
 ) -> None:
-    """Append a user's action to the audit log."""
+    """Append a user's action on alerts to the audit log."""
     length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
-    values = {
-        "time_unix_ns": now,
-        "actor": f"{request.by} ({caller})" if caller else request.by,
-        "action": action,
-        "subject": subject,
-        "detail": f"{length}{request.reason}",
-    }
-    connection.execute(audit.insert().values(values))
+    actor = f"{request.by} ({caller})" if caller else request.by
+    write_audit(connection, now, actor, action, subject, f"{length}{request.reason}")

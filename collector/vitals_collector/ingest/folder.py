@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
@@ -27,7 +27,7 @@ from vitals_collector.ingest.ingest import (
 )
 from vitals_collector.ingest.tail_loss import LostRowCounter
 from vitals_collector.storage.schema import positions
-from vitals_collector.storage.store import Store, insert
+from vitals_collector.storage.store import Store, upsert
 
 _LOG = logging.getLogger("vitals.collector.folder")
 _BATCHES_AT_ONCE = 256
@@ -175,7 +175,8 @@ class FolderIngest:
             return [], True
         with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store, checked)
-            _save_position(connection, spool, group[len(checked) - 1][0])
+            position = {"position": msgspec.msgpack.encode(group[len(checked) - 1][0])}
+            upsert(connection, positions, {"spool": str(spool)}, position)
         for outcome in stored:
             if outcome.error is not None:
                 self._log_once(f"{spool}: a batch is skipped: {outcome.error}")
@@ -217,10 +218,3 @@ def _next_batch_group(
         if len(group) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             break
     return group
-
-
-def _save_position(connection: Connection, spool: Path, position: SpoolPosition) -> None:
-    """Store the position up to which a spool was stored."""
-    values = {"position": msgspec.msgpack.encode(position)}
-    statement = insert(connection, positions).values(spool=str(spool), **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
+from sqlalchemy import Connection, bindparam, case, select, update
 
 from trainvitals.identity import Identity
 from trainvitals.policy.evidence import describe_reading
@@ -49,7 +49,7 @@ from vitals_collector.storage.schema import (
     runs,
     sources,
 )
-from vitals_collector.storage.store import insert, remove_nul
+from vitals_collector.storage.store import insert, remove_nul, upsert
 
 _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -242,7 +242,7 @@ def _names_defined(
         "stream": event.stream[:16],
     }
     for number, name in event.names.items():
-        _upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
+        upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
 
 
 def _finding_raised(
@@ -318,7 +318,7 @@ def _checkpoint_changed(
         "time_unix_ns": row.time_unix_ns,
     }
     newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
-    _upsert(connection, checkpoints, key, values, where=newer)
+    upsert(connection, checkpoints, key, values, where=newer)
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
@@ -346,20 +346,6 @@ def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:
         "seq": row.seq,
         "time_unix_ns": row.time_unix_ns,
     }
-
-
-def _upsert(
-    connection: Connection,
-    table: Table,
-    key: dict[str, Any],
-    values: dict[str, Any],
-    where: ColumnElement[bool] | None = None,
-) -> None:
-    """Insert or update the SQL row that a received event is projected to."""
-    statement = insert(connection, table).values(key | values)
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)
-    )
 
 
 # A state that is repeated every few seconds is not written again.

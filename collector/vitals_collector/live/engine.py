@@ -73,7 +73,7 @@ from vitals_collector.live.run_status import (
 )
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
-from vitals_collector.storage.store import SteadyClock, Store
+from vitals_collector.storage.store import SteadyClock, Store, load_state
 
 _AT_ONCE = 500
 _NAMES_AT_ONCE = 10_000
@@ -848,8 +848,7 @@ def _cursor_name(writer: Writer, what: str = "decisions") -> str:
 
 def _load_cursor(connection: Connection, name: str) -> int:
     """Return the number of a writer's last event that the alert engine consumed."""
-    query = select(engine_state.c.body).where(engine_state.c.name == name)
-    body = connection.execute(query).scalar()
+    body = load_state(connection, name)
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 

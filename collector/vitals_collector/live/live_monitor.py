@@ -60,7 +60,14 @@ from vitals_collector.live.tail_reader import (
     TailReader,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import ReadSnapshot, Store, insert, remove_nul
+from vitals_collector.storage.store import (
+    ReadSnapshot,
+    Store,
+    insert,
+    load_state,
+    remove_nul,
+    save_states,
+)
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -90,8 +97,7 @@ def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
 
 
 def _load_done(connection: Connection, run_id: str) -> _SavedProgress:
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
+    body = load_state(connection, watch_state_name(run_id))
     return _SavedProgress() if body is None else msgspec.msgpack.decode(body, type=_SavedProgress)
 
 
@@ -112,8 +118,7 @@ class WatchedOnsets(NamedTuple):
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     """Return a run's onsets as detected live; None: the run was not watched."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
+    body = load_state(connection, watch_state_name(run_id))
     if body is None:
         return None
     saved = msgspec.msgpack.decode(body, type=_SavedOnsets)
@@ -129,8 +134,7 @@ class _SavedConditions(msgspec.Struct):
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     """Return the findings of fleet detectors whose condition held at the last step."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
+    body = load_state(connection, watch_state_name(run_id))
     if body is None:
         return ()
     saved = msgspec.msgpack.decode(body, type=_SavedConditions)
@@ -646,8 +650,7 @@ def open_run(
     watch: FleetConfig | None = None,
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
+    body = load_state(connection, watch_state_name(run_id))
     saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
@@ -1000,15 +1003,8 @@ class LiveMonitor:
             rows = [row for of_run in states for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            bodies = [{"name": watch_state_name(k.followed.run_id), "body": k.body} for k in states]
-            if bodies:
-                statement = insert(connection, engine_state)
-                connection.execute(
-                    statement.on_conflict_do_update(
-                        index_elements=["name"], set_={"body": statement.excluded.body}
-                    ),
-                    bodies,
-                )
+            bodies = {watch_state_name(k.followed.run_id): k.body for k in states}
+            save_states(connection, bodies)
         return claimed_runs
 
 

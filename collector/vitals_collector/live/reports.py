@@ -83,8 +83,7 @@ class RunReporter:
         with self._store.write() as connection:
             claimed_runs = self._store.claims.hold(connection, due.keys())
             bodies = {run_id: msgspec.msgpack.encode(due[run_id]) for run_id in claimed_runs}
-            if bodies:
-                write_reports(connection, bodies)
+            write_reports(connection, bodies)
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
 
     def withdraw(self, run_ids: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Insert,
+    Table,
+    Update,
+    create_engine,
+    event,
+    select,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.engine.interfaces import Dialect
@@ -40,7 +50,7 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.storage.migrate import lock_migrations, migrate
-from vitals_collector.storage.schema import DamageCounter
+from vitals_collector.storage.schema import DamageCounter, audit, engine_state
 
 # Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
 if TYPE_CHECKING:
@@ -657,6 +667,45 @@ def ensure_data_dir(data: Path) -> Path:
             )
         data.chmod(0o700)
     return data
+
+
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: Mapping[str, Any],
+    values: Mapping[str, Any],
+    where: ColumnElement[bool] | None = None,
+) -> None:
+    """Insert the row with this key, or write the values over it if ``where`` holds for it."""
+    statement = insert(connection, table).values({**key, **values})
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(key), set_=dict(values), where=where)
+    )
+
+
+def load_state(connection: Connection, name: str) -> bytes | None:
+    """Return a body of ``engine_state``; None if there is none of that name."""
+    query = select(engine_state.c.body).where(engine_state.c.name == name)
+    return connection.execute(query).scalar()
+
+
+def save_states(connection: Connection, bodies: Mapping[str, bytes]) -> None:
+    """Write bodies of ``engine_state`` by name, in the order of names to avoid deadlocks."""
+    if bodies:
+        statement = insert(connection, engine_state)
+        new = {"body": statement.excluded.body}
+        connection.execute(
+            statement.on_conflict_do_update(index_elements=["name"], set_=new),
+            [{"name": name, "body": body} for name, body in sorted(bodies.items())],
+        )
+
+
+def write_audit(
+    connection: Connection, time_unix_ns: int, actor: str, action: str, subject: str, detail: str
+) -> None:
+    """Append an action of a user or of the collector to the audit log."""
+    values = {"actor": actor, "action": action, "subject": subject, "detail": detail}
+    connection.execute(audit.insert().values(time_unix_ns=time_unix_ns, **values))
 
 
 def remove_nul(text: str) -> str:

@@ -18,8 +18,8 @@ from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, UnauthorizedError, UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.question import TokenScope
-from vitals_collector.storage.schema import audit, runs, tokens
-from vitals_collector.storage.store import UNKNOWN, Store
+from vitals_collector.storage.schema import runs, tokens
+from vitals_collector.storage.store import UNKNOWN, Store, write_audit
 
 PREFIX = "vitals_"
 """Prefix of each secret, by which secret scanners recognize it."""
@@ -212,9 +212,8 @@ def create(
         "expires_unix_ns": expires_unix_ns,
     }
     connection.execute(insert(tokens).values(values))
-    _insert_audit_row(
-        connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}"
-    )
+    detail = f"{owner}: {values['scopes']}"
+    write_audit(connection, now_unix_ns, by, "create token", f"token/{token_id}", detail)
     return token_id, secret
 
 
@@ -258,7 +257,7 @@ def rotate(
         "expires_unix_ns": expires,
     }
     connection.execute(update(tokens).where(tokens.c.token_id == token_id).values(values))
-    _insert_audit_row(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "rotate token", f"token/{token_id}", row.owner)
     return row, secret
 
 
@@ -273,7 +272,7 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
         return
     is_it = tokens.c.token_id == token_id
     connection.execute(update(tokens).where(is_it).values(revoked_unix_ns=now_unix_ns))
-    _insert_audit_row(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "revoke token", f"token/{token_id}", row.owner)
 
 
 def list_tokens(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
@@ -313,16 +312,3 @@ def _new_secret() -> str:
 def _hash(secret: str) -> str:
     """Return the hash under which a token's secret is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def _insert_audit_row(
-    connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
-) -> None:
-    values = {
-        "time_unix_ns": now_unix_ns,
-        "actor": by,
-        "action": action,
-        "subject": f"token/{token_id}",
-        "detail": detail,
-    }
-    connection.execute(insert(audit).values(values))
