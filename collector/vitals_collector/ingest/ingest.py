@@ -69,13 +69,7 @@ from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import Batch, IngestReply, ResendableBatch, decode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.numbers.interface import StreamKey
-from vitals_collector.storage.schema import (
-    forgotten,
-    measured_columns,
-    runs,
-    sources,
-    streams,
-)
+from vitals_collector.storage.schema import forgotten, measured_columns, runs, sources, streams
 from vitals_collector.storage.store import (
     PreparedStatement,
     Store,
@@ -680,31 +674,17 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
 
 def _fits_int64(identity: Identity) -> bool:
     """Return whether the numbers of a batch's writer fit in database columns."""
-    numbers = (
-        identity.pid,
-        identity.rank,
-        identity.local_rank,
-        identity.world_size,
-        identity.started_unix_ns,
-    )
-    return all(-_MAX_INT64 <= number <= _MAX_INT64 for number in numbers)
+    numbers = identity.pid, identity.rank, identity.local_rank, identity.world_size
+    return all(-_MAX_INT64 <= n <= _MAX_INT64 for n in (*numbers, identity.started_unix_ns))
+
+
+_IDENTITY_COLUMNS = tuple(name for name in Identity.__struct_fields__ if name in sources.c)
 
 
 def _source_row(identity: Identity) -> dict[str, str | int]:
     """Return the row of ``sources`` for the writer of a batch."""
-    return {
-        "run_id": identity.run_id,
-        "incarnation": identity.incarnation,
-        "source": identity.source,
-        "node": identity.node,
-        "pid": identity.pid,
-        "rank": identity.rank,
-        "local_rank": identity.local_rank,
-        "world_size": identity.world_size,
-        "gpu_uuid": remove_nul(identity.gpu_uuid),
-        "metrics_url": remove_nul(identity.metrics_url),
-        "started_unix_ns": identity.started_unix_ns,
-    }
+    values = {name: getattr(identity, name) for name in _IDENTITY_COLUMNS}
+    return {name: remove_nul(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
 def _build_keyed_query(sql: str) -> dict[str, TextClause]:

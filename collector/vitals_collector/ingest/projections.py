@@ -24,6 +24,7 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     EventRow,
+    Finding,
     FindingRaised,
     NamesDefined,
     Note,
@@ -249,17 +250,21 @@ def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
     """Store a rank's finding."""
-    finding = event.finding
-    values = _event_key(identity, row) | {
+    values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
+    connection.execute(findings.insert().values(values))
+
+
+def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
+    """Return the columns of ``findings`` in addition to the key and the time."""
+    return {
         "step": finding.step,
-        "attempt": row.attempt,
+        "attempt": attempt,
         "rank": finding.rank,
         "kind": remove_nul(finding.kind),
         "level": finding.level,
         "detector": remove_nul(finding.detector),
         "body": _encode(finding),
     }
-    connection.execute(findings.insert().values(values))
 
 
 def _decision_made(

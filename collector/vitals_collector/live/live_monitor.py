@@ -30,6 +30,7 @@ from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
+from vitals_collector.ingest.projections import finding_columns
 from vitals_collector.live.scalar_watch import (
     SCALARS,
     ScalarState,
@@ -65,7 +66,6 @@ from vitals_collector.storage.store import (
     Store,
     insert,
     load_state,
-    remove_nul,
     save_states,
 )
 
@@ -1020,17 +1020,6 @@ def _build_state_to_store(
 
 def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
     """Return the row of ``findings`` for a fleet detector's finding."""
-    finding = record.finding
-    return {
-        "run_id": run_id,
-        "incarnation": COLLECTOR,
-        "seq": seq,
-        "time_unix_ns": record.time_unix_ns,
-        "step": finding.step,
-        "attempt": record.attempt,
-        "rank": finding.rank,
-        "kind": remove_nul(finding.kind),
-        "level": finding.level,
-        "detector": remove_nul(finding.detector),
-        "body": msgspec.msgpack.encode(finding),
-    }
+    key = {"run_id": run_id, "incarnation": COLLECTOR, "seq": seq}
+    columns = finding_columns(record.finding, record.attempt)
+    return {**key, "time_unix_ns": record.time_unix_ns, **columns}

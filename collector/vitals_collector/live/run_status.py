@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,6 +19,7 @@ from trainvitals.errors import UNREADABLE
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Health, RunState
 from vitals_collector.live.step_join import MOST_RANKS
+from vitals_collector.numbers.interface import rank_of
 from vitals_collector.storage.schema import decisions, events, findings, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
@@ -91,15 +91,8 @@ def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarn
 
 def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
     """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
-    rank = _number_of(source.source)
+    rank = rank_of(source.source)
     return rank >= 0 and (head is None or head.world_size < 1 or rank < head.world_size)
-
-
-@lru_cache(maxsize=4 * MOST_RANKS)
-def _number_of(source: str) -> int:
-    """Return the rank of a source; -1 if it is not a rank."""
-    kind, _, number = source.partition(":")
-    return int(number) if kind == "rank" else -1
 
 
 def last_seen(sources: Iterable[SourceState]) -> int:
@@ -303,7 +296,7 @@ def find_ranks_behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
     newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     steps = {
-        _number_of(source.source): source.last_step
+        rank_of(source.source): source.last_step
         for source in newest.values()
         if _is_rank_of(source, head) and not source.ended_state
     }
@@ -317,7 +310,7 @@ def _last_report_times(source: SourceState, when: Liveness) -> _RankReportTimes:
     # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
     return _RankReportTimes(
-        _number_of(source.source), source, last, source.last_received_unix_ns - since_step
+        rank_of(source.source), source, last, source.last_received_unix_ns - since_step
     )
 
 

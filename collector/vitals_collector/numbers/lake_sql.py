@@ -16,8 +16,8 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import duckdb
@@ -38,6 +38,8 @@ from vitals_collector.numbers.lake_engine import (
     FileStore,
     LocalFileStore,
     S3FileStore,
+    connect_duckdb,
+    escape_sql,
     find_duckdb_extension,
     translate_lake_errors,
 )
@@ -293,7 +295,7 @@ class SqlResult(NamedTuple):
     """Whether there were more rows."""
 
 
-class LakeReader:
+class LakeReader(AbstractContextManager["LakeReader"]):
     """Runs SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
 
     def __init__(
@@ -324,16 +326,7 @@ class LakeReader:
             UsageError: there are no keys of the bucket in the environment.
         """
         self._memory_limit, self._max_seconds = memory_limit, max_seconds
-        # Nothing is downloaded, now or by a query.
-        self._connection = duckdb.connect(
-            config={
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                # the extensions of our own packages, as in the engine
-                "allow_unsigned_extensions": True,
-                "python_enable_replacements": False,
-            }
-        )
+        self._connection = connect_duckdb(python_enable_replacements=False)
         with translate_lake_errors():
             file_store = (
                 S3FileStore(bucket, self._query_table) if bucket else LocalFileStore(folder)
@@ -342,16 +335,7 @@ class LakeReader:
             self._make_views(has_records=bool(catalogue) or database is not None)
             self._disable_external_access(file_store)
 
-    def __enter__(self) -> "LakeReader":
-        """Return self."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the lake."""
         self._connection.close()
 
@@ -454,4 +438,4 @@ def query_timeout_error(seconds: float) -> StorageError:
 
 def _quote_sql_text(value: str) -> str:
     """Return a text quoted for SQL."""
-    return "'" + value.replace("'", "''") + "'"
+    return f"'{escape_sql(value)}'"

@@ -12,13 +12,14 @@ from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.records import Note
 from vitals_collector.live.run_status import Liveness
+from vitals_collector.numbers.interface import RANKS
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
 from vitals_collector.retention.histories import load_run_history
 from vitals_collector.retention.rollup import DeletionPass, RunHistory, downsample_run, roll_up_run
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
+from vitals_collector.storage.schema import events, measured_columns, runs, sources
 from vitals_collector.storage.store import SteadyClock, Store, insert
 
 INTERVAL_SECONDS = 60.0

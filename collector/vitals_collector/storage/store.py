@@ -22,7 +22,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Insert,
     Table,
     Update,
     create_engine,
@@ -796,7 +795,7 @@ def _positional_dialect(name: str) -> Dialect:
 
 
 class PreparedStatement:
-    """An INSERT or UPDATE with values by position, in the order of ``names``.
+    """An UPDATE with values by position, in the order of ``names``.
 
     It costs as much as the driver's own ``executemany``. SQLAlchemy compiles the statement once for
     each dialect; its further work per row (dictionaries, defaults, conversions without effect here)
@@ -804,13 +803,11 @@ class PreparedStatement:
     here.
 
     Args:
-        statement: the statement, or a function that makes it for a dialect's name.
-        names: its parameters: columns of an INSERT, ``bindparam`` names of an UPDATE.
+        statement: the statement.
+        names: of its ``bindparam``s.
     """
 
-    def __init__(
-        self, statement: Insert | Update | Callable[[str], Insert | Update], names: Sequence[str]
-    ) -> None:
+    def __init__(self, statement: Update, names: Sequence[str]) -> None:
         self._statement = statement
         self._names = tuple(names)
         self._compiled = lru_cache(self._compile)
@@ -825,9 +822,6 @@ class PreparedStatement:
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
         """Return the statement's SQL in a dialect, and how to order its values."""
-        rendered = self._statement
-        statement = rendered(dialect) if callable(rendered) else rendered
-        keys = self._names if isinstance(statement, Insert) else None
-        compiled = statement.compile(dialect=_positional_dialect(dialect), column_keys=keys)
+        compiled = self._statement.compile(dialect=_positional_dialect(dialect))
         places = [self._names.index(name) for name in compiled.positiontup or ()]
         return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
