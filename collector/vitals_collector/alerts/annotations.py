@@ -19,14 +19,7 @@ _MAX_STEP = 2**63 - 1
 def annotate(
     store: Store, run_id: str, request: AnnotationRequest, *, caller: str, now_unix_ns: int
 ) -> AnnotationView:
-    """Store the note and its author durably.
-
-    Args:
-        store: the store.
-        run_id: the run.
-        request: the note; without an author, it is the caller's.
-        caller: owner of the token.
-        now_unix_ns: when.
+    """Store the note durably; without an author, it is the caller's, who owns the token.
 
     Raises:
         UsageError: unknown run, a value out of bounds, or too many lines.

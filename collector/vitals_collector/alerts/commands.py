@@ -46,13 +46,7 @@ def issue(
 ) -> CommandView:
     """Store a signed command for the run, durably; deliver it if its directory is watched.
 
-    Args:
-        store: the store.
-        run_id: the run it was sent for.
-        command: signed by an operator.
-        keys: the directory of ``control.pub``.
-        now_unix_ns: the time.
-        folders: run directories that are watched.
+    ``keys`` is the directory of ``control.pub``, ``folders`` are watched run directories.
 
     Raises:
         UnauthorizedError: it is not signed with the control key.
@@ -127,14 +121,8 @@ def mark_delivered(
 ) -> CommandView:
     """Record that the command is in the run's mailbox; repeating it has no effect.
 
-    Args:
-        store: the store.
-        run_id: the run.
-        number: the command's.
-        by: identity of the reporter.
-        now_unix_ns: the time.
-        incarnation: of the run's rank 0 next to the reporting agent: only the agent that holds the
-            run knows it. None: this collector delivered it in the directory itself.
+    Only the agent that holds the run knows the ``incarnation`` of the run's rank 0. It is None if
+    this collector delivered the command in the directory itself.
 
     Raises:
         UnauthorizedError: that is not the latest start of the run's rank 0.
@@ -231,9 +219,7 @@ def _last_step(connection: Connection, run_id: str) -> int:
 def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
     """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
 
-    Args:
-        checkpoint_id: the requested checkpoint; "" is the latest healthy one, chosen by the run.
-        announced: the run's checkpoints, each as id and state.
+    "" is the latest healthy one, chosen by the run. ``announced``: id and state of each checkpoint.
 
     Raises:
         UsageError: it names those that are healthy.

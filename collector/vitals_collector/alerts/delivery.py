@@ -150,10 +150,8 @@ class Dispatcher:
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
         """Queue an alert again for the receivers that do not have it in their queue.
 
-        Args:
-            alert: the state.
-            active_since: when it started by this collector's clock, in seconds: an escalation
-                counts from there. None: now.
+        Its escalation counts from ``active_since``, in seconds of this collector's clock; None:
+        now.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
@@ -187,9 +185,7 @@ class Dispatcher:
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
         """Drop a silenced or acknowledged alert from the receivers' queues.
 
-        Args:
-            fingerprint: the alert's fingerprint.
-            keep_posting: keep it for receivers with reposts until it resolves.
+        With ``keep_posting``, receivers with reposts keep it until it resolves.
         """
         with self._lock:
             for line in self._lines.values():

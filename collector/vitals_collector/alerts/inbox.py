@@ -337,12 +337,9 @@ class Inbox:
     # ------------------------------------------------------------------------------ for people
 
     def acknowledge(self, fingerprint: str, request: AckRequest, *, caller: str = "") -> AlertView:
-        """Acknowledge an alert, or silence it for a while; both are written into the audit.
+        """Acknowledge an alert, or silence it for a while; both are written into the audit log.
 
-        Args:
-            fingerprint: the alert's fingerprint.
-            request: name, reason, and duration.
-            caller: owner of the token, for the audit log: a name is free text.
+        ``caller`` is the owner of the token, because the name in the request is free text.
 
         Raises:
             UsageError: no such alert, no valid name, or a silence without reason or end.

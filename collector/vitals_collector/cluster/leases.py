@@ -52,16 +52,10 @@ NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInt
 
 
 class Lease:
-    """One name, held by one collector at a time.
+    """One name, held by one collector at a time. Thread-safe.
 
-    Thread-safe; ``renew_or_acquire`` acquires and renews it.
-
-    Args:
-        store: store whose database the collectors share.
-        name: name of the lease.
-        clock: its monotonic clock decides when to stop.
-        is_shared: there may be other collectors; otherwise the lease is always held.
-        process_place: names a resource that this process holds exclusively; "" without one.
+    If the store is not shared with other collectors, the lease is always held. ``process_place``
+    names a resource that this process holds exclusively; "" without one.
     """
 
     def __init__(
@@ -114,8 +108,7 @@ class Lease:
     def fence_writes(self, epoch: int) -> AbstractContextManager[None]:
         """Make what this thread writes in the context fail once another collector is the holder.
 
-        Args:
-            epoch: the time as the holder in which it is written.
+        ``epoch`` is that of the lease under which it writes.
         """
         return self._store.check_writes(self._lease_check(epoch))
 
@@ -172,14 +165,8 @@ def acquire_leases(
 ) -> dict[str, int]:
     """Renew the holder's leases, or acquire those that have expired or whose process has ended.
 
-    Args:
-        connection: inside a transaction.
-        names: names of the leases.
-        holder: identity of this collector.
-        is_held: the holder never stopped to act as one: the epoch stays.
-
-    Returns:
-        The epoch of each held lease; none of another collector's.
+    Returns the epoch of each held lease, none of another collector's. Epochs of the holder's leases
+    stay if it never stopped to act as the holder (``is_held``).
     """
     _limit_lock_time(connection)
     rows = [
@@ -316,11 +303,7 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def install_lake_fence(connection: Connection) -> None:
-    """Make the lake's catalog refuse commits of former owners, from now on.
-
-    Args:
-        connection: to the database with leases and catalog, inside a transaction.
-    """
+    """Make the lake's catalog refuse commits of former owners, from now on."""
     lock_migrations(connection)
     connection.execute(text(_REFUSE))
     if connection.execute(_FENCED).first() is None:

@@ -53,11 +53,7 @@ class _OwnedRun:
 class RunOwners(RunClaims):
     """The runs that this collector owns. Thread-safe; ``start`` renews its leases in a thread.
 
-    Args:
-        store: with a lake, and the database that the collectors share.
-        clock: its monotonic clock decides when a lease has expired.
-        url: this collector's URL for agents; "" if it is not known.
-        process_place: names a resource that this process holds exclusively; "" without one.
+    ``url`` is this collector's URL for agents, "" if unknown; ``process_place`` is as in ``Lease``.
 
     Raises:
         StorageError: the database does not support refusing former owners.

@@ -142,10 +142,7 @@ the collector to send it to."""
 def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestReply:
     """Store the batch and return once it is durable; a batch sent again changes nothing.
 
-    Args:
-        store: target store.
-        raw: one batch as ``trainvitals.wire`` defines it.
-        received_unix_ns: this collector's clock, or 0 if the batch was found in a directory.
+    ``received_unix_ns`` is this collector's clock, or 0 if the batch was found in a directory.
 
     Raises:
         FormatError: damaged, inconsistent, or of a newer version; nothing was stored.

@@ -215,10 +215,7 @@ class AlertEngine:
 
         With several collectors, the pager raises alerts for its own runs and all others: new
         decisions and findings, lasting conditions, and undelivered alerts. Commands that were not
-        delivered in time expire.
-
-        Args:
-            only_new: process only what arrived since the last poll, which costs little.
+        delivered in time expire. With ``only_new``, process only what arrived since the last poll.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.

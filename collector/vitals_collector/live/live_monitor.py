@@ -368,12 +368,8 @@ class FollowedRun:
         """Read about ``budget`` missing rows; return their number.
 
         Writers that are behind are read first, so that a rank's stored rows never count as late.
-
-        Args:
-            moment: snapshot of the store, taken after the added rows were committed.
-            budget: approximate number of rows to read.
-            now_ns: the clock of ``advance``.
-            has_more: whether the store may have rows that were never added.
+        The snapshot ``moment`` is taken after the added rows were committed; with ``has_more``, the
+        store may have rows that were never added.
         """
         fresh = self._fresh
         if has_more or self._is_read_due(now_ns):
@@ -796,11 +792,8 @@ class LiveMonitor:
     ) -> PollResult:
         """Process new rows of all runs, and store the detectors' findings.
 
-        Args:
-            now_ns: a monotonic clock.
-            running: runs that are running.
-            only_new: process only runs with new rows.
-            owned: runs to process, among those given to ``take_over``; None: all.
+        With ``only_new``, skip running runs without new rows. ``owned`` are runs given to
+        ``take_over``; None: all.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.

@@ -56,13 +56,10 @@ class RunReporter:
         *,
         only_new: bool,
     ) -> None:
-        """Report the runs that are owned.
+        """Report the runs that are owned; with ``only_new``, only what cannot wait.
 
-        Args:
-            owned: the number of each run's lease.
-            reported_runs: runs with new events that may raise alerts, one entry per event.
-            present: runs as they are now.
-            only_new: only what cannot wait.
+        ``owned`` has the epoch of each run's lease. ``reported_runs`` has one entry for each new
+        event that may raise alerts.
 
         Raises:
             StorageError: the store refused; call again.

@@ -404,10 +404,8 @@ class _LastDecisions(NamedTuple):
 class RunStatusCache:
     """States of runs. ``touch`` is thread-safe.
 
-    Args:
-        is_shared: other collectors may have received data of a run before this one first checked
-            it: its silence counts from then on, because its senders may not have found this one
-            yet.
+    With ``is_shared``, other collectors may have received data of a run before this one first
+    checked it: silence counts from then on, because its senders may not have found this one yet.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -463,12 +461,8 @@ class RunStatusCache:
     ) -> set[str]:
         """Refresh the states of runs and return the refreshed runs.
 
-        Args:
-            connection: of a ``Store.read_transaction``.
-            when: when a silent run counts as lost.
-            only_new: refresh only runs with urgent news, otherwise all that may change.
-            of: only these runs; None: all.
-            exclude: runs that other collectors refresh.
+        With ``only_new``, only runs with urgent news, otherwise all that may change; of all runs,
+        or those in ``of``, except for those that other collectors refresh (``exclude``).
         """
         with self._lock:
             touched = self._touched

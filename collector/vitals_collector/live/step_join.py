@@ -470,9 +470,8 @@ class StepMerger:
     def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
         """Return and drop the steps that are complete or have waited long enough.
 
-        Args:
-            now_ns: the clock by which rows were added.
-            gate: rows up to this key have all been added; None: all existing rows have.
+        ``now_ns`` is the clock by which rows were added. Rows up to the key ``gate`` have all been
+        added; None: all existing rows have.
         """
         # Called several times a second for every run, mostly without result: ranks' positions come
         # from arrays, and no row is touched before a step is known to be complete.
@@ -659,9 +658,8 @@ class NodeMerger:
     def take_ready(self, gates: Mapping[str, int]) -> list[NodeSamples]:
         """Return and drop the complete rounds of samples, by time.
 
-        Args:
-            gates: for a node with rows that were not added yet, the monotonic time up to which all
-                have been.
+        ``gates`` has, for a node with rows that were not added yet, the monotonic time up to which
+        all have been.
         """
         rounds: list[NodeSamples] = []
         for node, node_rows in self._nodes.items():

@@ -209,10 +209,8 @@ class _RowBlockBuilder:
 class TailReader:
     """Read position in a run's streams, and the rows to read next.
 
-    Args:
-        run_id: the run.
-        done: by ``incarnation/stream``, the sequence number up to which nothing need be read.
-        number_of: returns the number by which rows refer to a writer.
+    ``done`` has by ``incarnation/stream`` the sequence number up to which nothing need be read;
+    ``number_of`` returns the number by which rows refer to a writer.
     """
 
     def __init__(

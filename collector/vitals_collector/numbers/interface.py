@@ -206,12 +206,7 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
 
     From each column: the first of its least values, the last of its greatest ones and the first
     non-finite one; also both ends of the curve. Discarded attempts have separate columns, in
-    sequence.
-
-    Args:
-        points: in the order of their steps, or of their times if they have no step.
-        num_points: wanted number of points.
-        branch: branch of the points.
+    sequence. The points are in the order of their steps, or of their times if they have no step.
     """
     points, attempt = _by_branch(points, branch)
     if len(points) <= num_points:
@@ -277,10 +272,8 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
 def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
     """Return the debiased exponential mean over all points; non-finite values are unchanged.
 
-    Args:
-        points: as for ``downsample``; each discarded attempt has a separate mean.
-        weight: weight of the previous mean, 0 to below 1.
-        branch: branch of the points.
+    ``weight`` is that of the previous mean, 0 to below 1. The points are as for ``downsample``;
+    each discarded attempt has a separate mean.
     """
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
@@ -627,10 +620,8 @@ class NumberStoreReader(Protocol):
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; many cost little more than one.
 
-        Args:
-            curves: in any streams of one run.
-            attempts: the run's.
-            branch: ignored for streams whose rows have no step.
+        The curves may be in any streams of one run. The branch is ignored for streams without
+        steps.
 
         Raises:
             FormatError: a column is text.
@@ -690,9 +681,7 @@ class NumberStore(NumberStoreReader, Protocol):
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
-        Args:
-            run_id: the run.
-            exclude: incarnations that started after the removal: their rows stay.
+        Rows of incarnations that started after the removal (``exclude``) stay.
 
         Raises:
             StorageError: nothing was removed.

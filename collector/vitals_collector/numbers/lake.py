@@ -172,10 +172,7 @@ class Lake(OpenLake):
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def become_owner(self, epochs: Mapping[str, int]) -> None:
-        """Take over runs: later appends to them are made under these leases.
-
-        Args:
-            epochs: the number of each run's lease.
+        """Take over runs, each with the epoch of its lease: later appends are made under it.
 
         Raises:
             StorageError: it is to be called again.
@@ -253,13 +250,8 @@ class Lake(OpenLake):
         """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
         For one collector at a time. Appends wait for at most one merged file: two concurrent
-        changes of a SQLite catalog would make one of them fail.
-
-        Args:
-            max_seconds: after which nothing more is begun.
-
-        Returns:
-            Whether everything was done; if not, the next call continues.
+        changes of a SQLite catalog would make one of them fail. Start nothing after
+        ``max_seconds``. Return whether everything was done; if not, the next call continues.
 
         Raises:
             StorageError: another collector was in the way; nothing is lost, call it later.
@@ -297,16 +289,9 @@ class Lake(OpenLake):
     ) -> RollUpResult:
         """Replace most ranks' rows of some steps by statistics over the ranks, in one commit.
 
-        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
-        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
-        ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
-
-        Args:
-            run_id: the run.
-            window: from ``next_window``.
-            num_worst: number of worst ranks whose rows stay.
-            is_whole: keep all rows in addition to the statistics.
-            reason: reason that ``deleted_rows`` reports.
+        The rows of rank 0 and of ``num_worst`` ranks stay, or all (``is_whole``). For each numeric
+        column the stream ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the finite values,
+        ``num`` (their number) and ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.
@@ -342,6 +327,8 @@ class Lake(OpenLake):
         reason: Reason = "age",
     ) -> int:
         """Downsample a window of layers or host samples in one commit; return the deleted rows.
+
+        ``every`` is in steps of layers, or nanoseconds of samples.
 
         Raises:
             StorageError: nothing was changed, or it is to be called again.

@@ -319,11 +319,9 @@ class Catalogue:
     """Cache of the lake's catalog. Thread-safe."""
 
     def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
-        """Make the tables that are missing, and read what there is.
+        """Create missing tables, and read what there is.
 
-        Args:
-            engine: the lake.
-            is_shared: whether others may write the runs that this process writes.
+        With ``is_shared``, others may write the runs that this process writes.
         """
         self._engine = engine
         self._is_shared = is_shared
@@ -424,11 +422,8 @@ class Catalogue:
     ) -> dict[str, LakeRunState]:
         """Return the states of runs, reading missing ones together.
 
-        A collector that takes over a hundred runs needs as many queries as for one.
-
-        Args:
-            run_ids: the runs; one that the lake does not have is known to have nothing.
-            is_fresh: include all changes by others.
+        A collector that takes over a hundred runs needs as many queries as for one. A run that the
+        lake does not have is known to have nothing. ``is_fresh``: include all changes by others.
         """
         now = time.monotonic()
         due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
@@ -524,8 +519,7 @@ class Catalogue:
     ) -> list[tuple[str, str, str, str]]:
         """Return run, stream, name and type of the columns that the catalog lacks.
 
-        Args:
-            written: by run and stream, the columns with their types.
+        ``written`` has by run and stream the columns with their types.
         """
         new = []
         for run_id, streams in written.items():

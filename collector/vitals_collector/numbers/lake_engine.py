@@ -169,11 +169,7 @@ class S3FileStore:
     """Files in an S3 bucket, or under a prefix in one: a written file is complete and durable."""
 
     def __init__(self, url: str, ask: Ask) -> None:
-        """Parse the URL; send no request.
-
-        Args:
-            url: ``s3://BUCKET/PREFIX``.
-            ask: runs a DuckDB query.
+        """Parse the URL ``s3://BUCKET/PREFIX``; send no request.
 
         Raises:
             UsageError: the URL is invalid.
@@ -418,12 +414,6 @@ class FileChecksums:
     """Checksums of the files in the tables' directories. Thread-safe."""
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
-        """Know nothing yet.
-
-        Args:
-            file_store: store of the files, and of checksums that the lake does not have yet.
-            ask: runs a query on the lake.
-        """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
         """Guards the caches; not held while a file is read, so that commits continue."""
@@ -766,13 +756,9 @@ class LakeEngine:
         """Commit all ``execute`` calls in the block at once; durable at its end.
 
         A commit that merges files cannot store their checksums (DuckLake does not support it): they
-        are in separate files until ``keep_checksums``.
-
-        Args:
-            is_merge: whether it merges files.
-            epochs: of the leases of the written runs. After another collector has acquired one, the
-                commit is refused by the catalog's database, in the same transaction
-                (``cluster.leases.fence``).
+        are in separate files until ``keep_checksums``. ``epochs`` are of the leases of the written
+        runs: after another collector has acquired one, the catalog's database refuses the commit
+        (``cluster.leases.install_lake_fence``).
 
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) the result is unknown.

@@ -87,13 +87,9 @@ def _last_seqs_with_stats(
 def add_chunk_stats(
     engine: LakeEngine, catalogue: Catalogue, run_ids: Sequence[str], end: float
 ) -> bool:
-    """Add missing chunk statistics, except for few rows; return whether all were done by ``end``.
+    """Add missing chunk statistics of runs, except for few rows.
 
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        run_ids: the runs, which have rows.
-        end: ``time.monotonic`` after which no new run is started.
+    Start no run after ``end``, by ``time.monotonic``; return whether all were done.
     """
     numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
     done = _last_seqs_with_stats(engine, list(numbers.values())) if numbers else {}
@@ -228,12 +224,7 @@ _MOST_TRIES = 50
 
 
 def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
-    """Take over runs: from now on this process commits for them.
-
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        epochs: the number of each run's lease.
+    """Take over runs, each with the epoch of its lease: from now on this process commits for them.
 
     Raises:
         StorageError: it is to be called again.
@@ -281,14 +272,7 @@ _CALLS = ("merge_adjacent_files", "rewrite_data_files")
 
 
 def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
-    """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
-
-    Returns:
-        Whether everything was done; if not, the next call continues.
-
-    Raises:
-        StorageError: another collector was in the way; nothing is lost, call it later.
-    """
+    """Maintain the lake, as described in ``Lake.merge``."""
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS):
         engine.files.check_small_files(table, sys.maxsize)
@@ -359,12 +343,10 @@ def _fold_marks(engine: LakeEngine) -> None:
 def delete_run_rows(
     engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]
 ) -> None:
-    """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
+    """Delete the run's rows, except for those of the incarnations in ``exclude``.
 
-    Its columns stay as well: a process that still writes the run assumes that they exist.
-
-    Raises:
-        StorageError: nothing was removed.
+    Its last sequence numbers stay, so that resent rows are ignored. Its columns stay as well: a
+    process that still writes the run assumes that they exist.
     """
     with engine.lock:
         catalogue.reload()
@@ -386,10 +368,7 @@ def delete_run_rows(
 def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
     """Return about how many bytes of the files are a run's: by its share of each stream's rows.
 
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        run_id: only this run; None for all.
+    Of all runs, or one.
     """
     totals: dict[int, int] = {}
     run = None if run_id is None else catalogue.run_number(run_id)

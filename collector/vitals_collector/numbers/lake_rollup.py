@@ -316,21 +316,7 @@ def downsample_window(
     is_whole: bool,
     reason: Reason,
 ) -> int:
-    """Downsample a window of layers or of a host's samples; return the number of deleted rows.
-
-    Args:
-        engine: the lake.
-        catalogue: cached catalog of the lake.
-        run_id: the run.
-        stream: ``layers``, or one of hosts.
-        window: from ``next_window``.
-        every: steps of layers, or nanoseconds of samples.
-        is_whole: keep all rows.
-        reason: reason that ``deleted_rows`` reports.
-
-    Raises:
-        StorageError: nothing was changed, or it is to be called again.
-    """
+    """Downsample a window in one commit, as described in ``Lake.downsample_window``."""
     location = locate_run(catalogue, RowSpan(run_id, stream))
     if location is None:
         return 0

@@ -106,9 +106,8 @@ def views_of(
 ) -> dict[str, str]:
     """Return each view's SELECT.
 
-    Args:
-        columns: names and DuckDB types of each of the lake's tables.
-        has_records: whether the SQL database is attached, as ``db``.
+    ``columns`` has names and DuckDB types for each of the lake's tables. With ``has_records``, the
+    SQL database is attached as ``db``.
     """
     views = {
         view: _numbers_view_sql(stream, columns[stream], which, has_names=has_records)
@@ -188,12 +187,8 @@ def check_query(
 ) -> None:
     """Raise an error unless the text is a query over the views.
 
-    Args:
-        connection: its parser is used.
-        sql: text from a user.
-        views: the names that are offered, in lower case.
-        taken: lower-case names in the engine or an attached database: a part of a query may not
-            have such a name, because it would be resolved outside its scope.
+    ``taken`` are lower-case names in the engine or an attached database: a part of a query may not
+    have such a name, because it would be resolved outside its scope.
 
     Raises:
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses

@@ -31,14 +31,9 @@ def order_worst_ranks(
 ) -> list[str]:
     """Return the worst ranks' sources, at most ``num``.
 
-    First the ranks with a NaN or Inf, by first step. Then alternately the rank with the longest
-    step and the one whose loss was furthest from the ranks' median.
-
-    Args:
-        broken: by source, its first step with a value that is not finite.
-        slow: by source, its longest step.
-        far: by source, largest distance of its loss from the median.
-        num: wanted number.
+    First the ranks with a NaN or Inf, by first such step (``broken``). Then alternately the rank
+    with the longest step (``slow``) and the one whose loss was furthest from the ranks' median
+    (``far``).
     """
     firsts = sorted(broken, key=lambda source: (broken[source], source))
     orders = (

@@ -200,13 +200,9 @@ class BackupResult:
 def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> BackupResult:
     """Copy the data directory's store to a new directory, 0700, and return a summary.
 
-    It contains everything that was acknowledged before the call. If the file system supports hard
-    links, files of rows are linked and take no space: move the copy to another disk.
-
-    Args:
-        data: the collector's data directory; a collector may run on it.
-        target: new directory; its parent exists.
-        copied: called between copying and checking (for tests).
+    It contains everything that was acknowledged before the call; a collector may run on it. If the
+    file system supports hard links, files of rows are linked and take no space: move the copy to
+    another disk. ``copied`` is called between copying and checking (for tests).
 
     Raises:
         UsageError: the target exists, or there is no store in ``data``.

@@ -40,7 +40,12 @@ _LOG = logging.getLogger("vitals.collector.upkeep")
 
 
 class LakeMaintenance:
-    """The thread ``vitals-upkeep``: merges new rows every minute, checks runs every ten minutes."""
+    """The thread ``vitals-upkeep``: merges new rows every minute, checks runs every ten minutes.
+
+    A run that is silent for ``lost_after_seconds`` is not running. ``is_mine`` returns whether this
+    collector maintains the store: one at a time does. Each window is followed by a ``pause``, in
+    multiples of the time that it took.
+    """
 
     def __init__(
         self,
@@ -52,16 +57,6 @@ class LakeMaintenance:
         is_mine: Callable[[], bool] = lambda: True,
         pause: float = _PAUSE,
     ) -> None:
-        """Do nothing yet.
-
-        Args:
-            store: a store whose rows are in a lake.
-            settings: limits of rows and runs.
-            clock: determines the age of rows.
-            lost_after_seconds: a run that is silent for longer is not running.
-            is_mine: whether this collector maintains the store: one at a time does.
-            pause: pause after a window, in multiples of the time that it took.
-        """
         assert isinstance(store.numbers, Lake), "rows in memory need no upkeep"
         self._store, self._lake, self._settings = store, store.numbers, settings
         # Setting the clock forward must not make rows old.

@@ -359,12 +359,8 @@ class Store:
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
         """Return free pages of an SQLite file to the disk; PostgreSQL does that itself.
 
-        Args:
-            above: do nothing until so large a share of the file is free.
-            max_pages: maximum number of pages, because other pages have to move.
-
-        Returns:
-            Number of returned pages.
+        Do nothing unless a share ``above`` of the file is free. At most ``max_pages`` are returned,
+        because other pages have to move. Return their number.
         """
         if not self._is_sqlite:
             return 0
@@ -795,16 +791,12 @@ def _positional_dialect(name: str) -> Dialect:
 
 
 class PreparedStatement:
-    """An UPDATE with values by position, in the order of ``names``.
+    """An UPDATE with values by position, in the order of ``names``, its ``bindparam``s.
 
     It costs as much as the driver's own ``executemany``. SQLAlchemy compiles the statement once for
     each dialect; its further work per row (dictionaries, defaults, conversions without effect here)
     costs several times what the database needs for the row, and every row of every rank is written
     here.
-
-    Args:
-        statement: the statement.
-        names: of its ``bindparam``s.
     """
 
     def __init__(self, statement: Update, names: Sequence[str]) -> None:

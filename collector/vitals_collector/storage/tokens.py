@@ -60,13 +60,7 @@ class Principal(NamedTuple):
         return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
-        """Return whether it may write to an existing run.
-
-        Args:
-            run_id: which.
-            owner: owner of the token that created it.
-            project: its project.
-        """
+        """Return whether it may write to an existing run of this owner and project."""
         if self.writes_all:
             return True
         if self.run_id:
@@ -228,13 +222,8 @@ def rotate(
 ) -> tuple[Row[tuple[object, ...]], str]:
     """Give a token a new secret; return its row and the secret. It keeps its writers.
 
-    Args:
-        connection: of a transaction.
-        token_id: which.
-        overlap_seconds: how long the previous secret stays valid.
-        expires_unix_ns: new time of expiry; None keeps it.
-        by: identity of the user.
-        now_unix_ns: when.
+    The previous secret stays valid for ``overlap_seconds``. ``expires_unix_ns``: None keeps the
+    time of expiry.
 
     Raises:
         UsageError: there is no such token, it was revoked, or it would have expired already.
