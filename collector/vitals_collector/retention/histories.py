@@ -33,9 +33,7 @@ def load_run_history(store: Store, connection: Connection, run_id: str) -> RunHi
 
 def _num_ranks(connection: Connection, run_id: str) -> int:
     names = select(sources.c.source).where(
-        sources.c.run_id == run_id,
-        sources.c.source.like("rank:%"),
-        sources.c.source != "rank:0",
+        sources.c.run_id == run_id, sources.c.source.like("rank:%"), sources.c.source != "rank:0"
     )
     return len(set(connection.execute(names).scalars()))
 
