@@ -94,9 +94,8 @@ class RunOwners(RunClaims):
         unowned, elsewhere = self._split_by_owner(run_ids)
         if unowned:
             with self._taking:
-                unowned, elsewhere = self._split_by_owner(
-                    run_ids
-                )  # another thread may have acquired some
+                # Another thread may have acquired some.
+                unowned, elsewhere = self._split_by_owner(run_ids)
                 if unowned:
                     elsewhere |= self._acquire(unowned)
         return elsewhere

@@ -94,9 +94,8 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = find_damaged_files(
-        engine, catalogue
-    )  # reads every file, so appends continue in the meantime
+    # Reads every file, so appends continue in the meantime.
+    damaged = find_damaged_files(engine, catalogue)
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
         damaged = [file for file in damaged if file.path in live]  # not removed by another process

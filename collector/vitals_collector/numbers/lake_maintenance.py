@@ -297,9 +297,8 @@ def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) 
 
 def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
     """Merge the table's files one by one; commits alternate with it, and wait for at most one."""
-    engine.files.check_small_files(
-        table, _MERGED_BYTES
-    )  # damaged content would get a valid checksum
+    # Damaged content would get a valid checksum.
+    engine.files.check_small_files(table, _MERGED_BYTES)
     is_merge = call == _CALLS[0]
     bound = f", delete_threshold => {_MOST_DELETED}"
     if is_merge:
