@@ -28,10 +28,9 @@ from trainvitals.views import (
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumberStoreReader, RowSpan
+from vitals_collector.numbers.interface import RANKS, NumberStoreReader, RowSpan
 from vitals_collector.queries.series import exclusive_end, kind_of
 from vitals_collector.storage.schema import (
-    RANKS,
     alerts,
     attempts,
     checkpoints,
