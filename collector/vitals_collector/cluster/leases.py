@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, select, text, update
@@ -110,7 +110,12 @@ class Lease:
 
         ``epoch`` is that of the lease under which it writes.
         """
-        return self._store.check_writes(self._lease_check(epoch))
+
+        def check(connection: Connection) -> None:
+            if self.is_shared:
+                lock_lease(connection, self.name, self.holder, epoch)
+
+        return self._store.check_writes(check)
 
     def start(self) -> None:
         """Try to acquire the lease once, then renew it in a thread."""
@@ -151,13 +156,6 @@ class Lease:
         if epoch != before:
             is_held = "lost" if epoch is None else f"taken epoch={epoch}"
             _LOG.info("lease name=%s is %s", self.name, is_held)
-
-    def _lease_check(self, epoch: int) -> Callable[[Connection], None]:
-        def check(connection: Connection) -> None:
-            if self.is_shared:
-                lock_lease(connection, self.name, self.holder, epoch)
-
-        return check
 
 
 def acquire_leases(

@@ -364,7 +364,7 @@ def _store_batches(written: _IngestTarget, batches: Sequence[Batch]) -> list[Bat
     # Removed runs are looked up only for new streams: the removal deleted the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _load_removed_runs(connection, unknown)
-    unknown = _drop_removed_batches(unknown, removed)
+    unknown = [batch for batch in unknown if not is_of_removed_run(batch, removed)]
     foreign = _find_foreign_batches(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
     _register_streams(connection, store, offsets, unknown, named)
@@ -742,11 +742,6 @@ def is_of_removed_run(batch: Batch, removed: Mapping[str, int]) -> bool:
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
 
 
-def _drop_removed_batches(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
-    """Return the batches that may be stored."""
-    return [batch for batch in new if not is_of_removed_run(batch, removed)]
-
-
 # ---------------------------------------------------------------------------- owners of batches
 
 
@@ -1008,9 +1003,11 @@ def _record_batches(
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
-    if len(moved) != _MOVE.execute(
-        connection, [_offset_parameters(offset) for offset in moved.values()]
-    ):
+    parameters = [
+        (*o.key, o.last_seq, o.num_lost, o.last_unix_ns, o.noted_seq, o.expected_seq)
+        for o in moved.values()
+    ]
+    if len(moved) != _MOVE.execute(connection, parameters):
         raise _StaleOffsetError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -1047,12 +1044,6 @@ def _note_columns(
             insert(connection, measured_columns).on_conflict_do_nothing(),
             [dict(zip(("run_id", "stream", "name"), row, strict=True)) for row in new],
         )
-
-
-def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
-    """Return the SQL parameters that store a stream's offset after an ingest."""
-    offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
-    return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 
 
 def _note_sources(

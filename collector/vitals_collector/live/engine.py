@@ -642,7 +642,8 @@ class AlertEngine:
             for finding in self._watching.conditions(run.run_id):
                 named = _named_alerts(finding, run)
                 if finding.kind == "stalled" and not hang:
-                    hang = self._hang_of(run)
+                    with self._store.read_transaction() as connection:
+                        hang = hang_of(connection, run.run_id, run.last_step)
                 if finding.kind == "stalled" and (
                     hang or any(alert.severity == "page" for alert in absences)
                     # this explains the stall, and was reported; if it was reported before, it still
@@ -682,11 +683,6 @@ class AlertEngine:
         elif run.run_id in over_cap:
             conditions = (*conditions, alert_for_cap(run.run_id, over_cap[run.run_id]))
         return replace(run, conditions=conditions, lasting=lasting)
-
-    def _hang_of(self, run: RunStatus) -> str:
-        """Return the latest hang of a run, if no step followed it."""
-        with self._store.read_transaction() as connection:
-            return hang_of(connection, run.run_id, run.last_step)
 
     def _alerts_for_absent(self, run: RunStatus, parts: AbsentParts) -> list[Alert]:
         """Return the alerts about a run's lost nodes, ranks and agents."""

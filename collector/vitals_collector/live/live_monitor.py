@@ -41,7 +41,6 @@ from vitals_collector.live.step_join import (
     NodeSamples,
     RowWriters,
     StepMerger,
-    Writer,
     decode_rank_rows,
     host_rows,
     step_columns,
@@ -513,10 +512,10 @@ class FollowedRun:
             self._pass_checkpoints(self.steps.merged)
             for unjoined in rounds:
                 records += self._process_node_samples(unjoined)
-        if is_running and self.is_drained and not self._is_paused:
-            records += self._check_stall(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
+            if self.is_drained and not self._is_paused:
+                records += self._timed_findings(self.watchers.check_stall(at), at)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
         if not is_running and self.is_drained:
             self._finish_scalars()
@@ -575,11 +574,6 @@ class FollowedRun:
         )
         return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
 
-    def _check_stall(self, now_ns: int) -> list[TimedFinding]:
-        """Check how long no row arrived, by this collector's clock."""
-        at = self._now_of_run(now_ns)
-        return self._timed_findings(self.watchers.check_stall(at), at)
-
     def _now_of_run(self, now_ns: int) -> int:
         """Return the current time by the clock of the run's rows."""
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
@@ -611,7 +605,8 @@ class FollowedRun:
 
     def build_watch_state(self, num_findings: int) -> RunWatchState:
         """Return the state to store with this many more findings. Valid after the commit."""
-        done = {"/".join(writer): seq for writer, seq in self._processed_seqs().items() if seq >= 0}
+        last_seqs = self.steps.done() | self.hosts.done()
+        done = {"/".join(writer): seq for writer, seq in last_seqs.items() if seq >= 0}
         return msgspec.structs.replace(
             self.saved,
             done=self.saved.done | done,
@@ -622,10 +617,6 @@ class FollowedRun:
             next_seq=self.saved.next_seq + num_findings,
             scalars=self._scalars.state(),
         )
-
-    def _processed_seqs(self) -> Mapping[Writer, int]:
-        """Return by stream the last row that need not be read again."""
-        return {**self.steps.done(), **self.hosts.done()}
 
 
 def open_run(

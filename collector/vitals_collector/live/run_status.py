@@ -7,7 +7,7 @@ derive the state from the sources; ``now`` is passed in.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
@@ -237,7 +237,11 @@ def find_absent_parts(sources: Sequence[SourceState], when: Liveness) -> AbsentP
     relaunched = _last_relaunch_time(sources, ranks)
     present = [rank for rank in ranks if rank.source.last_received_unix_ns >= relaunched]
     expected = [rank for rank in present if not rank.source.ended_state]
-    is_silent = _silence_predicate(when)
+    silent_since = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
+
+    def is_silent(heard_ns: int) -> bool:
+        return heard_ns < silent_since
+
     speaking = _last_of_nodes(newest.values(), when)
     dead = [rank for rank in expected if rank.source.alive == 0]
     ranks_of: dict[str, list[_RankReportTimes]] = defaultdict(list)
@@ -312,12 +316,6 @@ def _last_report_times(source: SourceState, when: Liveness) -> _RankReportTimes:
     return _RankReportTimes(
         rank_of(source.source), source, last, source.last_received_unix_ns - since_step
     )
-
-
-def _silence_predicate(when: Liveness) -> Callable[[int], bool]:
-    """Return a function: whether the time of a last report is too long ago."""
-    limit = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
-    return lambda heard_ns: heard_ns < limit
 
 
 def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, int]:

@@ -430,10 +430,7 @@ def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
     if np.all(step[1:] > step[:-1]):  # one writer's, mostly: a million need no sorting
         return {name: columns[name] for name in names}
     order = np.lexsort([columns[name].values for name in reversed(ORDER)])
-    return {
-        name: ColumnValues(columns[name].values[order], columns[name].is_missing[order])
-        for name in names
-    }
+    return {name: columns[name].take(order) for name in names}
 
 
 def missing_column(num: int) -> ColumnValues:
@@ -467,14 +464,15 @@ def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
-def concat_columns(columns: Sequence[ColumnValues]) -> ColumnValues:
-    """Return the columns concatenated; if types differ, converted as in ``scan``."""
-    if len(columns) == 1:
-        return columns[0]
-    there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
-    if not there:
-        return missing_column(sum(len(column.values) for column in columns))
-    kind = common_type({"O": "S", "f": "f8", "i": "i8"}[kind] for kind in there)
+def concat_columns(columns: Sequence[ColumnValues], kind: str = "") -> ColumnValues:
+    """Return the columns concatenated, as ``kind``; "": if types differ, as in ``scan``."""
+    if not kind or not columns:
+        if len(columns) == 1:
+            return columns[0]
+        there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
+        if not there:
+            return missing_column(sum(len(column.values) for column in columns))
+        kind = common_type({"O": "S", "f": "f8", "i": "i8"}[of] for of in there)
     dtype: Any = {"S": object, "f8": np.float64, "i8": np.int64}[kind]
     alike = [
         column._replace(values=column.values.astype(dtype, copy=False))

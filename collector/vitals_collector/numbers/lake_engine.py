@@ -190,9 +190,10 @@ class S3FileStore:
             f"{name} '{value.replace(chr(39), 2 * chr(39))}'" for name, value in values
         )
         scope = "/".join(self._url.split("/")[:3])
+        is_tls = not _s3_endpoint_url().startswith("http:")
         connection.execute(
             "CREATE TEMPORARY SECRET lake_files"
-            f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_s3_tls()}, {text})"
+            f" (TYPE s3, SCOPE '{scope}', USE_SSL {is_tls}, {text})"
         )
 
     def check_place(self) -> None:
@@ -318,10 +319,6 @@ def _s3_endpoint_url() -> str:
             hint="give scheme, host and port, and the keys in their own variables",
         )
     return value
-
-
-def _is_s3_tls() -> bool:
-    return not _s3_endpoint_url().startswith("http:")
 
 
 def redact_s3_keys(text: str) -> str:

@@ -16,7 +16,7 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import chunk_stats
 from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, compute_chunk_stats
-from vitals_collector.numbers.interface import ColumnValues, RowSpan, rank_of
+from vitals_collector.numbers.interface import RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
     HOLES,
     LEVELLED,
@@ -113,7 +113,7 @@ def _add_chunk_stats_of_run(
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
         columns = catalogue.places_of(state, stream)
-        names = _numeric_columns(state.types(stream))
+        names = numeric_columns(state.types(stream))
         most_rows = max(1, _MOST_VALUES // (len(names) + 1))
         for seqs in _split_spans(pending, most_rows):
             if time.monotonic() > end:
@@ -123,8 +123,8 @@ def _add_chunk_stats_of_run(
     return True
 
 
-def _numeric_columns(kinds: Mapping[str, str]) -> list[str]:
-    """Return the columns for which the lake stores chunk statistics."""
+def numeric_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns with chunk statistics and roll-ups: not those of every row."""
     row_columns = {column.name for column in ROW_COLUMNS}
     return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
@@ -182,10 +182,7 @@ def _insert_chunk_stats(
     # A row without a time gets 0, as everywhere: NaN would end the statistics of every run.
     keys = ("seq", "step", "attempt", "time_unix_ns")
     of_row = (column_from_arrow(rows[name]).values[order] for name in keys)
-    columns = {}
-    for name in names:
-        column = column_from_arrow(rows[name])
-        columns[name] = ColumnValues(column.values[order], column.is_missing[order])
+    columns = {name: column_from_arrow(rows[name]).take(order) for name in names}
     entries = compute_chunk_stats(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():

@@ -333,9 +333,7 @@ def fetch_group(
     order = _row_order(codes, columns)
     if order is not None:
         codes = codes[order]
-        columns = {
-            n: ColumnValues(c.values[order], c.is_missing[order]) for n, c in columns.items()
-        }
+        columns = {n: c.take(order) for n, c in columns.items()}
     return FetchedRows(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
 
 
@@ -435,7 +433,9 @@ def _overviews(
         return {}
     entries, is_cut = _select_entries(entries, group, attempts, branch)
     pending = _seqs_without_stats(catalogue, group, outlined)
-    rows = fetch_group(engine, group, [_seq_filter(pending)]) if pending else None
+    rows = None
+    if pending:
+        rows = fetch_group(engine, group, [lambda selection: filter_seqs(selection, pending)])
     is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
         is_met = _has_new_rows(entries, group, rows)
@@ -601,11 +601,6 @@ def _seqs_without_stats(
         if mark > last_seq_with_stats.get(incarnation, -1)
         and (not span.sources or source in span.sources)
     }
-
-
-def _seq_filter(seqs: Mapping[str, tuple[int, int]]) -> Callable[[RowSelection], RowSelection]:
-    """Return what narrows rows to these of each writer."""
-    return lambda selection: filter_seqs(selection, seqs)
 
 
 def _has_new_rows(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:

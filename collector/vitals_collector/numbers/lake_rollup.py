@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers.chunk_stats import ROWS
 from vitals_collector.numbers.interface import (
@@ -46,6 +45,7 @@ from vitals_collector.numbers.lake_catalogue import (
     stream_column_sql,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
+from vitals_collector.numbers.lake_maintenance import numeric_columns
 from vitals_collector.numbers.lake_reading import RowSelection, locate_run, select_rows
 from vitals_collector.numbers.rank_rollup import (
     DURATION,
@@ -97,12 +97,7 @@ def plan(
     if location is None:
         return None
     run, places = location
-    row_columns = {column.name for column in ROW_COLUMNS}
-    names = [
-        n
-        for n, kind in catalogue.kinds(run_id, "steps").items()
-        if kind != "S" and n not in row_columns
-    ]
+    names = numeric_columns(catalogue.kinds(run_id, "steps"))
     selection = RowSelection(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: stream_column_sql(name, places) for name in names}
     numbers = _query_statistics(engine, selection, expressions)

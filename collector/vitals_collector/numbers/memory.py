@@ -26,6 +26,7 @@ from vitals_collector.numbers.interface import (
     SeriesKey,
     StreamKey,
     common_type,
+    concat_columns,
     missing_column,
     rank_of,
     sort_columns,
@@ -35,7 +36,6 @@ from vitals_collector.numbers.interface import (
 )
 
 _Rows = npt.NDArray[np.void]
-_DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}
 _OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
 """Columns of a row that identify its writer."""
 
@@ -127,7 +127,10 @@ class MemoryNumberStore:
         matching_parts, kinds = self._matching_parts(span), self.kinds(span.run_id, span.stream)
         return sort_columns(
             {
-                n: _concatenate_column(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts)
+                n: concat_columns(
+                    [_part_column(n, *part) for part in matching_parts],
+                    kinds.get(n, _OWN.get(n, "f8")),
+                )
                 for n in all_names
             },
             names,
@@ -231,16 +234,6 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
     return has_key
 
 
-def _concatenate_column(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
-    if not parts:
-        return missing_column(0)
-    columns = [_part_column(name, *part) for part in parts]
-    return ColumnValues(
-        np.concatenate([_cast_values(column, _DTYPES[kind]) for column in columns]),
-        np.concatenate([_missing_mask(column, _DTYPES[kind]) for column in columns]),
-    )
-
-
 def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
@@ -262,17 +255,3 @@ def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
     values, is_valid = column
     return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
-
-
-def _cast_values(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
-    """Return a column's values as a type; zero or empty if it has another kind."""
-    if dtype is object and column.values.dtype != object:
-        return np.full(len(column.values), "", object)
-    if dtype is not object and column.values.dtype == object:
-        return np.zeros(len(column.values), dtype)
-    return column.values.astype(dtype)
-
-
-def _missing_mask(column: ColumnValues, dtype: Any) -> npt.NDArray[np.bool_]:
-    is_other = (dtype is object) != (column.values.dtype == object)
-    return np.ones_like(column.is_missing) if is_other else column.is_missing
