@@ -585,7 +585,6 @@ def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool
 
 # ------------------------------------------------------------------------------- the rows of alerts
 
-
 _LIFE = msgspec.msgpack.Decoder(StoredAlertState)
 _VIEW_COLUMNS = tuple(name for name in AlertView.__struct_fields__ if name in alerts.c)
 """Columns with the value of the field of that name; silences are in another table."""

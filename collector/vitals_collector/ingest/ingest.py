@@ -484,7 +484,6 @@ def _acknowledge_up_to_hole(
 
 # -------------------------------------------------------------------- offsets of the streams
 
-
 EVENTS = "events"
 """The stream whose rows are stored in the database."""
 _MAX_INT64 = 2**63 - 1

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,7 +61,6 @@ _LOG = logging.getLogger("vitals.collector.watching")
 
 # -------------------------------------------------------- how far the watchers are, as it is stored
 
-
 _ASIDE = "watching-aside/"
 
 
@@ -81,12 +80,16 @@ class _SavedProgress(msgspec.Struct):
 
 def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
-    return _load_done(connection, run_id).done
+    return _load_saved(connection, run_id, _SavedProgress).done
 
 
-def _load_done(connection: Connection, run_id: str) -> _SavedProgress:
+_Saved = TypeVar("_Saved", bound=msgspec.Struct)
+
+
+def _load_saved(connection: Connection, run_id: str, part: type[_Saved]) -> _Saved:
+    """Return a part of a run's stored state; its defaults if the run was not watched."""
     body = load_state(connection, watch_state_name(run_id))
-    return _SavedProgress() if body is None else msgspec.msgpack.decode(body, type=_SavedProgress)
+    return part() if body is None else msgspec.msgpack.decode(body, type=part)
 
 
 class _SavedOnsets(msgspec.Struct):
@@ -106,10 +109,7 @@ class WatchedOnsets(NamedTuple):
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     """Return a run's onsets as detected live; None: the run was not watched."""
-    body = load_state(connection, watch_state_name(run_id))
-    if body is None:
-        return None
-    saved = msgspec.msgpack.decode(body, type=_SavedOnsets)
+    saved = _load_saved(connection, run_id, _SavedOnsets)
     if saved.onsets is None:
         return None
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
@@ -122,10 +122,7 @@ class _SavedConditions(msgspec.Struct):
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     """Return the findings of fleet detectors whose condition held at the last step."""
-    body = load_state(connection, watch_state_name(run_id))
-    if body is None:
-        return ()
-    saved = msgspec.msgpack.decode(body, type=_SavedConditions)
+    saved = _load_saved(connection, run_id, _SavedConditions)
     return (*saved.open, *saved.lasting)
 
 
@@ -141,7 +138,7 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
         query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
-        done, has_scalars = _load_done(connection, run_id), False
+        done, has_scalars = _load_saved(connection, run_id, _SavedProgress), False
         for row in rows:
             if row.stream == SCALARS:
                 has_scalars = True
@@ -180,7 +177,6 @@ def delete_watch_progress(connection: Connection, run_id: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ one run
-
 
 _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _LOOK_NS = 30_000_000_000
@@ -223,7 +219,6 @@ class RunWatchState(msgspec.Struct, kw_only=True):
 
 
 # ------------------------------------------------- ranks on several nodes that make no progress
-
 
 FORGET_NS = 8_000_000_000
 """A node that is silent for longer may be running again, or lost."""
@@ -623,8 +618,7 @@ def open_run(
     connection: Connection, run_id: str, *, watch: FleetConfig | None = None
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
-    body = load_state(connection, watch_state_name(run_id))
-    saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
+    saved = _load_saved(connection, run_id, RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
         steps.load_state_dict(saved.merger)
@@ -640,7 +634,6 @@ def open_run(
 
 
 # ----------------------------------------------------------------------------------------- all runs
-
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""

@@ -357,7 +357,6 @@ def _never_heard(
 
 # -------------------------------------------------------------------------------------- of all runs
 
-
 _RUNS_AT_ONCE = 100
 _MOST_NAMED = 8
 """Nodes that a text names."""

@@ -281,7 +281,6 @@ def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str,
 
 # ----------------------------------------------------------------------- held until a step is whole
 
-
 Writer = tuple[str, str]
 """An incarnation and one of its streams."""
 
@@ -578,7 +577,6 @@ class StepMerger:
 
 
 # -------------------------------------------------------------------------------- samples of a node
-
 
 GPU_COLUMNS = (
     "memory_total_bytes",

@@ -109,7 +109,6 @@ class RecentRows:
 
 # --------------------------------------------------------------------------------------- of one run
 
-
 STEPS = ("steps", "layers")
 HOSTS = ("node", "gpu")
 WATCHED = frozenset((*STEPS, *HOSTS))
@@ -275,7 +274,9 @@ class TailReader:
                 self._behind.pop(stream.writer, None)
         return blocks.all()
 
-    def _add_stream(self, writer: Writer, about: Identity | Row[Any]) -> StreamProgress:
+    def _add_stream(
+        self, writer: Writer, about: "Identity | Row[*tuple[Any, ...]]"
+    ) -> StreamProgress:
         """Start to follow a writer's stream, after the rows that are done.
 
         ``about`` is the identity of the writer, or its row in ``sources``.

@@ -215,7 +215,6 @@ def _stats_table(
 
 # ------------------------------------------------------------------------------------------- owners
 
-
 _MOST_TRIES = 50
 """At giving runs numbers while others do."""
 

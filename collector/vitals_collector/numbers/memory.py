@@ -3,7 +3,6 @@
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,8 @@ from vitals_collector.numbers.interface import (
     Columns,
     ColumnValues,
     CurveRequest,
-    DeletedRows,
     DownsampledCurve,
+    NumberStore,
     RowSpan,
     SeriesKey,
     StreamKey,
@@ -48,7 +47,7 @@ class _StoredRows(NamedTuple):
     rows: _Rows
 
 
-class MemoryNumberStore:
+class MemoryNumberStore(NumberStore):
     """Rows in order of arrival; reads scan all of them."""
 
     def __init__(self) -> None:
@@ -85,25 +84,6 @@ class MemoryNumberStore:
                 if run_id in of_runs:
                     of_runs[run_id][stream[0], stream[1]] = mark
         return of_runs
-
-    def has_holes(self, run_id: str) -> bool:
-        """Return False: no disk holds these rows."""
-        return False
-
-    def check_place(self) -> None:
-        """Do nothing: memory can always be read."""
-
-    def write_lock(self) -> AbstractContextManager[object]:
-        """No lock: nothing here takes long."""
-        return nullcontext()
-
-    def missing(self, key: StreamKey) -> list[tuple[int, int]]:
-        """Return nothing: no disk holds these rows."""
-        return []
-
-    def wanted(self, key: StreamKey, before: int) -> int:
-        """Return -1: no disk holds these rows."""
-        return -1
 
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the stream's rows, each with its type."""
@@ -157,10 +137,6 @@ class MemoryNumberStore:
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
-    def deleted_rows(self, run_id: str) -> list[DeletedRows]:
-        """Return nothing: no rows in memory are rolled up."""
-        return []
-
     def _stored_parts(self, run_id: str, stream: str) -> list[_StoredRows]:
         with self._lock:
             return list(self._parts.get((run_id, stream), ()))
@@ -181,13 +157,6 @@ class MemoryNumberStore:
                 part for key, of_key in self._parts.items() if key[0] == run_id for part in of_key
             ]
         return sum(part.rows.nbytes for part in parts)
-
-    def merge(self, max_seconds: float = 60.0) -> bool:
-        """Do nothing: rows stay as they came."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the rows go with the process."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Forget the run's rows; its marks stay."""

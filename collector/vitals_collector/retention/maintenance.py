@@ -5,21 +5,35 @@ import threading
 from collections.abc import Callable, Mapping
 
 import msgspec
-from sqlalchemy import func, select, update
+from sqlalchemy import Connection, func, select, update
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.records import Note
+from vitals_collector.live.live_monitor import load_suspended_runs, load_watch_progress
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import RANKS
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
-from vitals_collector.retention.histories import load_run_history
-from vitals_collector.retention.rollup import DeletionPass, RunHistory, downsample_run, roll_up_run
+from vitals_collector.retention.rollup import (
+    CurrentStep,
+    DeletionPass,
+    RunHistory,
+    downsample_run,
+    roll_up_run,
+)
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.storage.schema import events, measured_columns, runs, sources
+from vitals_collector.storage.schema import (
+    attempts,
+    decisions,
+    events,
+    findings,
+    measured_columns,
+    runs,
+    sources,
+)
 from vitals_collector.storage.store import SteadyClock, Store, insert
 
 INTERVAL_SECONDS = 60.0
@@ -183,7 +197,7 @@ class LakeMaintenance:
     def _shrink_run(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
         """Roll up old rows of a run, and more if the run is above its cap."""
         with self._store.read_transaction() as connection:
-            run = load_run_history(self._store, connection, run_id)
+            run = _load_run_history(self._store, connection, run_id)
         now = self._clock.time_ns()
         settings, cap = self._settings, self._settings.max_run_bytes
         when = DeletionPass(
@@ -295,3 +309,53 @@ class LakeMaintenance:
 
 def _deleted_row_counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
     return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
+
+
+def _load_run_history(store: Store, connection: Connection, run_id: str) -> RunHistory:
+    """Return the current step of a run, and what happened in it."""
+    head = connection.execute(
+        select(sources.c.last_attempt, sources.c.last_step)
+        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+        .order_by(sources.c.started_unix_ns.desc())
+        .limit(1)
+    ).first()
+    steps, times = _load_incident_times(connection, run_id)
+    finding_steps = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
+    is_aside = run_id in load_suspended_runs(connection)
+    return RunHistory(
+        run_id,
+        sorted(store.numbers.last_steps(run_id)),
+        None if head is None or head.last_step < 0 else CurrentStep(*head),
+        sorted(steps),
+        _num_ranks(connection, run_id),
+        near_layers=sorted(steps | set(connection.execute(finding_steps).scalars())),
+        near_unix_ns=sorted(times),
+        watched=None if is_aside else load_watch_progress(connection, run_id),
+    )
+
+
+def _num_ranks(connection: Connection, run_id: str) -> int:
+    names = select(sources.c.source).where(
+        sources.c.run_id == run_id, sources.c.source.like("rank:%"), sources.c.source != "rank:0"
+    )
+    return len(set(connection.execute(names).scalars()))
+
+
+def _load_incident_times(connection: Connection, run_id: str) -> tuple[set[int], set[int]]:
+    """Return the steps and the times of decisions, of findings that acted and of forks."""
+    decided, raised, forks = decisions.c, findings.c, attempts.c
+    steps: set[int] = set()
+    times: set[int] = set()
+    query = select(decided.step, decided.decided_at_step, decided.time_unix_ns)
+    for step, at, when in connection.execute(query.where(decided.run_id == run_id)):
+        steps |= {step, at}
+        times.add(when)
+    acted = select(raised.step, raised.time_unix_ns)
+    for step, when in connection.execute(
+        acted.where(raised.run_id == run_id, raised.level == "actionable")
+    ):
+        steps.add(step)
+        times.add(when)
+    query = select(forks.fork_step).where(forks.run_id == run_id, forks.parent.is_not(None))
+    steps |= set(connection.execute(query).scalars())
+    return steps, times
