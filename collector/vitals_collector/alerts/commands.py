@@ -80,11 +80,7 @@ def issue(
 
 
 def check_accepted_step(request: CommandRequest, last_step: int) -> None:
-    """Reject the acceptance of a step that was not reached yet. Pure.
-
-    Raises:
-        UsageError: it is after the latest step.
-    """
+    """Raise UsageError for the acceptance of a step that was not reached yet. Pure."""
     if request.action != "accept" or request.argument is None or request.argument <= last_step:
         return
     newest = f"its newest is step {last_step}" if last_step >= 0 else "it has no step so far"

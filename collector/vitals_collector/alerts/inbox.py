@@ -158,22 +158,14 @@ def list_silences(
 
 
 def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
-    """Raise the error for an unknown alert if it belongs to none of these runs.
-
-    Raises:
-        UsageError: there is no such alert.
-    """
+    """Raise UsageError for an unknown alert, or one of none of these runs."""
     with store.read_transaction() as connection:
         if reach is not None and not _is_alert_in_reach(connection, fingerprint, reach):
             raise unknown_alert(fingerprint)
 
 
 def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -> None:
-    """Raise the error for an unknown silence if it concerns other runs as well.
-
-    Raises:
-        UsageError: there is no such silence.
-    """
+    """Raise UsageError for an unknown silence, or one that concerns other runs as well."""
     views = list_silences(store, now_unix_ns=0, reach=reach) if reach is not None else ()
     if reach is not None and all(view.id != silence_id for view in views):
         raise unknown_silence(silence_id)

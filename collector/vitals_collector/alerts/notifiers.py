@@ -261,11 +261,7 @@ def redacted(url: str) -> str:
 
 
 def refuse_address(text: str) -> None:
-    """Raise an error for an address that no receiver has: link-local or metadata.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for an address that no receiver has: link-local or metadata."""
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     if (

@@ -234,11 +234,7 @@ def release_leases(connection: Connection, names: Collection[str], holder: str) 
 
 
 def lock_lease(connection: Connection, name: str, holder: str, epoch: int) -> None:
-    """Lock the lease until the end of this transaction.
-
-    Raises:
-        StorageError: another collector is the holder, or was since.
-    """
+    """Lock the lease until this transaction ends; StorageError if it has or had another holder."""
     if not lock_held_leases(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",

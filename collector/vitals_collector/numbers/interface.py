@@ -529,18 +529,6 @@ def order_curve(
     return sort_by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
 
 
-def whole_curve(
-    columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
-) -> DownsampledCurve:
-    """Return every point of a curve whose rows are sorted.
-
-    Raises:
-        FormatError: the column is text.
-    """
-    points = on_branch(points_of(columns, name), stream, attempts, branch)
-    return DownsampledCurve(order_curve(points, stream, attempts, branch), len(points))
-
-
 # -------------------------------------------------------------------------------- what a store does
 
 Reason = Literal["age", "size"]

@@ -27,11 +27,13 @@ from vitals_collector.numbers.interface import (
     common_type,
     concat_columns,
     missing_column,
+    on_branch,
+    order_curve,
+    points_of,
     rank_of,
     sort_columns,
     texts_of,
     type_of,
-    whole_curve,
 )
 
 _Rows = npt.NDArray[np.void]
@@ -120,16 +122,13 @@ class MemoryNumberStore(NumberStore):
         self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; every one, however few are wanted."""
-        return [
-            whole_curve(
-                self.scan(curve.span, [*POINT, curve.column]),
-                curve.column,
-                curve.span.stream,
-                attempts,
-                branch,
-            )
-            for curve in curves
-        ]
+        whole = []
+        for span, column, _ in curves:
+            points = points_of(self.scan(span, [*POINT, column]), column)
+            points = on_branch(points, span.stream, attempts, branch)
+            ordered = order_curve(points, span.stream, attempts, branch)
+            whole.append(DownsampledCurve(ordered, len(points)))
+        return whole
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
@@ -157,6 +156,12 @@ class MemoryNumberStore(NumberStore):
                 part for key, of_key in self._parts.items() if key[0] == run_id for part in of_key
             ]
         return sum(part.rows.nbytes for part in parts)
+
+    def check_place(self) -> None:
+        """Do nothing: memory can always be read."""
+
+    def close(self) -> None:
+        """Do nothing: the rows go with the process."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Forget the run's rows; its marks stay."""
