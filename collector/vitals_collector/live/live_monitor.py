@@ -693,6 +693,7 @@ class LiveMonitor:
 
     With several collectors, each processes the runs that it owns; storing results of a run that
     another one has acquired in the meantime fails. ``now_ns`` is a monotonic clock throughout.
+    After a StorageError nothing is lost: call again.
     """
 
     def __init__(self, store: Store, config: LiveMonitorConfig | None = None) -> None:
@@ -732,11 +733,7 @@ class LiveMonitor:
             self._with_scalars.add(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
-        """Load the stored state of runs that this collector has acquired.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Load the stored state of runs that this collector has acquired."""
         if not run_ids:
             return
         with self._store.read_transaction() as connection:
@@ -764,9 +761,6 @@ class LiveMonitor:
 
         With ``only_new``, skip running runs without new rows. ``owned`` are runs given to
         ``take_over``; None: all.
-
-        Raises:
-            StorageError: the store refused; nothing is lost, call again.
         """
         if owned is not None:
             followed_here = {*self._queue((), only_new=False)}

@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(RunReport).decode
 
 
 class RunReporter:
-    """Writes reports of owned runs if they have changed."""
+    """Writes reports of owned runs if they have changed. After a StorageError, call again."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -60,9 +60,6 @@ class RunReporter:
 
         ``owned`` has the epoch of each run's lease. ``reported_runs`` has one entry for each new
         event that may raise alerts.
-
-        Raises:
-            StorageError: the store refused; call again.
         """
         self._num_told.update(reported_runs)
         due: dict[str, RunReport] = {}
@@ -84,11 +81,7 @@ class RunReporter:
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
 
     def withdraw(self, run_ids: Collection[str]) -> None:
-        """Stop reporting owned runs: this collector is the pager itself.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Stop reporting owned runs: this collector is the pager itself."""
         with self._store.write() as connection:
             delete_reports(connection, run_ids)
         self._written.clear()

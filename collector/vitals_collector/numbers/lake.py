@@ -61,7 +61,10 @@ _ASK_SECONDS = 600.0
 
 
 class Lake(OpenLake):
-    """A lake opened by one process. Any number may append to one, each for different streams."""
+    """A lake opened by one process. Any number may append to one, each for different streams.
+
+    After a StorageError, nothing was changed, or the same call completes the change.
+    """
 
     def __init__(
         self, folder: Path, catalogue: str = "", *, bucket: str = "", memory_limit: str = "192MB"
@@ -105,11 +108,7 @@ class Lake(OpenLake):
         return self.engine.lock
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
-        """Store the rows that are new, all in one commit; durable when it returns.
-
-        Raises:
-            StorageError: nothing was stored; send it again.
-        """
+        """Store the rows that are new, all in one commit; durable when it returns."""
         with self.engine.lock:
             self._reload_if_stale()
             num_new, parts, taken = self._split_new_rows(batches)
@@ -172,11 +171,7 @@ class Lake(OpenLake):
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def become_owner(self, epochs: Mapping[str, int]) -> None:
-        """Take over runs, each with the epoch of its lease: later appends are made under it.
-
-        Raises:
-            StorageError: it is to be called again.
-        """
+        """Take over runs, each with the epoch of its lease: later appends are made under it."""
         lake_maintenance.become_owner(self.engine, self.catalogue, epochs)
 
     def mark(self, key: StreamKey) -> int:
@@ -249,12 +244,9 @@ class Lake(OpenLake):
     def merge(self, max_seconds: float = 60.0) -> bool:
         """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
-        For one collector at a time. Appends wait for at most one merged file: two concurrent
-        changes of a SQLite catalog would make one of them fail. Start nothing after
-        ``max_seconds``. Return whether everything was done; if not, the next call continues.
-
-        Raises:
-            StorageError: another collector was in the way; nothing is lost, call it later.
+        For one collector at a time; otherwise StorageError. Appends wait for at most one merged
+        file: two concurrent changes of a SQLite catalog would make one of them fail. Start nothing
+        after ``max_seconds``. Return whether everything was done; if not, the next call continues.
         """
         return lake_maintenance.maintain_lake(self.engine, self.catalogue, max_seconds)
 
@@ -292,9 +284,6 @@ class Lake(OpenLake):
         The rows of rank 0 and of ``num_worst`` ranks stay, or all (``is_whole``). For each numeric
         column the stream ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the finite values,
         ``num`` (their number) and ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
         """
         planned = lake_rollup.plan(
             self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
@@ -329,9 +318,6 @@ class Lake(OpenLake):
         """Downsample a window of layers or host samples in one commit; return the deleted rows.
 
         ``every`` is in steps of layers, or nanoseconds of samples.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
         """
         run = self.catalogue.run_number(run_id)
         if run is not None:
@@ -369,11 +355,7 @@ class Lake(OpenLake):
         return lake_damage.find_damaged_files(self.engine, self.catalogue)
 
     def drop_damaged_files(self) -> list[DamagedFile]:
-        """Remove damaged files; their rows are accepted once when they are sent again.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
-        """
+        """Remove damaged files; their rows are accepted once when they are sent again."""
         return lake_damage.drop_damaged_files(self.engine, self.catalogue)
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
@@ -396,9 +378,6 @@ class Lake(OpenLake):
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
         The bytes go with the next ``merge``.
-
-        Raises:
-            StorageError: nothing was removed.
         """
         lake_maintenance.delete_run_rows(self.engine, self.catalogue, run_id, exclude)
 

@@ -426,21 +426,13 @@ class FileChecksums:
         return path, -1 if checksum is None else checksum
 
     def check_files_of_runs(self, table: str, *runs: int) -> None:
-        """Check the files of a table that may hold rows of the runs, each once.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Raise StorageError if a file that may hold rows of the runs is damaged."""
         self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
     def check_small_files(self, table: str, num_bytes: int) -> None:
-        """Verify the table's files up to this size.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Raise StorageError if a file of the table, up to this size, is damaged."""
         self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
     def _check_needed_files(
@@ -591,7 +583,10 @@ class _RunningQuery:
 
 
 class LakeEngine:
-    """One process's way to a lake: one connection that writes, others that read."""
+    """One process's way to a lake: one connection that writes, others that read.
+
+    Statements and queries raise StorageError if DuckDB refuses.
+    """
 
     def __init__(self, folder: Path, catalogue: str, memory_limit: str, bucket: str = "") -> None:
         """Attach the lake; see ``Lake``."""
@@ -676,11 +671,7 @@ class LakeEngine:
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _check_catalog_of_files(self) -> None:
-        """Reject an empty catalog next to stored rows, which would be lost.
-
-        Raises:
-            StorageError: the catalog has no tables, but the directory has rows.
-        """
+        """Raise StorageError for an empty catalog next to stored rows, which would be lost."""
         if not (isinstance(self._place, LocalFileStore) and self._place.has_files()):
             return
         query = f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{CHECKSUMS}'"
@@ -797,21 +788,13 @@ class LakeEngine:
     def execute(
         self, sql: str, values: Sequence[object] = (), rows: pa.Table | None = None
     ) -> None:
-        """Run a statement on the writing connection; ``rows`` is a table of that name in it.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Run a statement on the writing connection; ``rows`` is a table of that name in it."""
         with self.lock, translate_lake_errors():  # DuckDB finds "rows" by its name
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
     def query_in_transaction(self, sql: str) -> pa.Table:
-        """Return a query's result as the current transaction sees the lake.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result as the current transaction sees the lake."""
         with self.lock, translate_lake_errors():
             self._statements.append(sql)
             return self._root.execute(sql).to_arrow_table()
@@ -858,11 +841,7 @@ class LakeEngine:
     def ask(
         self, sql: str, values: Sequence[object] = (), tables: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
-        """Return a query's result; ``tables`` can be used in it by their names.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result; ``tables`` can be used in it by their names."""
         with translate_lake_errors(), self._cursor() as reader:
             for name, table in (tables or {}).items():
                 reader.register(name, table)

@@ -220,11 +220,7 @@ _MOST_TRIES = 50
 
 
 def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
-    """Take over runs, each with the epoch of its lease: from now on this process commits for them.
-
-    Raises:
-        StorageError: it is to be called again.
-    """
+    """Take over runs, as described in ``Lake.become_owner``."""
     with engine.lock:
         catalogue.reload()
         tries_left = _MOST_TRIES

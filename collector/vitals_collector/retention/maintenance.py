@@ -58,7 +58,7 @@ class LakeMaintenance:
 
     A run that is silent for ``lost_after_seconds`` is not running. ``is_mine`` returns whether this
     collector maintains the store: one at a time does. Each window is followed by a ``pause``, in
-    multiples of the time that it took.
+    multiples of the time that it took. After a StorageError nothing is half done: call again.
     """
 
     def __init__(
@@ -134,11 +134,7 @@ class LakeMaintenance:
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:
-        """Run everything that is due at once; return the number of deleted rows or runs.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Run everything that is due at once; return the number of deleted rows or runs."""
         num = self.delete_due()
         while not self._lake.merge(_MERGE_SECONDS):
             pass  # it continues
@@ -147,11 +143,7 @@ class LakeMaintenance:
         return num
 
     def delete_due(self) -> int:
-        """Delete what is due in every run; return the number of deleted rows or runs.
-
-        Raises:
-            StorageError: the store refused; nothing is half done, call again.
-        """
+        """Delete what is due in every run; return the number of deleted rows or runs."""
         removal.finish_removals(self._store)
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),

@@ -106,11 +106,7 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[DeletedRu
 
 
 def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool = True) -> None:
-    """Exempt a run from deletion by age, or no longer.
-
-    Raises:
-        UsageError: there is no such run.
-    """
+    """Exempt a run from deletion by age, or no longer; raise UsageError for an unknown run."""
     values = {"pinned_unix_ns": now_unix_ns if is_kept else 0}
     with store.write() as connection:
         done = connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))

@@ -72,8 +72,7 @@ class DeletionPass(NamedTuple):
 def roll_up_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass) -> int:
     """Roll up the run's old steps, oldest first; return the number of deleted rows.
 
-    Raises:
-        StorageError: the current window is unchanged, those before it are done; call again.
+    After a StorageError the current window is unchanged, and those before it are done: call again.
     """
     if run.present is None or run.num_ranks <= settings.num_worst_ranks:
         return 0
@@ -99,11 +98,7 @@ def roll_up_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: D
 def downsample_run(
     lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> int:
-    """Downsample the run's old layers and samples; return the number of deleted rows.
-
-    Raises:
-        StorageError: the current window is unchanged, those before it are done; call again.
-    """
+    """Downsample the run's old layers and samples, as ``roll_up_run`` does with steps."""
     steps = window_size(settings)
     num = sum(
         _delete_due_rows(lake, run, LAYERS, attempt, steps, settings.layer_steps, settings, when)

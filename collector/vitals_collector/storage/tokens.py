@@ -99,11 +99,7 @@ class KnownTokens:
         self.reload()
 
     def reload(self) -> None:
-        """Reload the tokens.
-
-        Raises:
-            StorageError: the database refused.
-        """
+        """Reload the tokens; raise StorageError if the database refused."""
         known = {}
         with self._store.read_transaction() as connection:
             for row in connection.execute(select(tokens)):
