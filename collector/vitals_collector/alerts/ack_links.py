@@ -72,7 +72,6 @@ class AckLinks:
         return inbox.acknowledge(view.fingerprint, request)
 
     def _sign(self, payload: str) -> str:
-        """Return the HMAC of an acknowledgment link's payload."""
         return hmac.new(self._key(), payload.encode(), hashlib.sha256).hexdigest()
 
     def _key(self) -> bytes:

@@ -198,7 +198,6 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
 
 
 def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
-    """Return the id and state of each checkpoint that the run announced."""
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
@@ -270,7 +269,6 @@ def _rank0(connection: Connection, run_id: str) -> str | None:
 
 
 def _command_row(command: Command) -> dict[str, object]:
-    """Return the row of the table of commands for a signed command."""
     return {
         "run_id": command.run_id,
         "number": command.number,

@@ -591,7 +591,6 @@ def alert_from_row(row: Row[Any]) -> InboxAlert:
 
 
 def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
-    """Return one alert, or None."""
     query = select(alerts).where(alerts.c.fingerprint == fingerprint)
     if connection.get_execution_options().get("vitals_write"):  # it is written back whole
         query = query.with_for_update()
@@ -609,13 +608,11 @@ def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
-    """Return the pending and firing alerts of all runs."""
     open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
-    """Write an alert over its row in the table of alerts."""
     view = entry.view
     values = {name: getattr(view, name) for name in _VIEW_COLUMNS if name != "fingerprint"} | {
         "run_id": view.run_id or None,

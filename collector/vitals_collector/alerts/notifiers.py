@@ -214,7 +214,6 @@ def _alertmanager_alert(
 
 
 def _alertmanager_time(unix_ns: int) -> str:
-    """Return a time in the format of Alertmanager's API."""
     return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
 
 
@@ -323,7 +322,6 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
 
 
 def _build_client(timeout: float) -> httpx.Client:
-    """Return the HTTP client for a receiver: checked addresses, no redirects."""
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 

@@ -97,12 +97,10 @@ class FolderIngest:
         return num_new
 
     def _run_dirs(self) -> Iterator[RunDir]:
-        """Yield the run directories in the directories to import."""
         for folder in self._folders:
             yield from [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
 
     def _note_unreadable(self, run_dir: RunDir, where: Path, error: Exception) -> None:
-        """Record why an imported run directory cannot be read."""
         if not isinstance(error, (VitalsError, OSError)):
             raise error
         why = f"{error.filename or where}: {error.strerror}" if isinstance(error, OSError) else ""
@@ -183,7 +181,6 @@ class FolderIngest:
         return stored, newer >= 0
 
     def _load_position(self, spool: Path) -> SpoolPosition:
-        """Return the position up to which a spool was stored."""
         query = select(positions.c.position).where(positions.c.spool == str(spool))
         with self._store.read_transaction() as connection:
             body = connection.execute(query).scalar()

@@ -174,7 +174,6 @@ def describe_samples(batch: BatchNoted) -> str:
 
 
 def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
-    """Return the row of the table of events for a received event."""
     event = row.event
     return {
         "run_id": identity.run_id,
@@ -193,7 +192,6 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
 def _run_started(
     connection: Connection, identity: Identity, row: EventRow, event: RunStarted
 ) -> None:
-    """Store the attributes that the run reported at its start."""
     info = event.info
     first = case(
         (runs.c.info_unix_ns == 0, row.time_unix_ns),
@@ -221,7 +219,6 @@ def _run_started(
 def _attempt_started(
     connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
 ) -> None:
-    """Store an attempt of the run."""
     values = {
         "run_id": identity.run_id,
         "id": event.id,
@@ -249,7 +246,6 @@ def _names_defined(
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
-    """Store a rank's finding."""
     values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
     connection.execute(findings.insert().values(values))
 
@@ -270,7 +266,6 @@ def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
 def _decision_made(
     connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
 ) -> None:
-    """Store a decision of the policy."""
     decision = event.decision
     values = _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
@@ -290,7 +285,6 @@ def _decision_made(
 def _command_acknowledged(
     connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
 ) -> None:
-    """Store the status of a manual command, as the run reported it."""
     ack = event.ack
     conditions = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
     connection.execute(
@@ -327,7 +321,6 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    """Store how and why a writer of the run ended."""
     conditions = (
         sources.c.run_id == identity.run_id,
         sources.c.incarnation == identity.incarnation,

@@ -140,7 +140,6 @@ def _promised_seqs(state: SpoolState, run_id: str) -> dict[StreamKey, int]:
 
 
 def _is_incarnation(text: str) -> bool:
-    """Return whether a text in a spool's state is a valid incarnation."""
     try:
         check_incarnation(text)
     except UsageError:

@@ -261,7 +261,6 @@ class AlertEngine:
         self._owned = owned
 
     def _is_own(self, run_id: str) -> bool:
-        """Return whether this collector owns the run."""
         return self._owned is None or run_id in self._owned
 
     def is_pager(self) -> bool:
@@ -400,7 +399,6 @@ class AlertEngine:
             self._claim_orphaned_runs()
 
     def _run_fleet_detectors(self, *, only_new: bool) -> frozenset[str]:
-        """Run the fleet detectors; return the runs with new findings."""
         running = self._runs.running
         polled = self._watching.poll(
             now_ns=self._clock.monotonic_ns(),
@@ -831,12 +829,10 @@ def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]
 
 
 def _cursor_name(writer: Writer, what: str = "decisions") -> str:
-    """Return the name of the alert engine's cursor for a writer's events."""
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
 def _load_cursor(connection: Connection, name: str) -> int:
-    """Return the number of a writer's last event that the alert engine consumed."""
     body = load_state(connection, name)
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 

@@ -412,7 +412,6 @@ class FollowedRun:
         return sum(len(block.rows) for block in blocks)
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
-        """Add a block of the ranks' step rows to the step merger."""
         origin = block.origin
         # For few writers rank 0's extra columns are decoded for all: two calls would cost more.
         if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
@@ -434,14 +433,12 @@ class FollowedRun:
         *,
         is_rank0: bool,
     ) -> None:
-        """Decode step rows and add them to the step merger."""
         rows = decode_rank_rows(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
         if rows.last() > self.steps.merged:
             self.heard_ns = now_ns
         self.steps.add(rows, now_ns)
 
     def _take_layers(self, block: RowBlock, now_ns: int) -> None:
-        """Decode layer rows and add them to the step merger."""
         origin, first = block.origin, 0
         columns = ["layer", *LAYER_COLUMNS]
         for stream, raw in block.by_stream():
@@ -452,7 +449,6 @@ class FollowedRun:
             self.steps.add_layers(LayerPart(names, rows), now_ns)
 
     def _take_hosts(self, block: RowBlock) -> None:
-        """Add rows of nodes and GPUs to the node merger."""
         for stream, raw in block.by_stream():
             uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
             rows = host_rows(block.schema, raw)
@@ -551,7 +547,6 @@ class FollowedRun:
         return gates
 
     def _process_step(self, step: MergedStep) -> list[TimedFinding]:
-        """Return what the fleet detectors find in a merged step."""
         findings = self.watchers.update(step)
         self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
@@ -560,7 +555,6 @@ class FollowedRun:
         return self._timed_findings(findings, step.time_unix_ns) if findings else []
 
     def _process_node_samples(self, host_round: NodeSamples) -> list[TimedFinding]:
-        """Return what the fleet detectors find in the samples of a node."""
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
@@ -876,7 +870,6 @@ class LiveMonitor:
         return num, states
 
     def _open_followed_run(self, run_id: str) -> FollowedRun:
-        """Load a run's detectors from the store into memory."""
         with self._store.read_transaction() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
@@ -976,7 +969,6 @@ def _build_state_to_store(
 
 
 def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
-    """Return the row of ``findings`` for a fleet detector's finding."""
     key = {"run_id": run_id, "incarnation": COLLECTOR, "seq": seq}
     columns = finding_columns(record.finding, record.attempt)
     return {**key, "time_unix_ns": record.time_unix_ns, **columns}

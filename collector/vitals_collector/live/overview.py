@@ -155,7 +155,6 @@ def _filter_by_run(query: Select[Any], column: Column[Any], run_id: str | None) 
 
 
 def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Decision]:
-    """Return each run's latest decision, for the list of runs."""
     newest = (
         _filter_by_run(
             select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq")),
@@ -179,7 +178,6 @@ def _run_summary(
     counts: _RunCounts,
     when: Liveness,
 ) -> RunSummary:
-    """Return one line of the list of runs."""
     run_id = row.run_id
     states = [_source_state(source) for source in of_run]
     state = run_state(states, when)
@@ -250,5 +248,4 @@ def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> b
 
 
 def _source_state(source: Row[Any]) -> SourceState:
-    """Return the state of a row of ``sources``."""
     return SourceState._make(getattr(source, name) for name in SourceState._fields)

@@ -63,7 +63,6 @@ _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 
 def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceState]:
-    """Return the latest incarnation of each source."""
     newest: dict[str, SourceState] = {}
     again: dict[str, list[SourceState]] = {}
     for source in sources:  # of thousands, mostly started once
@@ -497,7 +496,6 @@ class RunStatusCache:
         touched: dict[str, bool],
         when: Liveness,
     ) -> None:
-        """Read the status of some runs from the database into the cache."""
         running = self.running
         for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:

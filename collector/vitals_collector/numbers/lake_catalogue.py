@@ -132,7 +132,6 @@ def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> p
 
 
 def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    """Return each value repeated ``counts`` times."""
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 

@@ -285,7 +285,6 @@ FileStore = LocalFileStore | S3FileStore
 
 
 def _first_column_texts(answer: pa.Table) -> list[str]:
-    """Return the first column of a DuckDB result as strings."""
     return [str(text) for text in answer.column(0).to_pylist()]
 
 

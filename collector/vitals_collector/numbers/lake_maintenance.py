@@ -199,7 +199,6 @@ def _stats_table(
     writers: list[str],
     sources: list[str],
 ) -> pa.Table:
-    """Return chunk statistics as rows of the lake's table for them."""
     num, which = len(entries.writer), pa.array(entries.writer)
     columns = {
         "run": pa.array(np.full(num, run)),

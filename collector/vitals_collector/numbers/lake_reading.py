@@ -665,7 +665,6 @@ def _is_within(along: Ints, ranges: _Ranges) -> Mask:
 
 
 def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
-    """Return the points in the ranges that are read from the lake."""
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 

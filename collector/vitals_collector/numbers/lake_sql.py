@@ -266,7 +266,6 @@ def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def _walk_query(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield every node of a parsed query."""
     if isinstance(node, list):
         for part in node:
             yield from _walk_query(part)
@@ -364,7 +363,6 @@ class LakeReader(AbstractContextManager["LakeReader"]):
             )
 
     def _make_views(self, *, has_records: bool) -> None:
-        """Create the views that users may query."""
         columns: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for table, name, kind in self._connection.execute(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
@@ -382,7 +380,6 @@ class LakeReader(AbstractContextManager["LakeReader"]):
         """Names of the views."""
 
     def _disable_external_access(self, file_store: FileStore) -> None:
-        """Disable external access for later queries."""
         for setting in (
             f"memory_limit = {_quote_sql_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
@@ -432,5 +429,4 @@ def query_timeout_error(seconds: float) -> StorageError:
 
 
 def _quote_sql_text(value: str) -> str:
-    """Return a text quoted for SQL."""
     return f"'{escape_sql(value)}'"

@@ -99,7 +99,6 @@ class LakeMaintenance:
             self._thread.join()
 
     def _work(self) -> None:
-        """Maintain the lake at intervals, in a thread."""
         while not self._stop.is_set():
             self.run_once()
             self._stop.wait(INTERVAL_SECONDS)
@@ -130,7 +129,6 @@ class LakeMaintenance:
         self._store.reclaim(above=0.1)
 
     def _may_continue(self) -> bool:
-        """Return whether this collector still has to maintain the lake."""
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:

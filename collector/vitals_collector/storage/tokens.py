@@ -295,5 +295,4 @@ def _new_secret() -> str:
 
 
 def _hash(secret: str) -> str:
-    """Return the hash under which a token's secret is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
