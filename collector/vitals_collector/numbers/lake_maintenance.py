@@ -13,12 +13,10 @@ import pyarrow as pa
 import pyarrow.compute
 
 from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.errors import StorageError
 from vitals_collector.numbers import chunk_stats
 from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, compute_chunk_stats
 from vitals_collector.numbers.interface import RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
-    HOLES,
     LEVELLED,
     MARKS,
     NEW_MARKS,
@@ -212,31 +210,6 @@ def _stats_table(
     return pa.table(columns | {name: pa.array(getattr(entries, name)) for name in _NUMBERS})
 
 
-# ------------------------------------------------------------------------------------------- owners
-
-_MOST_TRIES = 50
-"""At giving runs numbers while others do."""
-
-
-def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
-    """Take over runs, as described in ``Lake.become_owner``."""
-    with engine.lock:
-        catalogue.reload()
-        tries_left = _MOST_TRIES
-        while new := catalogue.new_numbers(epochs):
-            tries_left -= 1
-            try:
-                with engine.transaction():
-                    catalogue.write_numbers(new)
-            except StorageError as error:
-                if not tries_left or "conflict" not in error.text:
-                    raise
-            catalogue.reload()
-        for run_id, epoch in epochs.items():
-            catalogue.forget_run(run_id)
-            catalogue.epochs[run_id] = epoch
-
-
 # ------------------------------------------------------------------------------------------- upkeep
 
 _MOST_DELETED = 0.1
@@ -328,61 +301,3 @@ def _fold_marks(engine: LakeEngine) -> None:
             engine.execute(f"DELETE FROM {MARKS} WHERE run IN ({', '.join(map(str, runs))})")
             engine.execute(f"DELETE FROM {NEW_MARKS}")
             engine.insert(MARKS, marks)
-
-
-def delete_run_rows(
-    engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]
-) -> None:
-    """Delete the run's rows, except for those of the incarnations in ``exclude``.
-
-    Its last sequence numbers stay, so that resent rows are ignored. Its columns stay as well: a
-    process that still writes the run assumes that they exist.
-    """
-    with engine.lock:
-        catalogue.reload()
-        run = catalogue.runs.get(run_id)
-        if run is None:
-            return
-        placeholders = ", ".join("?" * len(exclude)) or "''"
-        row_filter = f"run = ? AND incarnation NOT IN ({placeholders})"
-        with engine.transaction():
-            for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
-                engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *exclude])
-            for table in (NEW_MARKS, MARKS):  # a writer without rows has no source
-                engine.execute(
-                    f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *exclude]
-                )
-        catalogue.forget_run(run_id)
-
-
-def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
-    """Return about how many bytes of the files are a run's: by its share of each stream's rows.
-
-    Of all runs, or one.
-    """
-    totals: dict[int, int] = {}
-    run = None if run_id is None else catalogue.run_number(run_id)
-    if run_id is not None and run is None:
-        return {}
-    where = "" if run is None else f" WHERE run = {run}"
-    tables = engine.ask(
-        "SELECT t.table_name, sum(d.record_count)::BIGINT, sum(d.file_size_bytes)::BIGINT"
-        f" FROM {META}_data_file d JOIN {META}_table t USING (table_id)"
-        " WHERE d.end_snapshot IS NULL GROUP BY ALL"
-    )
-    for table, num_rows, num_bytes in zip(*tables.to_pydict().values(), strict=True):
-        if table not in catalogue.places or not num_rows:
-            continue
-        rows = engine.ask(f"SELECT run, count(*) AS num FROM {table}{where} GROUP BY run")
-        for number, num in zip(*rows.to_pydict().values(), strict=True):
-            totals[number] = totals.get(number, 0) + num_bytes * num // num_rows
-    return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
-
-
-def lake_size(engine: LakeEngine) -> int:
-    """Return the size of all files in the catalogue."""
-    files = " UNION ALL ".join(
-        f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")
-    )
-    total = engine.ask(f"SELECT coalesce(sum(size), 0)::BIGINT AS size FROM ({files})")
-    return int(total["size"][0].as_py())
