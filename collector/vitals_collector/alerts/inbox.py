@@ -194,14 +194,13 @@ class Inbox:
         store: Store,
         *,
         clock: Clock,
-        tell: Tell | None = None,
-        hush: _WithdrawCallback | None = None,
+        tell: Tell,
+        hush: _WithdrawCallback,
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
         self._clock, self._steady = clock, SteadyClock(clock)
-        self._tell = tell or _deliver_nothing
-        self._hush = hush or _withdraw_nothing
+        self._tell, self._hush = tell, hush
         self._config = config or InboxConfig()
         self._lock = threading.Lock()
         self._fired: Counter[tuple[str, str]] = Counter()
@@ -466,14 +465,6 @@ class Inbox:
         for view in views:
             if view.state != "pending" and quiet.silence_of(view) is None:
                 self._tell(view)
-
-
-def _deliver_nothing(_what: object) -> None:
-    """Deliver nothing: for a read-only inbox."""
-
-
-def _withdraw_nothing(fingerprint: str, *, keep_posting: bool = False) -> None:
-    """Withdraw nothing: for a read-only inbox."""
 
 
 def settle_alert(store: Store, view: AlertView) -> None:
