@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, func, select
 
 from trainvitals.alerting import (
     ALERTED_KINDS,
@@ -493,21 +493,10 @@ class AlertEngine:
 
     def _consume_decisions(self, writer: Writer) -> None:
         """Raise the alerts of a writer's decisions after its cursor."""
-        run_id, incarnation = writer
-        name = _cursor_name(writer)
+        run_id, name = writer[0], _cursor_name(writer)
         while True:
             with self._store.read_transaction() as connection:
-                query = (
-                    select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
-                    .where(
-                        decisions.c.run_id == run_id,
-                        decisions.c.incarnation == incarnation,
-                        decisions.c.seq > _load_cursor(connection, name),
-                    )
-                    .order_by(decisions.c.seq)
-                    .limit(_AT_ONCE)
-                )
-                rows = connection.execute(query).all()
+                rows = _next_rows(connection, decisions, writer, name)
             if not rows:
                 return
             occurrences = [
@@ -563,20 +552,9 @@ class AlertEngine:
         self, writer: Writer, cursor: str, is_finished: bool
     ) -> tuple[int, int, list[AlertOccurrence]]:
         """Return how many findings come next, the last one's number, and what they raise."""
-        run_id, incarnation = writer
+        run_id, is_alerted = writer[0], findings.c.kind.in_(ALERTED_KINDS)
         with self._store.read_transaction() as connection:
-            query = (
-                select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
-                .where(
-                    findings.c.run_id == run_id,
-                    findings.c.incarnation == incarnation,
-                    findings.c.kind.in_(ALERTED_KINDS),
-                    findings.c.seq > _load_cursor(connection, cursor),
-                )
-                .order_by(findings.c.seq)
-                .limit(_AT_ONCE)
-            )
-            rows = connection.execute(query).all()
+            rows = _next_rows(connection, findings, writer, cursor, is_alerted)
             decided = _decided_steps(connection, writer) if rows else {}
             loss_kind = loss_kind_of(connection, run_id) if rows else ""
         timed_findings = [
@@ -830,6 +808,24 @@ def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]
 
 def _cursor_name(writer: Writer, what: str = "decisions") -> str:
     return f"{what}/{writer[0]}/{writer[1]}"
+
+
+def _next_rows(
+    connection: Connection,
+    table: Table,
+    writer: Writer,
+    cursor: str,
+    *conditions: ColumnElement[bool],
+) -> Sequence[Row[Any]]:
+    """Return a writer's next decisions or findings after its cursor, in order."""
+    of = table.c
+    query = select(of.seq, of.time_unix_ns, of.body).where(
+        of.run_id == writer[0],
+        of.incarnation == writer[1],
+        of.seq > _load_cursor(connection, cursor),
+        *conditions,
+    )
+    return connection.execute(query.order_by(of.seq).limit(_AT_ONCE)).all()
 
 
 def _load_cursor(connection: Connection, name: str) -> int:

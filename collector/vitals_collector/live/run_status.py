@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Select, select
 
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import Decision, Finding
@@ -670,16 +670,7 @@ def _load_end_reason(
             cause = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
             killed = _find_killed_rank(connection, run_id, started_unix_ns, failure.ended_unix_ns)
             return f"{killed}; then {cause}" if killed else cause
-    notes = (
-        select(events.c.summary)
-        .where(
-            events.c.run_id == run_id,
-            events.c.kind == "Note",
-            events.c.summary.endswith(_GONE),
-            events.c.time_unix_ns >= started_unix_ns,
-        )
-        .order_by(events.c.time_unix_ns)
-    )
+    notes = _notes_of_lost_ranks(run_id, started_unix_ns)
     # An agent may report a death before a relaunch only after the relaunch started.
     replaced = _find_replaced_processes(connection, run_id)
     for note in connection.execute(notes).scalars():
@@ -696,21 +687,21 @@ def _find_killed_rank(
     Those that the launcher ends afterwards are sent SIGTERM.
     """
     table = events.c
-    query = (
-        select(table.summary)
-        .where(
-            table.run_id == run_id,
-            table.kind == "Note",
-            table.summary.endswith(_GONE),
-            table.summary.contains("clean exit (signal "),
-            ~table.summary.contains("SIGTERM"),
-            table.time_unix_ns.between(started_unix_ns, failed_unix_ns + _TOLD_NS),
-        )
-        .order_by(table.time_unix_ns)
-        .limit(1)
+    query = _notes_of_lost_ranks(run_id, started_unix_ns).where(
+        table.summary.contains("clean exit (signal "),
+        ~table.summary.contains("SIGTERM"),
+        table.time_unix_ns <= failed_unix_ns + _TOLD_NS,
     )
-    note = connection.execute(query).scalar()
+    note = connection.execute(query.limit(1)).scalar()
     return "" if note is None else str(note).removesuffix(_GONE)
+
+
+def _notes_of_lost_ranks(run_id: str, since_unix_ns: int) -> Select[Any]:
+    """Return the query for the agents' notes that a rank's process has ended, oldest first."""
+    table = events.c
+    conditions = (table.run_id == run_id, table.kind == "Note", table.summary.endswith(_GONE))
+    query = select(table.summary).where(*conditions, table.time_unix_ns >= since_unix_ns)
+    return query.order_by(table.time_unix_ns)
 
 
 def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
