@@ -154,14 +154,8 @@ class FolderIngest:
     ) -> tuple[list[BatchResult], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
         checked = check_batches([raw for _, raw in group])
-        newer = next(
-            (
-                i
-                for i, batch_or_error in enumerate(checked)
-                if isinstance(batch_or_error, NewerVersionError)
-            ),
-            -1,
-        )
+        is_newer = [isinstance(checked_batch, NewerVersionError) for checked_batch in checked]
+        newer = is_newer.index(True) if True in is_newer else -1
         if newer >= 0:
             self._log_once(f"{spool}: {checked[newer]}")
             checked = checked[:newer]

@@ -949,11 +949,9 @@ def _find_row_errors(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
+        text = "the rows' sequence numbers are not those the header gives"
         for row_index in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
-            yield (
-                int(row_index),
-                FormatError("the rows' sequence numbers are not those the header gives"),
-            )
+            yield int(row_index), FormatError(text)
     for i, batch in enumerate(batches) if is_events else ():
         if not _has_valid_checksums(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")

@@ -286,17 +286,10 @@ def _command_acknowledged(
     connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
 ) -> None:
     ack = event.ack
-    conditions = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
-    connection.execute(
-        update(commands)
-        .where(*conditions)
-        .values(
-            status=ack.status,
-            detail=remove_nul(ack.detail),
-            step=ack.step,
-            updated_unix_ns=row.time_unix_ns,
-        )
-    )
+    is_it = (commands.c.run_id == identity.run_id) & (commands.c.number == ack.number)
+    values = {"status": ack.status, "detail": remove_nul(ack.detail)}
+    numbers = {"step": ack.step, "updated_unix_ns": row.time_unix_ns}
+    connection.execute(update(commands).where(is_it).values(values | numbers))
 
 
 def _checkpoint_changed(
@@ -321,19 +314,11 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    conditions = (
-        sources.c.run_id == identity.run_id,
-        sources.c.incarnation == identity.incarnation,
-    )
-    connection.execute(
-        update(sources)
-        .where(*conditions)
-        .values(
-            ended_state=event.state,
-            ended_reason=remove_nul(event.reason),
-            ended_unix_ns=row.time_unix_ns,
-        )
-    )
+    of = sources.c
+    is_it = (of.run_id == identity.run_id) & (of.incarnation == identity.incarnation)
+    values = {"ended_state": event.state, "ended_reason": remove_nul(event.reason)}
+    statement = update(sources).where(is_it).values(**values, ended_unix_ns=row.time_unix_ns)
+    connection.execute(statement)
 
 
 def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:

@@ -155,14 +155,9 @@ def _count_lost_rows(
     if not run_ids:
         return {}
     columns = streams.c
-    fields = (
-        columns.run_id,
-        columns.incarnation,
-        columns.stream,
-        columns.last_seq,
-        columns.expected_seq,
-    )
-    stream_rows = connection.execute(select(*fields).where(columns.run_id.in_(run_ids)))
+    key = (columns.run_id, columns.incarnation, columns.stream)
+    query = select(*key, columns.last_seq, columns.expected_seq)
+    stream_rows = connection.execute(query.where(columns.run_id.in_(run_ids)))
     highest_seqs = {(run, start, stream): max(seqs) for run, start, stream, *seqs in stream_rows}
     if not highest_seqs:
         removed = select(forgotten.c.run_id).where(forgotten.c.run_id.in_(run_ids))

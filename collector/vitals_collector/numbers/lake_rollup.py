@@ -213,13 +213,13 @@ def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
     run, window = planned.run, planned.window
     where = f"run = {run} AND attempt = {window.attempt}"
     steps = f"{where} AND step >= {window.first_step} AND step < {window.end_step} AND rank > 0"
-    present = engine.query_in_transaction(f"SELECT count(*) AS num FROM steps WHERE {steps}")[
-        "num"
-    ][0].as_py()
-    done = engine.query_in_transaction(
-        f"SELECT count(*) AS num FROM {LEVELLED}"
-        f" WHERE {where} AND stream = 'steps' AND first_at = {window.first_step}"
-    )["num"][0].as_py()
+
+    def count(rows: str) -> int:
+        counted = engine.query_in_transaction(f"SELECT count(*) AS num FROM {rows}")
+        return int(counted["num"][0].as_py())
+
+    is_done = f"stream = 'steps' AND first_at = {window.first_step}"
+    present, done = count(f"steps WHERE {steps}"), count(f"{LEVELLED} WHERE {where} AND {is_done}")
     if present != planned.num_rows or done:
         raise StorageError(
             f"the steps {window.first_step} to {window.end_step - 1} were changed meanwhile:"

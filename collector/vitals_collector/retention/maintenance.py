@@ -261,10 +261,8 @@ class LakeMaintenance:
         is_volume_event = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
         note = Note(code=OVER_CAP, text=text, severity="warning")
         with self._store.write() as connection:
-            if (
-                connection.execute(select(func.max(events.c.seq)).where(*is_volume_event)).scalar()
-                is None
-            ):
+            last = connection.execute(select(func.max(events.c.seq)).where(*is_volume_event))
+            if last.scalar() is None:
                 connection.execute(
                     events.insert().values(
                         run_id=run_id,
