@@ -85,15 +85,6 @@ def ranks_batch(
     rows = b"".join(
         schema.pack(first_seq + i, row) for i, row in enumerate(zip(*listed, strict=True))
     )
-    who = Identity(
-        run_id=run_id,
-        incarnation=RANKS,
-        source=RANKS,
-        node="",
-        pid=0,
-        rank=0,
-        local_rank=0,
-        world_size=0,
-    )
+    who = Identity(run_id, RANKS, RANKS, node="", rank=0, local_rank=0)
     header = BatchHeader(identity=who, stream_schema=schema, first_seq=first_seq, num_rows=num)
     return Batch(header, rows)
