@@ -40,10 +40,6 @@ _ID, _SECRET, _TOKEN = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSIO
 _WRITES = re.compile(r"(?:INSERT INTO|DELETE FROM|UPDATE|CALL ducklake_\w+\('lake',) '?(\w+)")
 """Statements that may write files, each with its table."""
 _MARGIN_MS = 10
-_PATHS = f"""
-SELECT d.path FROM {META}_{{kind}}_file d JOIN {META}_table t USING (table_id)
-WHERE t.table_name = '{{table}}'
-"""
 Ask = Callable[..., pa.Table]
 
 
@@ -249,8 +245,8 @@ class S3FileStore:
 
     def paths(self, table: str) -> set[str]:
         """Return the table's files in the catalogue."""
-        kinds = " UNION ALL ".join(_PATHS.format(kind=k, table=table) for k in ("data", "delete"))
-        return {f"{table}/{name}" for name in _first_column_texts(self._ask(kinds))}
+        query = file_paths_sql(f"WHERE t.table_name = '{table}'")
+        return set(_first_column_texts(self._ask(query)))
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Store each checksum in a separate object."""
@@ -282,6 +278,15 @@ class S3FileStore:
 
 FileStore = LocalFileStore | S3FileStore
 """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
+
+
+def file_paths_sql(where: str = "") -> str:
+    """Return the query for the files in the catalog, each with its table: ``steps/NAME``."""
+    return " UNION ALL ".join(
+        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
+        f" JOIN {META}_table t USING (table_id) {where}"
+        for kind in ("data", "delete")
+    )
 
 
 def _first_column_texts(answer: pa.Table) -> list[str]:

@@ -29,7 +29,7 @@ from vitals_collector.numbers.lake_catalogue import (
     name_key,
     newest_marks,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine, file_paths_sql
 from vitals_collector.numbers.lake_reading import select_rows, select_span
 
 # ----------------------------------------------------------------------------------------- outlines
@@ -278,12 +278,8 @@ def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
 def _delete_old_checksums(engine: LakeEngine) -> None:
     """Delete the checksums of files that are no longer in the catalogue."""
     paths = engine.ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
-    named = " UNION ALL ".join(
-        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
-        f" JOIN {META}_table t USING (table_id)"
-        for kind in ("data", "delete")
-    )
-    unnamed = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
+    named = engine.ask(file_paths_sql())["path"].to_pylist()
+    unnamed = sorted(set(paths).difference(named))
     for start in range(0, len(unnamed), 1_000):
         listed = ", ".join(f"'{path}'" for path in unnamed[start : start + 1_000])
         with engine.transaction():
