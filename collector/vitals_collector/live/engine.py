@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Table, func, select
+from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from trainvitals.alerting import (
     ALERTED_KINDS,
@@ -816,7 +816,7 @@ def _next_rows(
     writer: Writer,
     cursor: str,
     *conditions: ColumnElement[bool],
-) -> Sequence[Row[Any]]:
+) -> Sequence[Any]:
     """Return a writer's next decisions or findings after its cursor, in order."""
     of = table.c
     query = select(of.seq, of.time_unix_ns, of.body).where(
