@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import CROCKFORD
 from trainvitals.rows import Column as RowColumn
 from trainvitals.rows import Schema, column_of
@@ -292,6 +293,12 @@ class LakeRunState:
         self.sources[writer] = source
         if holes or writer in self.holes:
             self.holes[writer] = holes
+
+
+def numeric_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns with chunk statistics and roll-ups: not those of every row."""
+    row_columns = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
 
 def name_key(name: str) -> int:

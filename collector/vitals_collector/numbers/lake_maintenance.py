@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from trainvitals.catalog import ROW_COLUMNS
 from vitals_collector.numbers import chunk_stats
 from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, compute_chunk_stats
 from vitals_collector.numbers.interface import RowSpan, rank_of
@@ -28,6 +27,7 @@ from vitals_collector.numbers.lake_catalogue import (
     column_sql,
     name_key,
     newest_marks,
+    numeric_columns,
 )
 from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine, file_paths_sql
 from vitals_collector.numbers.lake_reading import select_rows, select_span
@@ -119,12 +119,6 @@ def _add_chunk_stats_of_run(
             span = RowSpan(run_id, stream, seqs=seqs)
             _insert_chunk_stats(engine, catalogue.runs[run_id], span, state, columns, names)
     return True
-
-
-def numeric_columns(kinds: Mapping[str, str]) -> list[str]:
-    """Return the columns with chunk statistics and roll-ups: not those of every row."""
-    row_columns = {column.name for column in ROW_COLUMNS}
-    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
 
 def _rows_without_stats(

@@ -41,11 +41,11 @@ from vitals_collector.numbers.lake_catalogue import (
     build_arrow_table,
     column_from_arrow,
     name_key,
+    numeric_columns,
     quoted,
     stream_column_sql,
 )
 from vitals_collector.numbers.lake_engine import LakeEngine
-from vitals_collector.numbers.lake_maintenance import numeric_columns
 from vitals_collector.numbers.lake_reading import RowSelection, locate_run, select_rows
 from vitals_collector.numbers.rank_rollup import (
     DURATION,
