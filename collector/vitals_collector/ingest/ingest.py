@@ -190,12 +190,8 @@ def store_bodies(
 ) -> list[tuple[BatchResult, ...] | NotOwnerError]:
     """Store the batches of all bodies in one transaction; return the result of each, in order.
 
-    Args:
-        store: target store.
-        bodies: the batches, by sender.
-        received_unix_ns: this collector's clock.
-        asking: for each body, whether its sender wants a query before a gap counts as lost.
-        principals: for each body, its sender; empty if all of them may write to all runs.
+    ``asking`` has for each body whether its sender wants a query before a gap counts as lost;
+    ``principals`` has its sender, and is empty if all of them may write to all runs.
 
     Raises:
         StorageError: the database refused; nothing was stored.

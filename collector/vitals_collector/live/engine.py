@@ -747,16 +747,9 @@ def build_alert_service(
 ) -> AlertService:
     """Return inbox, engine and dispatcher over one store; nothing runs yet.
 
-    Args:
-        store: store that they read and write.
-        notifiers: destinations of alerts.
-        clock: current time.
-        config: settings of the engine.
-        inbox_config: when alerts fire and resolve.
-        up_since_unix_ns: since when rows could be received.
-        is_shared: other collectors may use the store: one of them watches and delivers.
-        host_port: a resource that this process holds exclusively (``cluster.leases``).
-        is_pager: whether this collector delivers; None: decided by its lease.
+    Rows could be received since ``up_since_unix_ns``. With ``is_shared``, other collectors may use
+    the store: one of them watches and delivers, chosen by its lease unless ``is_pager`` decides.
+    ``host_port`` is a resource that this process holds exclusively (``cluster.leases``).
     """
     lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, process_place=host_port)
     notifiers = list(notifiers)
