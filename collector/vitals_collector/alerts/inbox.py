@@ -522,7 +522,9 @@ def _raise_point_alert(
             InboxAlert(view, StoredAlertState(point=True, active_since=now / 1e9, ranks=ranks)),
         )
     updated_view = replace(
-        view, started_unix_ns=entry.view.started_unix_ns, acknowledged_by=entry.view.acknowledged_by
+        view,
+        started_unix_ns=entry.view.started_unix_ns,
+        acknowledged_by=entry.view.acknowledged_by,
     )
     return InboxAlert(updated_view, replace(entry.life, ranks=ranks))
 

@@ -337,7 +337,10 @@ def _store_or_halve(written: _IngestTarget, batches: Sequence[Batch]) -> list[Ba
             text = f"the batch cannot be stored: {type(error).__name__}: {error}"
             return [_refused_result(FormatError(text))]
     half = len(batches) // 2
-    return [*_store_or_halve(written, batches[:half]), *_store_or_halve(written, batches[half:])]
+    return [
+        *_store_or_halve(written, batches[:half]),
+        *_store_or_halve(written, batches[half:]),
+    ]
 
 
 def _is_batch_error(error: Exception) -> bool:

@@ -762,7 +762,11 @@ def build_alert_service(
         report=lambda alert: inbox.report(alert),
     )
     inbox = Inbox(
-        store, clock=clock, tell=dispatcher.submit, hush=dispatcher.withdraw, config=inbox_config
+        store,
+        clock=clock,
+        tell=dispatcher.submit,
+        hush=dispatcher.withdraw,
+        config=inbox_config,
     )
     engine = AlertEngine(
         store,

@@ -31,7 +31,12 @@ from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
 from vitals_collector.ingest.projections import finding_columns
-from vitals_collector.live.scalar_watch import SCALARS, ScalarState, ScalarWatch, has_unread_scalars
+from vitals_collector.live.scalar_watch import (
+    SCALARS,
+    ScalarState,
+    ScalarWatch,
+    has_unread_scalars,
+)
 from vitals_collector.live.step_join import (
     BEFORE_ALL,
     LAYER_COLUMNS,
@@ -55,7 +60,13 @@ from vitals_collector.live.tail_reader import (
     TailReader,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import ReadSnapshot, Store, insert, load_state, save_states
+from vitals_collector.storage.store import (
+    ReadSnapshot,
+    Store,
+    insert,
+    load_state,
+    save_states,
+)
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -609,7 +620,10 @@ class FollowedRun:
 
 
 def open_run(
-    connection: Connection, run_id: str, *, watch: FleetConfig | None = None
+    connection: Connection,
+    run_id: str,
+    *,
+    watch: FleetConfig | None = None,
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
     saved = _load_saved(connection, run_id, RunWatchState)

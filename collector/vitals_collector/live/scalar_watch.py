@@ -252,7 +252,9 @@ def _incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, in
         select(streams.c.incarnation, streams.c.last_seq)
         .join(sources, at)
         .where(
-            streams.c.run_id == run_id, streams.c.stream == SCALARS, sources.c.source == "rank:0"
+            streams.c.run_id == run_id,
+            streams.c.stream == SCALARS,
+            sources.c.source == "rank:0",
         )
         .order_by(sources.c.started_unix_ns, streams.c.incarnation)
     )
@@ -261,7 +263,9 @@ def _incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, in
 
 def _names_of(connection: Connection, run_id: str, incarnation: str) -> _Names:
     query = select(names.c.id, names.c.name).where(
-        names.c.run_id == run_id, names.c.incarnation == incarnation, names.c.stream == SCALARS
+        names.c.run_id == run_id,
+        names.c.incarnation == incarnation,
+        names.c.stream == SCALARS,
     )
     rows = connection.execute(query).all()
     return _Names(

@@ -27,7 +27,13 @@ import pyarrow as pa
 
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from trainvitals.io.private import ensure_own_dir
-from vitals_collector.numbers.interface import TAKEN, damaged_error, full_error, is_damaged, is_full
+from vitals_collector.numbers.interface import (
+    TAKEN,
+    damaged_error,
+    full_error,
+    is_damaged,
+    is_full,
+)
 
 # ---------------------------------------------------------------------------------------- the place
 

@@ -728,7 +728,10 @@ def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
         ("low", np.isfinite(values["low"]) | is_nonfinite),
         ("high", np.isfinite(values["high"]) & ~is_same),
         ("first", is_first & np.isfinite(values["first"]) & ~_is_extreme(numbers, "first")),
-        ("last", (is_last | is_same) & np.isfinite(values["last"]) & ~_is_extreme(numbers, "last")),
+        (
+            "last",
+            (is_last | is_same) & np.isfinite(values["last"]) & ~_is_extreme(numbers, "last"),
+        ),
     ]
     owners = np.concatenate([curve[mask] for _, mask in sides])
     points = Points(
@@ -814,7 +817,10 @@ class OpenLake:
         return dict(zip(answer["attempt"].to_pylist(), answer["step"].to_pylist(), strict=True))
 
     def curves(
-        self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
+        self,
+        curves: Sequence[CurveRequest],
+        attempts: Sequence[AttemptRow],
+        branch: Branch,
     ) -> list[DownsampledCurve]:
         """Return each curve's values on the branch; for an overview, downsampled.
 

@@ -20,7 +20,13 @@ from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import delete_watch_progress
 from vitals_collector.live.run_status import GUEST, Liveness
 from vitals_collector.storage.schema import forgotten, metadata, runs, sources, streams
-from vitals_collector.storage.store import RemovalReason, Store, unknown_run, upsert, write_audit
+from vitals_collector.storage.store import (
+    RemovalReason,
+    Store,
+    unknown_run,
+    upsert,
+    write_audit,
+)
 
 KEEP_TAG = "keep"
 """A run with this tag is never deleted because of its age."""

@@ -761,7 +761,10 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None
     # Some builds overwrite all deleted data with zeros: on a full disk, that takes the journal
     # space that a deletion should free.
-    pragmas = [*("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"), "secure_delete=FAST"]
+    pragmas = [
+        *("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"),
+        "secure_delete=FAST",
+    ]
     # So that freed pages can be returned incrementally, which only an empty database can switch on:
     # repeating it would be a write, which a full disk refuses.
     if connection.execute("PRAGMA page_count").fetchone() == (0,):
