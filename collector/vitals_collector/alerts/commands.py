@@ -198,6 +198,7 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
 
 
 def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
+    """Return the id and state of each checkpoint that the run announced."""
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )

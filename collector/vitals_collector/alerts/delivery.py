@@ -416,6 +416,7 @@ class Dispatcher:
 
     @property
     def _failing_after_ns(self) -> int:
+        """Time without a delivery after which a receiver counts as failing."""
         return int(self._config.failing_after_seconds * 1e9)
 
     def _is_late(self, line: _ReceiverQueue) -> bool:

@@ -601,6 +601,7 @@ def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
+    """Return the pending and firing alerts of all runs."""
     open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 

@@ -322,6 +322,7 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
 
 
 def _build_client(timeout: float) -> httpx.Client:
+    """Return the HTTP client for a receiver: checked addresses, no redirects."""
     return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
 
 

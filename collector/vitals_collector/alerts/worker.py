@@ -165,6 +165,7 @@ class WorkerNotifier:
 
 
 def _kill_process(process: subprocess.Popen[bytes]) -> None:
+    """End a receiver's process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -140,6 +140,7 @@ class Lease:
             _LOG.warning("lease_not_released: %s; others have it in %g s", error, LEASE_SECONDS)
 
     def _run(self) -> None:
+        """Renew a collector's lease at intervals, in a thread."""
         while not self._stopping.wait(_LOOK_SECONDS):
             self._renew_and_log()
 
@@ -315,4 +316,5 @@ def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -
 
 
 def _lease_expiry() -> ColumnElement[int]:
+    """Return the SQL expression of when a lease that starts now expires."""
     return NOW + int(LEASE_SECONDS * 1e9)

@@ -175,6 +175,7 @@ class RunOwners(RunClaims):
         return load_runs_elsewhere(connection, self._holder)
 
     def _run(self) -> None:
+        """Renew the leases of owned runs at intervals, in a thread."""
         while not self._stopping.wait(_RENEW_SECONDS):
             try:
                 self.renew()
@@ -224,6 +225,7 @@ class RunOwners(RunClaims):
         self._release(idle)
 
     def _release(self, run_ids: Collection[str]) -> None:
+        """Release the leases of runs, so that another collector can own them."""
         with self._lock:
             for run_id in run_ids:
                 self._owned.pop(run_id, None)

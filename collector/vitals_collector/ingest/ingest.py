@@ -673,6 +673,7 @@ _IDENTITY_COLUMNS = tuple(name for name in Identity.__struct_fields__ if name in
 
 
 def _source_row(identity: Identity) -> dict[str, str | int]:
+    """Return the row of ``sources`` for the writer of a batch."""
     values = {name: getattr(identity, name) for name in _IDENTITY_COLUMNS}
     return {name: remove_nul(v) if isinstance(v, str) else v for name, v in values.items()}
 
@@ -714,6 +715,7 @@ _BOUNDED = (
 
 
 def _load_removed_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
+    """Return which of the batches' runs were removed, and when."""
     ids = sorted({batch.header.identity.run_id for batch in of})
     if not ids:
         return {}
@@ -800,6 +802,7 @@ def _find_foreign_batches(
 
 
 def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatchError:
+    """Return the error for a batch of a run that belongs to another token."""
     limit = f" for project {principal.project!r}" if principal.project else ""
     return ForeignBatchError(
         f"run {identity.run_id} is not one of token {principal.name}{limit}",

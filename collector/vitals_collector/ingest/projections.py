@@ -192,6 +192,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
 def _run_started(
     connection: Connection, identity: Identity, row: EventRow, event: RunStarted
 ) -> None:
+    """Store the attributes that the run reported at its start."""
     info = event.info
     first = case(
         (runs.c.info_unix_ns == 0, row.time_unix_ns),
@@ -219,6 +220,7 @@ def _run_started(
 def _attempt_started(
     connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
 ) -> None:
+    """Store an attempt of the run."""
     values = {
         "run_id": identity.run_id,
         "id": event.id,
@@ -246,6 +248,7 @@ def _names_defined(
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
+    """Store a rank's finding."""
     values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
     connection.execute(findings.insert().values(values))
 
@@ -266,6 +269,7 @@ def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
 def _decision_made(
     connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
 ) -> None:
+    """Store a decision of the policy."""
     decision = event.decision
     values = _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
@@ -285,11 +289,19 @@ def _decision_made(
 def _command_acknowledged(
     connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
 ) -> None:
+    """Store the status of a manual command, as the run reported it."""
     ack = event.ack
-    is_it = (commands.c.run_id == identity.run_id) & (commands.c.number == ack.number)
-    values = {"status": ack.status, "detail": remove_nul(ack.detail)}
-    numbers = {"step": ack.step, "updated_unix_ns": row.time_unix_ns}
-    connection.execute(update(commands).where(is_it).values(values | numbers))
+    conditions = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
+    connection.execute(
+        update(commands)
+        .where(*conditions)
+        .values(
+            status=ack.status,
+            detail=remove_nul(ack.detail),
+            step=ack.step,
+            updated_unix_ns=row.time_unix_ns,
+        )
+    )
 
 
 def _checkpoint_changed(
@@ -314,11 +326,20 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    of = sources.c
-    is_it = (of.run_id == identity.run_id) & (of.incarnation == identity.incarnation)
-    values = {"ended_state": event.state, "ended_reason": remove_nul(event.reason)}
-    statement = update(sources).where(is_it).values(**values, ended_unix_ns=row.time_unix_ns)
-    connection.execute(statement)
+    """Store how and why a writer of the run ended."""
+    conditions = (
+        sources.c.run_id == identity.run_id,
+        sources.c.incarnation == identity.incarnation,
+    )
+    connection.execute(
+        update(sources)
+        .where(*conditions)
+        .values(
+            ended_state=event.state,
+            ended_reason=remove_nul(event.reason),
+            ended_unix_ns=row.time_unix_ns,
+        )
+    )
 
 
 def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:

@@ -399,6 +399,7 @@ class AlertEngine:
             self._claim_orphaned_runs()
 
     def _run_fleet_detectors(self, *, only_new: bool) -> frozenset[str]:
+        """Run the fleet detectors; return the runs with new findings."""
         running = self._runs.running
         polled = self._watching.poll(
             now_ns=self._clock.monotonic_ns(),
@@ -804,6 +805,7 @@ def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]
 
 
 def _cursor_name(writer: Writer, what: str = "decisions") -> str:
+    """Return the name of the alert engine's cursor for a writer's events."""
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
@@ -826,6 +828,7 @@ def _next_rows(
 
 
 def _load_cursor(connection: Connection, name: str) -> int:
+    """Return the number of a writer's last event that the alert engine consumed."""
     body = load_state(connection, name)
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 

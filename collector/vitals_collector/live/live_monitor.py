@@ -423,6 +423,7 @@ class FollowedRun:
         return sum(len(block.rows) for block in blocks)
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
+        """Add a block of the ranks' step rows to the step merger."""
         origin = block.origin
         # For few writers rank 0's extra columns are decoded for all: two calls would cost more.
         if len(block.rows) <= _FEW_ROWS and (origin.rank >= 0).all():
@@ -444,12 +445,14 @@ class FollowedRun:
         *,
         is_rank0: bool,
     ) -> None:
+        """Decode step rows and add them to the step merger."""
         rows = decode_rank_rows(schema, raw, step_columns(schema, is_rank0=is_rank0), origin)
         if rows.last() > self.steps.merged:
             self.heard_ns = now_ns
         self.steps.add(rows, now_ns)
 
     def _take_layers(self, block: RowBlock, now_ns: int) -> None:
+        """Decode layer rows and add them to the step merger."""
         origin, first = block.origin, 0
         columns = ["layer", *LAYER_COLUMNS]
         for stream, raw in block.by_stream():
@@ -460,6 +463,7 @@ class FollowedRun:
             self.steps.add_layers(LayerPart(names, rows), now_ns)
 
     def _take_hosts(self, block: RowBlock) -> None:
+        """Add rows of nodes and GPUs to the node merger."""
         for stream, raw in block.by_stream():
             uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
             rows = host_rows(block.schema, raw)
@@ -884,6 +888,7 @@ class LiveMonitor:
         return num, states
 
     def _open_followed_run(self, run_id: str) -> FollowedRun:
+        """Load a run's detectors from the store into memory."""
         with self._store.read_transaction() as connection:
             followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed

@@ -80,6 +80,7 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
 
 
 def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
+    """Return the attempts that rollbacks started."""
     columns = decisions.c
     bodies = connection.execute(
         select(columns.body).where(

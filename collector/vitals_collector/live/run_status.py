@@ -496,6 +496,7 @@ class RunStatusCache:
         touched: dict[str, bool],
         when: Liveness,
     ) -> None:
+        """Read the status of some runs from the database into the cache."""
         running = self.running
         for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:

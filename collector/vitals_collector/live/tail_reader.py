@@ -296,6 +296,7 @@ class TailReader:
         return stream
 
     def _note_stored_rows(self, stream: StreamProgress, last_seq: int) -> None:
+        """Record up to which row a writer's stream is stored."""
         stream.last_seq = max(last_seq, stream.last_seq)
         if stream.last_seq > stream.read_seq:
             self._behind[stream.writer] = stream

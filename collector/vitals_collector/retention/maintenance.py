@@ -99,6 +99,7 @@ class LakeMaintenance:
             self._thread.join()
 
     def _work(self) -> None:
+        """Maintain the lake at intervals, in a thread."""
         while not self._stop.is_set():
             self.run_once()
             self._stop.wait(INTERVAL_SECONDS)
@@ -129,6 +130,7 @@ class LakeMaintenance:
         self._store.reclaim(above=0.1)
 
     def _may_continue(self) -> bool:
+        """Return whether this collector still has to maintain the lake."""
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:

@@ -579,6 +579,7 @@ def known_lake(url: str) -> str:
 
 
 def _known_lake(connection: Connection) -> str:
+    """Return where the database's lake has its files; "" without a lake."""
     if connection.dialect.name == "sqlite" or not sqlalchemy.inspect(connection).has_table(
         "ducklake_metadata"
     ):
@@ -774,12 +775,14 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
+    """Begin an SQLite transaction; a write locks the database at once."""
     writes = connection.get_execution_options().get("vitals_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 @lru_cache
 def _positional_dialect(name: str) -> Dialect:
+    """Return the dialect by its name, with parameters by position."""
     if name == "sqlite":
         return SQLiteDialect(paramstyle="qmark")
     from sqlalchemy.dialects.postgresql.base import PGDialect
