@@ -571,15 +571,24 @@ def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool
 # ------------------------------------------------------------------------------- the rows of alerts
 
 _LIFE = msgspec.msgpack.Decoder(StoredAlertState)
-_VIEW_COLUMNS = tuple(name for name in AlertView.__struct_fields__ if name in alerts.c)
-"""Columns with the value of the field of that name; silences are in another table."""
 
 
 def alert_from_row(row: Row[Any]) -> InboxAlert:
     """Return the alert of a row of ``alerts``."""
-    labels = msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {}
-    values = {name: getattr(row, name) for name in _VIEW_COLUMNS}
-    view = AlertView(**values | {"run_id": row.run_id or "", "labels": labels})
+    view = AlertView(
+        fingerprint=row.fingerprint,
+        name=row.name,
+        run_id=row.run_id or "",
+        severity=row.severity,
+        state=row.state,
+        summary=row.summary,
+        labels=msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {},
+        step=row.step,
+        started_unix_ns=row.started_unix_ns,
+        updated_unix_ns=row.updated_unix_ns,
+        ended_unix_ns=row.ended_unix_ns,
+        acknowledged_by=row.acknowledged_by,
+    )
     return InboxAlert(view, _LIFE.decode(row.body))
 
 
@@ -608,9 +617,18 @@ def _open_views(connection: Connection) -> list[AlertView]:
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
     view = entry.view
-    values = {name: getattr(view, name) for name in _VIEW_COLUMNS if name != "fingerprint"} | {
+    values = {
         "run_id": view.run_id or None,
+        "name": view.name,
+        "severity": view.severity,
+        "state": view.state,
+        "summary": view.summary,
         "labels": msgspec.json.encode(view.labels).decode(),
+        "step": view.step,
+        "started_unix_ns": view.started_unix_ns,
+        "updated_unix_ns": view.updated_unix_ns,
+        "ended_unix_ns": view.ended_unix_ns,
+        "acknowledged_by": view.acknowledged_by,
         "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
         "body": msgspec.msgpack.encode(entry.life),
     }

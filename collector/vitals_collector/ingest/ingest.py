@@ -669,13 +669,21 @@ def _fits_int64(identity: Identity) -> bool:
     return all(-_MAX_INT64 <= n <= _MAX_INT64 for n in (*numbers, identity.started_unix_ns))
 
 
-_IDENTITY_COLUMNS = tuple(name for name in Identity.__struct_fields__ if name in sources.c)
-
-
 def _source_row(identity: Identity) -> dict[str, str | int]:
     """Return the row of ``sources`` for the writer of a batch."""
-    values = {name: getattr(identity, name) for name in _IDENTITY_COLUMNS}
-    return {name: remove_nul(v) if isinstance(v, str) else v for name, v in values.items()}
+    return {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "source": identity.source,
+        "node": identity.node,
+        "pid": identity.pid,
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "world_size": identity.world_size,
+        "gpu_uuid": remove_nul(identity.gpu_uuid),
+        "metrics_url": remove_nul(identity.metrics_url),
+        "started_unix_ns": identity.started_unix_ns,
+    }
 
 
 def _build_keyed_query(sql: str) -> dict[str, TextClause]:

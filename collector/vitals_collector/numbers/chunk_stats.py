@@ -7,7 +7,7 @@ chunk may be one row.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,21 +117,28 @@ def _column_stats(
     bad = bad[kind[group[bad]] == EXTREMES]  # these have an entry each
     num = np.where(kind == EXTREMES, nums - num_bad, nums)
     which = np.concatenate((np.arange(len(starts)), group[bad]))
-    sides: dict[str, npt.NDArray[Any]] = {}
-    for side, places in (("low", lows), ("high", highs), ("first", starts), ("last", ends)):
-        entries = np.concatenate((places, bad))
-        rows_at = at[entries]
-        sides |= {side: values[entries], f"{side}_step": rows.step[rows_at]}
-        sides[f"{side}_unix_ns"] = rows.time_unix_ns[rows_at]
-    first_rows = at[np.concatenate((starts, bad))]
+    entry_indices = [np.concatenate((places, bad)) for places in (lows, highs, starts, ends)]
+    low_at, high_at, first_at, last_at = (at[places] for places in entry_indices)
+    of_low, of_high, of_first, of_last = (values[places] for places in entry_indices)
     return ChunkStats(
         name=np.full(len(which), name),
-        writer=rows.writer[first_rows],
+        writer=rows.writer[first_at],
         kind=np.concatenate((kind, np.full(len(bad), NONFINITE))).astype(np.int8),
-        attempt=rows.attempt[first_rows],
+        attempt=rows.attempt[first_at],
         last_seq=last_seq[of_value[starts]][which],
         num=np.concatenate((num, np.ones(len(bad), np.int64))),
-        **sides,
+        low=of_low,
+        low_step=rows.step[low_at],
+        low_unix_ns=rows.time_unix_ns[low_at],
+        high=of_high,
+        high_step=rows.step[high_at],
+        high_unix_ns=rows.time_unix_ns[high_at],
+        first=of_first,
+        first_step=rows.step[first_at],
+        first_unix_ns=rows.time_unix_ns[first_at],
+        last=of_last,
+        last_step=rows.step[last_at],
+        last_unix_ns=rows.time_unix_ns[last_at],
     )
 
 
